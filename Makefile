@@ -1,0 +1,35 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`. Both set up what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check laws format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train   set up, then train the embedded sample the fastest way this machine allows"
+	@echo "make test    set up, then run every test"
+	@echo "make check   format, lint and type check"
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	@touch $@
+
+train: $(VENV)/.ready
+	@$(BIN)/paceline train
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
