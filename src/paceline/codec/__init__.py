@@ -1,0 +1,1 @@
+"""What a gradient looks like on the wire."""

@@ -1,0 +1,47 @@
+"""Error feedback around a lossy codec: what was not sent is added next time.
+
+*Use* around any codec that loses mass: ``feedback/topk:keep=0.01``.
+*Laws*: sent + next residual = gradient + residual, bit for bit where the codec only selects; a step
+that is not applied leaves the residual as it was.
+*Source*: Seide et al. 2014 (doi 10.21437/Interspeech.2014-274), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+
+
+class Codec(contract.Codec):
+    """Memory: (residual (numel,), the inner codec's memory)."""
+
+    def __init__(self, inner: contract.Codec | None = None):
+        if not isinstance(inner, contract.Codec):
+            raise ValueError("codec 'feedback' needs a codec to wrap, as in 'feedback/topk:keep=0.01'")
+        self.inner = inner
+        self.fidelity, self.sums, self.wire = inner.fidelity, inner.sums, inner.wire
+        self.takes_over = inner.takes_over
+
+    def init(self, spec: contract.Spec, rank: int, seed: int) -> Any:
+        return None, self.inner.init(spec, rank, seed)
+
+    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
+        residual, deeper = memory
+        wanted = flat if residual is None else flat + residual
+        payload, pending = self.inner.encode(wanted, deeper, step)
+        # the same bytes that the others decode, so that what is lost here is lost nowhere
+        return payload, (wanted - self.decode(payload, flat.numel(), flat.dtype), pending)
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.inner.decode(payload, numel, dtype)
+
+    def settle(self, pending: Any, agreed: Tensor) -> Any:
+        residual, deeper = pending
+        return residual, self.inner.settle(deeper, agreed)
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self.inner.payload_bytes(numel, dtype)

@@ -1,0 +1,339 @@
+"""Every promise between rooms. Imports nothing of ours.
+
+A step reads: an Engine turns this node's share of the batch into Pieces, an Exchange agrees on them
+over a Link (each piece dressed by a Codec), and the Verdict says whether the step happened.
+
+The network only ever adds: losses, weights, gradients. Backward runs on the loss *sum* times a
+constant known before the step (1 / expected weight); what was agreed is corrected once, afterwards.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIDELITY = ("exact", "rounded", "approximate")
+DENSE, FACTORS = "dense", "factors"
+
+
+class LinkError(ConnectionError):
+    """A link is dead: rebuild it or end. Names the peer, where known."""
+
+    def __init__(self, message: str, peer: int | None = None):
+        super().__init__(message)
+        self.peer = peer
+
+
+class Verdict(enum.Enum):
+    APPLY = "apply"  # everyone agreed: update
+    REDO = "redo"  # as if the step had never been; the same global batch again
+    SKIP = "skip"  # as if the step had never been; go on with the next batch
+    ADOPTED = "adopted"  # the scheme has already set the weights
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One unit of sending: a large parameter, or several small ones. Cut once, in backward order."""
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    linear: bool = False  # one fully-connected weight (out, in), whose gradient may travel as factors
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+
+@dataclass
+class Piece:
+    """The gradient of one spec. *Shapes*: flat (numel,) or left (rows, out) with right (rows, in).
+
+    With factors the layer's gradient is ``left.T @ right``, exactly. ``flat`` is the receiver's: an
+    exchange adds into it.
+    """
+
+    spec: Spec
+    flat: Tensor | None = None
+    left: Tensor | None = None
+    right: Tensor | None = None
+
+
+@dataclass
+class Ballot:
+    """A rank's vote on a step, and what all must know. A few hundred bytes; every rank sends one."""
+
+    ok: bool = True
+    finite: bool = True
+    loss_sum: float = 0.0
+    metric_sum: float = 0.0
+    weight: float = 0.0  # what the loss divides by: samples, tokens, mask
+    seconds: float = 0.0  # spent computing
+    hash: int = 0  # of a slice of the weights before the step; equal on all replicas
+    used: bytes = b""  # per parameter: 1 if it got a gradient
+    dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
+    rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
+
+    _HEAD = struct.Struct("<??ddddqIII")
+
+    def pack(self) -> bytes:
+        head = self._HEAD.pack(
+            self.ok,
+            self.finite,
+            self.loss_sum,
+            self.metric_sum,
+            self.weight,
+            self.seconds,
+            self.hash,
+            len(self.used),
+            len(self.dense),
+            len(self.rows),
+        )
+        return head + self.used + self.dense + struct.pack(f"<{len(self.rows)}I", *self.rows)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Ballot:
+        *scalars, num_used, num_dense, num_rows = cls._HEAD.unpack_from(data)
+        a = cls._HEAD.size
+        b = a + num_used
+        c = b + num_dense
+        rows = struct.unpack_from(f"<{num_rows}I", data, c)
+        ok, finite, loss_sum, metric_sum, weight, seconds, hash_ = scalars
+        return cls(ok, finite, loss_sum, metric_sum, weight, seconds, hash_, data[a:b], data[b:c], rows)
+
+    @staticmethod
+    def merge(ballots: Sequence[Ballot]) -> Ballot:
+        """All ballots as one, in rank order: sums, unions, the slowest, and ok only if all are."""
+        first = ballots[0]
+        return Ballot(
+            ok=all(b.ok for b in ballots),
+            finite=all(b.finite for b in ballots),
+            loss_sum=sum(b.loss_sum for b in ballots),
+            metric_sum=sum(b.metric_sum for b in ballots),
+            weight=sum(b.weight for b in ballots),
+            seconds=max(b.seconds for b in ballots),
+            hash=first.hash,
+            used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
+            dense=bytes(max(column) for column in zip(*(b.dense for b in ballots), strict=True)),
+            rows=tuple(sum(column) for column in zip(*(b.rows for b in ballots), strict=True)),
+        )
+
+
+@dataclass
+class Agreement:
+    """What everyone holds after `agree`: the verdict, all pieces in order, and all ballots as one."""
+
+    verdict: Verdict
+    pieces: list[Piece] = field(default_factory=list)
+    ballot: Ballot = field(default_factory=Ballot)
+    drift: bool = False  # the replicas' hashes differ
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How agreed sums become an update. Normalised once: gradient = scale * sum."""
+
+    scale: float = 1.0
+    clip: float | None = None  # global norm
+
+
+@dataclass(frozen=True)
+class Cost:
+    """*Units*: sequential messages, bytes sent per rank, floating-point operations per rank."""
+
+    steps: float
+    bytes: float
+    flops: float = 0.0
+
+
+class Handle:
+    """An operation under way. ``wait`` returns its result or raises LinkError at the deadline."""
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        raise NotImplementedError
+
+
+class Engine:
+    """How one node turns its share of a batch into a gradient, and a gradient into an update."""
+
+    fidelity = "exact"
+    specs: tuple[Spec, ...] = ()
+    weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
+    names: tuple[str, ...] = ()
+    buffers: Sequence[Tensor] = ()
+    seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
+
+    def open(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Any],
+        metric: Callable[..., Any] | None = None,
+    ) -> None:
+        raise NotImplementedError
+
+    def relay(self, exchange: Exchange) -> Exchange:
+        """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
+        return exchange
+
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
+        raise NotImplementedError
+
+    def update(self, agreement: Agreement, rule: Rule) -> None:
+        raise NotImplementedError
+
+    def snapshot(self) -> Any:
+        """All that ``gradient`` may change: buffers and random state. Weights change in ``update`` alone."""
+        raise NotImplementedError
+
+    def rollback(self, kept: Any) -> None:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Link:
+    """How bytes move. Collectives are MPI's, on one lane in one order; handles are asynchronous."""
+
+    rank: int = 0
+    size: int = 1
+    generation: int = 0
+    hosts: Sequence[str] = ("",)
+    sent_bytes: int = 0
+
+    def lane(self, name: str) -> Link:
+        """The same ranks with an order of their own."""
+        raise NotImplementedError
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
+        """Adds all ranks' tensors into each, in the tensor's own type. Result: the tensor."""
+        raise NotImplementedError
+
+    def max(self, tensor: Tensor, what: str = "max") -> Handle:
+        raise NotImplementedError
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> Handle:
+        """Result: every rank's tensor, in rank order. First dimensions may differ unless ``even``."""
+        raise NotImplementedError
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
+        """Result: this rank's slice of the sum. *Shapes*: (size * n, ...) in, (n, ...) out."""
+        raise NotImplementedError
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
+        raise NotImplementedError
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        raise NotImplementedError
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        raise NotImplementedError
+
+    def cost(self, operation: str, num_bytes: int) -> Cost:
+        """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Codec:
+    """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
+
+    ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is
+    gathered and decoded. ``biased``: loses mass unless wrapped by ``feedback``.
+    """
+
+    fidelity = "exact"
+    sums = True
+    biased = False
+    wire = "the gradient's own type"
+    takes_over: tuple[str, ...] = ()
+
+    def init(self, spec: Spec, rank: int, seed: int) -> Any:
+        return None
+
+    def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
+        """(payload, pending): ``pending`` becomes memory through ``settle`` if the step is applied."""
+        raise NotImplementedError
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    def settle(self, pending: Any, agreed: Tensor) -> Any:
+        """The next memory. Called on APPLY alone."""
+        return pending
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        raise NotImplementedError
+
+
+class Exchange:
+    """How nodes agree on one step. ``consensus``: replicas are equal after each step, period, or eventually."""
+
+    fidelity = "exact"
+    consensus = "step"
+    uses_codec = True
+    link: Link
+
+    def open(self, specs: Sequence[Spec], link: Link, codec: Codec, rows: int = 1, seed: int = 0) -> None:
+        raise NotImplementedError
+
+    def forms(self) -> Sequence[str]:
+        """DENSE or FACTORS per spec, equal on all ranks; changes only by agreement."""
+        raise NotImplementedError
+
+    def before(self, weights: Sequence[Tensor]) -> None:
+        """Called before each gradient is computed."""
+
+    def offer(self, piece: Piece) -> None:
+        """Takes a piece, in any order; pieces leave in the order of their specs."""
+        raise NotImplementedError
+
+    def agree(self, ballot: Ballot) -> Agreement:
+        raise NotImplementedError
+
+    def reconcile(self, weights: Sequence[Tensor]) -> None:
+        """Called after each update."""
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums of a few numbers over all processes, for evaluation and reports."""
+        raise NotImplementedError
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Rank 0's tensors into everyone's."""
+        raise NotImplementedError
+
+    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        pass
+
+    def rebuild(self, link: Link) -> None:
+        """Goes on over another link: other ranks, next generation. Memory of this rank is kept."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass

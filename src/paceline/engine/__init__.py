@@ -1,0 +1,1 @@
+"""How one node turns its share of a batch into a gradient."""

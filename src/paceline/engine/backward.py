@@ -1,0 +1,225 @@
+"""One backward pass, piece by piece: which parameters leave together, when each is ready, and as what.
+
+A fully-connected layer's weight gradient is ``left.T @ right``: left is the gradient of the layer's
+output, right its input, one row per sample. In the FACTORS form the weight takes no part in its
+module's graph, so that product is never made here, and both factors are caught instead. A gradient
+that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
+the factors are not the whole gradient, the ballot says so, and the step is redone with the weight DENSE.
+
+*Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.contract import FACTORS, Piece, Spec
+
+ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
+LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it may leave as factors
+BUCKET_BYTES = 4 << 20
+
+
+def cut(model: nn.Module) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
+    """Specs in backward order, and for each weight that may travel as factors its modules."""
+    linears: dict[int, list[nn.Linear]] = {}
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        if type(module).forward is nn.Linear.forward and "weight" in module._parameters:
+            linears.setdefault(id(module.weight), []).append(module)  # type: ignore[arg-type]
+    specs: list[tuple[list[tuple[str, Tensor]], bool]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    factored: dict[str, list[nn.Linear]] = {}
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in reversed(trainable):
+        own = id(parameter) in linears and uses[id(parameter)] == 1
+        if own and parameter.nbytes >= LINEAR_BYTES:
+            factored[name] = linears[id(parameter)]
+            specs.append(([(name, parameter)], True))
+        elif parameter.nbytes >= ALONE_BYTES:
+            specs.append(([(name, parameter)], False))
+        else:
+            key = (parameter.dtype, parameter.device)
+            bucket = open_buckets.setdefault(key, [])
+            bucket.append((name, parameter))
+            if sum(p.nbytes for _, p in bucket) >= BUCKET_BYTES:
+                specs.append((open_buckets.pop(key), False))
+    specs += [(bucket, False) for bucket in open_buckets.values()]
+    return tuple(
+        Spec(index, tuple(n for n, _ in group), tuple(tuple(p.shape) for _, p in group), linear)
+        for index, (group, linear) in enumerate(specs)
+    ), factored
+
+
+@dataclass
+class _Call:
+    """One use of a fully-connected layer in this step."""
+
+    right: Tensor
+    version: int
+    left: Tensor | None = None
+
+
+@dataclass
+class Pass:
+    """The state of one backward pass."""
+
+    forms: Sequence[str]
+    offer: Callable[[Piece], None]
+    ready: dict[int, set[str]] = field(default_factory=dict)
+    calls: dict[int, list[_Call]] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    offered: set[int] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    strays: set[int] = field(default_factory=set)
+
+
+class Backward:
+    """Hooks on a model that turn each of its backward passes into pieces."""
+
+    def __init__(self, model: nn.Module):
+        self.specs, factored = cut(model)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = tuple(name for spec in self.specs for name in spec.names)
+        self._pass: Pass | None = None
+        self._spark: Tensor | None = None
+        self._hooks: list[Any] = []
+        for spec in self.specs:
+            for name in spec.names:
+                parameter = self.parameters[name]
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                        lambda _, spec=spec, name=name: self._arrived(spec, name)
+                    )
+                )
+            for module in factored.get(spec.names[0], ()):
+                self._hooks.append(
+                    module.register_forward_pre_hook(lambda module, _, spec=spec: self._enter(spec, module))
+                )
+                self._hooks.append(
+                    module.register_forward_hook(
+                        lambda module, args, kwargs, output, spec=spec: self._leave(
+                            spec, module, args[0] if args else kwargs["input"], output
+                        ),
+                        with_kwargs=True,
+                        always_call=True,
+                    )
+                )
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def run(self, forms: Sequence[str], offer: Callable[[Piece], None], compute: Callable[[], Tensor | None]) -> Pass:
+        """Calls ``compute`` for the scalar to differentiate (None: no rows) and offers every spec once."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        state = self._pass = Pass(forms, offer)
+        try:
+            if (scalar := compute()) is not None and scalar.requires_grad:
+                scalar.backward()  # type: ignore[no-untyped-call]
+        finally:
+            self._pass = None
+        for spec in self.specs:
+            if spec.index not in state.offered:
+                self._emit(state, spec)
+        return state
+
+    def _enter(self, spec: Spec, module: nn.Linear) -> None:
+        if self._pass and self._pass.forms[spec.index] == FACTORS:
+            module.weight.requires_grad_(False)
+
+    def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
+        state = self._pass
+        if state is None:
+            return None
+        if state.forms[spec.index] == FACTORS:
+            module.weight.requires_grad_(True)
+        if output is None or not torch.is_grad_enabled():
+            return None
+        if state.forms[spec.index] != FACTORS:
+            if output.requires_grad:
+                state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
+            return None
+        if not output.requires_grad:
+            # nothing below asks for a gradient: the factor needs a graph to come down all the same
+            if self._spark is None:
+                self._spark = output.new_zeros(()).requires_grad_()
+            output = output + self._spark
+        call = _Call(right.detach(), right._version)
+        state.calls.setdefault(spec.index, []).append(call)
+        output.register_hook(lambda left: self._caught(state, spec, call, left))  # type: ignore[no-untyped-call]
+        return output
+
+    def _caught(self, state: Pass, spec: Spec, call: _Call, left: Tensor) -> None:
+        if call.right._version != call.version:
+            raise RuntimeError(
+                f"the input of the layer with {spec.names[0]!r} was changed in place after the layer had read "
+                f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
+            )
+        if call.left is not None:
+            raise RuntimeError(f"backward passed twice through the layer with {spec.names[0]!r} in one step")
+        call.left = left.detach()
+        calls = state.calls[spec.index]
+        if all(c.left is not None for c in calls):
+            self._emit(state, spec)
+
+    def _arrived(self, spec: Spec, name: str) -> None:
+        state = self._pass
+        if state is None:
+            return
+        if state.forms[spec.index] == FACTORS:
+            state.strays.add(spec.index)
+            return
+        ready = state.ready.setdefault(spec.index, set())
+        if name in ready:
+            raise RuntimeError(
+                f"parameter {name!r} got its gradient twice in one step; with activation checkpointing pass "
+                f"use_reentrant=False"
+            )
+        ready.add(name)
+        state.used.add(name)
+        if len(ready) == len(spec.names):
+            self._emit(state, spec)
+
+    def _emit(self, state: Pass, spec: Spec) -> None:
+        if spec.index in state.offered:
+            raise RuntimeError(f"{spec.names} were used again after their gradient was complete")
+        state.offered.add(spec.index)
+        if state.forms[spec.index] == FACTORS:
+            state.offer(self._factors(state, spec))
+            return
+        grads = [self.parameters[name].grad for name in spec.names]
+        if len(grads) == 1 and grads[0] is not None:
+            state.offer(Piece(spec, flat=grads[0].reshape(-1)))
+            return
+        flat = torch.cat(
+            [
+                self.parameters[name].new_zeros(numel) if grad is None else grad.reshape(-1)
+                for name, numel, grad in zip(spec.names, spec.numels, grads, strict=True)
+            ]
+        )
+        state.offer(Piece(spec, flat=flat))
+
+    def _factors(self, state: Pass, spec: Spec) -> Piece:
+        out_features, in_features = spec.shapes[0]
+        caught = [call for call in state.calls.get(spec.index, ()) if call.left is not None]
+        weight = self.parameters[spec.names[0]]
+        if not caught:
+            return Piece(spec, left=weight.new_zeros(0, out_features), right=weight.new_zeros(0, in_features))
+        state.used.update(spec.names)
+        # (..., out) -> (rows, out); (..., in) -> (rows, in)
+        left = [call.left.reshape(-1, out_features) for call in caught if call.left is not None]
+        right = [call.right.reshape(-1, in_features) for call in caught]
+        state.rows[spec.index] = sum(len(part) for part in left)
+        if len(caught) == 1:
+            return Piece(spec, left=left[0], right=right[0])
+        return Piece(spec, left=torch.cat(left), right=torch.cat(right))

@@ -1,0 +1,15 @@
+"""One process, k intra-op threads: PyTorch's own parallelism inside each operation."""
+
+from __future__ import annotations
+
+from paceline.engine import sequential
+
+
+class Engine(sequential.Engine):
+    """*Laws*: as sequential, up to the order in which an operation adds."""
+
+    def __init__(self, num_threads: int = 2):
+        super().__init__()
+        if num_threads < 1:
+            raise ValueError(f"engine 'threads:k' needs k >= 1, got {num_threads}")
+        self.num_threads = num_threads

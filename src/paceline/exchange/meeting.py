@@ -1,0 +1,36 @@
+"""What every exchange among equals does besides gradients: vote, add numbers up, spread tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import Ballot
+
+
+class Meeting(contract.Exchange):
+    """Uses the link's own lane; gradients have another."""
+
+    link: contract.Link
+
+    def vote(self, ballot: Ballot) -> tuple[Ballot, list[Ballot], bool]:
+        """(all ballots as one, each rank's, whether the replicas' hashes differ)."""
+        words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
+        everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
+        ballots = [Ballot.unpack(bytes(part.numpy())) for part in everyone]
+        return Ballot.merge(ballots), ballots, len({b.hash for b in ballots}) > 1
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        if self.link.size == 1:
+            return list(values)
+        whole = torch.tensor(list(values), dtype=torch.float64)
+        return [float(value) for value in self.link.sum(whole, "adding up").wait()]
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        if self.link.size > 1:
+            for tensor in tensors:
+                flat = tensor.detach().contiguous()
+                tensor.copy_(self.link.broadcast(flat, 0, "spreading rank 0's tensors").wait())

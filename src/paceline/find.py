@@ -1,0 +1,86 @@
+"""A name becomes an object: find("codec", "topk", keep=0.01); names("codec"); typo hints.
+
+A plug-in is one module in a room with one class named as the room's promise (Engine, Link, Codec,
+Exchange). Nothing is registered: the folder is the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import re
+from functools import cache
+from typing import Any
+
+ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
+
+
+@cache
+def names(room: str) -> tuple[str, ...]:
+    """All plug-ins of a room, sorted."""
+    package = importlib.import_module(f"paceline.{room}")
+    found = []
+    for module in pkgutil.iter_modules(package.__path__):
+        if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), ROOMS[room]):
+            found.append(module.name)
+    return tuple(sorted(found))
+
+
+def describe(room: str, name: str) -> str:
+    """The first line of the plug-in's module docstring."""
+    doc = inspect.getdoc(importlib.import_module(f"paceline.{room}.{name}")) or ""
+    return doc.partition("\n")[0].rstrip(".")
+
+
+def module(room: str, name: str) -> Any:
+    """The plug-in's module. Raises ValueError naming what is known and what was probably meant."""
+    if name not in names(room):
+        close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"no {room} named {name!r}; known: {', '.join(names(room))}{hint}")
+    return importlib.import_module(f"paceline.{room}.{name}")
+
+
+def find(room: str, name: str, *args: Any, **options: Any) -> Any:
+    """The plug-in's object, made with its options. Raises ValueError for a wrong name or option."""
+    maker = getattr(module(room, name), ROOMS[room])
+    try:
+        inspect.signature(maker).bind(*args, **options)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(maker).parameters) or "no options"
+        raise ValueError(f"{room} {name!r}: {error}; it accepts: {accepted}") from None
+    return maker(*args, **options)
+
+
+def parse(room: str, text: str) -> Any:
+    """``name:argument,option=value/inner``: "processes:2", "topk:keep=0.01", "feedback/topk:keep=0.01"."""
+    outer, _, inner = text.partition("/")
+    if not (match := re.fullmatch(r"(\w+)(?::(.+))?", outer.strip())):
+        raise ValueError(f"{room} {text!r} is not of the form name[:option,...][/inner], as in 'topk:keep=0.01'")
+    args: list[Any] = [parse(room, inner)] if inner else []
+    options: dict[str, Any] = {}
+    for word in (match[2] or "").split(",") if match[2] else ():
+        key, equals, value = word.partition("=")
+        if equals:
+            options[key.strip()] = _value(value)
+        else:
+            args.append(_value(key))
+    return find(room, match[1], *args, **options)
+
+
+def parse_name(room: str, text: str) -> str:
+    """The outermost plug-in's name, checked, without making it."""
+    name = text.partition("/")[0].partition(":")[0]
+    module(room, name)
+    return name
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text.strip()

@@ -1,0 +1,132 @@
+"""Who is alive: a beat per second between rank 0 and everyone, on sockets of its own.
+
+A dense exchange may take minutes, so silence in an operation says nothing. A closed socket (the
+process died) or LIMIT_S without a beat (the machine or its cable died) does. Rank 0 tells the others.
+
+    rank -> 0:  '.' alive   'q' leaving in peace
+    0 -> rank:  '.' alive   'q' leaving in peace   'x' + two bytes: that rank is dead
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+BEAT_S = 1.0
+LIMIT_S = 6.0
+JOIN_S = 60.0
+
+
+class Pulse:
+    """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + 2 BEAT_S."""
+
+    def __init__(self, rank: int, size: int, store: Any, address: str):
+        self.rank, self.size = rank, size
+        self.dead: dict[int, str] = {}
+        self.left: set[int] = set()
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._peers: dict[int, socket.socket] = {}
+        if rank == 0:
+            self._gather(store, address)
+        else:
+            self._reach(store)
+        self._thread = threading.Thread(target=self._run, name="paceline pulse", daemon=True)
+        self._thread.start()
+
+    def _gather(self, store: Any, address: str) -> None:
+        token = secrets.token_bytes(16)
+        with socket.create_server((address, 0)) as server:
+            store.set("pulse", f"{address} {server.getsockname()[1]} {token.hex()}")
+            end = time.monotonic() + JOIN_S
+            while len(self._peers) < self.size - 1:
+                server.settimeout(max(0.01, end - time.monotonic()))
+                peer, _ = server.accept()
+                peer.settimeout(2.0)
+                hello = b""
+                with contextlib.suppress(OSError):
+                    hello = peer.recv(18, socket.MSG_WAITALL)
+                if hello[:16] == token and len(hello) == 18:
+                    self._peers[struct.unpack("<H", hello[16:])[0]] = peer
+                else:
+                    peer.close()
+
+    def _reach(self, store: Any) -> None:
+        address, port, token = store.get("pulse").decode().split()
+        hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
+        hub.sendall(bytes.fromhex(token) + struct.pack("<H", self.rank))
+        self._peers[0] = hub
+
+    def _run(self) -> None:
+        heard = dict.fromkeys(self._peers, time.monotonic())
+        eyes = selectors.DefaultSelector()
+        for peer, line in self._peers.items():
+            line.setblocking(False)
+            eyes.register(line, selectors.EVENT_READ, peer)
+        next_beat = time.monotonic()
+        while not self._closing.is_set() and eyes.get_map():
+            for key, _ in eyes.select(max(0.0, next_beat - time.monotonic())):
+                if self._hear(key.data):
+                    heard[key.data] = time.monotonic()
+                else:
+                    eyes.unregister(key.fileobj)
+            if time.monotonic() < next_beat:
+                continue
+            next_beat = time.monotonic() + BEAT_S
+            for peer, line in self._peers.items():
+                if peer in self.dead or peer in self.left:
+                    continue
+                with contextlib.suppress(OSError):
+                    line.send(b".")
+                silent_s = time.monotonic() - heard[peer]
+                if silent_s > LIMIT_S:
+                    self._bury(peer, f"has been silent for {silent_s:.0f} s")
+                    eyes.unregister(line)
+
+    def _hear(self, peer: int) -> bool:
+        """Reads what a peer says; False once it will say no more."""
+        try:
+            words = self._peers[peer].recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            words = b""
+        if b"q" in words:
+            self.left.add(peer)
+        if (at := words.find(b"x")) >= 0:
+            self._bury(struct.unpack("<H", words[at + 1 : at + 3])[0], "died (rank 0 said so)")
+        if not words and peer not in self.left:
+            self._bury(peer, "closed its connection: the process died")
+        return bool(words) and peer not in self.left
+
+    def _bury(self, peer: int, how: str) -> None:
+        with self._changed:
+            if peer in self.dead or peer == self.rank:
+                return
+            self.dead[peer] = how
+            self._changed.notify_all()
+        if self.rank == 0:
+            for line in self._peers.values():
+                with contextlib.suppress(OSError):
+                    line.send(b"x" + struct.pack("<H", peer))
+
+    def verdict(self, grace_s: float) -> int | None:
+        """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self.dead), grace_s)
+        return next(iter(self.dead), None)
+
+    def close(self) -> None:
+        self._closing.set()
+        for line in self._peers.values():
+            with contextlib.suppress(OSError):
+                line.send(b"q")
+        self._thread.join(2 * BEAT_S)
+        for line in self._peers.values():
+            line.close()

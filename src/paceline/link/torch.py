@@ -1,0 +1,251 @@
+"""Gloo through torch.distributed: TCP between machines, on the interface that leads to the peers.
+
+*Cost* (N ranks, n bytes): sum and max are rings: 2 (N - 1) steps, 2 (N - 1) / N n bytes per rank;
+all-gather: N - 1 steps, (N - 1) n bytes; ragged all-gather: one more of 8 bytes first.
+Owns its process groups; a default group that the user has made is not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import Cost, LinkError
+from paceline.link.pulse import Pulse
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+JOIN_S = 60.0
+PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
+GLANCE_S = 0.5
+
+
+class Link(contract.Link):
+    """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or an agent does)."""
+
+    def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
+        self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
+        self._store = _rendezvous(rank, size, host, port, f"paceline/{generation}")
+        self._device, address = _device(host, rank)
+        me = os.environ.get("PACELINE_HOST", socket.gethostname())
+        self._store.set(f"host/{rank}", me)
+        self.hosts = [self._store.get(f"host/{r}").decode() for r in range(size)]
+        self.pulse = Pulse(rank, size, self._store, address) if size > 1 else None
+        self._groups: list[Any] = []
+        self._group = self._make_group("control")
+
+    def _make_group(self, name: str) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._threads = 2
+        store = dist.PrefixStore(name, self._store)
+        try:
+            self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.size, options))
+        except RuntimeError as error:
+            raise LinkError(f"could not join the others on lane {name!r}: {_first_line(error)}") from error
+        return self._groups[-1]
+
+    def lane(self, name: str) -> Link:
+        lane = object.__new__(Link)
+        lane.__dict__.update(self.__dict__, sent_bytes=0)
+        lane._group = self._make_group(name)
+        return lane
+
+    def _handle(self, work: Any, kind: str, num_bytes: int, what: str, result: Callable[[], Any]) -> _Handle:
+        self.sent_bytes += int(self.cost(kind, num_bytes).bytes)
+        return _Handle(self, work, what, result)
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+        return self._reduce("sum", tensor, dist.ReduceOp.SUM, what)
+
+    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+        return self._reduce("max", tensor, dist.ReduceOp.MAX, what)
+
+    def _reduce(self, kind: str, tensor: Tensor, operation: Any, what: str) -> contract.Handle:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        if not tensor.numel():
+            return _Done(tensor)
+        return self._handle(
+            self._start(lambda: self._group.allreduce([tensor], options), what),
+            kind,
+            tensor.nbytes,
+            what,
+            lambda: tensor,
+        )
+
+    def _start(self, operation: Callable[[], Any], what: str) -> Any:
+        try:
+            return operation()
+        except RuntimeError as error:
+            raise self.lost(what, 0.0, error) from error
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+        tensor = tensor.contiguous()
+        rows = [len(tensor)] * self.size
+        if not even:
+            mine = torch.tensor([len(tensor)], dtype=torch.int64)
+            rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
+        parts = [tensor.new_empty((r, *tensor.shape[1:])) for r in rows]
+        if len(set(rows)) == 1:
+            if not tensor.numel():
+                return _Done(parts)
+            work = self._start(lambda: self._group.allgather([parts], [tensor]), what)
+            return self._handle(work, "all-gather", tensor.nbytes, what, lambda: parts)
+        parts[self.rank] = tensor
+        peers = [r for r in range(self.size) if r != self.rank]
+        works = [self._start(partial(self._group.recv, [parts[r]], r, 0), what) for r in peers if rows[r]]
+        if len(tensor):
+            works += [self._start(partial(self._group.send, [tensor], r, 0), what) for r in peers]
+        return self._handle(_All(works), "all-gather", tensor.nbytes, what, lambda: parts)
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+        whole = tensor.clone()
+        mine = whole.chunk(self.size)[self.rank]
+        return _Then(self.sum(whole, what), mine.clone)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        work = self._start(lambda: self._group.broadcast([tensor], options), what)
+        return self._handle(work, "broadcast", tensor.nbytes, what, lambda: tensor)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        what = f"send to rank {peer}"
+        work = self._start(lambda: self._group.send([tensor], peer, tag), what)
+        return self._handle(work, "send", tensor.nbytes, what, lambda: tensor)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        what = f"receive from rank {peer}"
+        work = self._start(lambda: self._group.recv([tensor], peer, tag), what)
+        return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
+
+    def cost(self, operation: str, num_bytes: int) -> Cost:
+        others = self.size - 1
+        if operation in ("sum", "max", "reduce-scatter"):
+            return Cost(2 * others, 2 * others / self.size * num_bytes)
+        if operation == "all-gather":
+            return Cost(others, others * num_bytes)
+        if operation == "broadcast":
+            rounds = math.ceil(math.log2(self.size))
+            return Cost(rounds, rounds * num_bytes)
+        return Cost(1, num_bytes if operation == "send" else 0)
+
+    def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
+        """The error for a broken operation: which peer, on which host, how long we waited."""
+        peer = self.pulse.verdict(2.5 if error else 0.0) if self.pulse else None
+        for group in self._groups:
+            # gloo's destructor waits for operations that will never end: it must not run
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if peer is None or self.pulse is None:
+            return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {_first_line(error)}")
+        who = f"rank {peer} on {self.hosts[peer]}"
+        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {self.pulse.dead[peer]}", peer)
+
+    def close(self) -> None:
+        if self.pulse:
+            self.pulse.close()
+
+
+class _Handle(contract.Handle):
+    def __init__(self, link: Link, work: Any, what: str, result: Callable[[], Any]):
+        self.link, self.work, self.what, self.result = link, work, what, result
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        start = time.monotonic()
+        while True:
+            try:
+                self.work.wait(timedelta(seconds=GLANCE_S))
+                return self.result()
+            except RuntimeError as error:
+                waited_s = time.monotonic() - start
+                if self.done():
+                    raise self.link.lost(self.what, waited_s, error) from None
+                if self.link.pulse and self.link.pulse.dead:
+                    raise self.link.lost(self.what, waited_s, None) from None
+                if waited_s > (PATIENCE_S if deadline_s is None else deadline_s):
+                    raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
+
+
+class _All:
+    """Several operations as one."""
+
+    def __init__(self, works: list[Any]):
+        self.works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, timeout: timedelta) -> None:
+        for work in self.works:
+            work.wait(timeout)
+
+
+class _Done(contract.Handle):
+    def __init__(self, result: Any):
+        self.result = result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.result
+
+
+class _Then(contract.Handle):
+    def __init__(self, handle: contract.Handle, then: Callable[[], Any]):
+        self.handle, self.then = handle, then
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        self.handle.wait(deadline_s)
+        return self.then()
+
+
+def _first_line(error: Exception | None) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+def _rendezvous(rank: int, size: int, host: str, port: int, prefix: str) -> Any:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not agent
+    patience = timedelta(seconds=JOIN_S)
+    try:
+        store = dist.TCPStore(host, port, size, serves, patience, wait_for_workers=False, multi_tenant=True)
+        store.set_timeout(patience)
+        return dist.PrefixStore(prefix, store)
+    except (RuntimeError, OSError) as error:
+        doing = "serve" if serves else "reach"
+        raise LinkError(
+            f"rank {rank} of {size} on {socket.gethostname()} could not {doing} the meeting point "
+            f"{host}:{port} within {JOIN_S:.0f} s ({_first_line(error)}); check MASTER_ADDR, MASTER_PORT, "
+            f"the firewall, and that rank 0 is running"
+        ) from error
+
+
+def _device(host: str, rank: int) -> tuple[Any, str]:
+    """The gloo device, and its address: GLOO_SOCKET_IFNAME if set, else where the route to rank 0 leaves."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: asks the routing table
+        address = probe.getsockname()[0] if rank else socket.gethostbyname(host)
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo.create_device(interface=name), address
+    return dist.ProcessGroupGloo.create_device(hostname=address), address
