@@ -1,0 +1,1 @@
+"""Where samples come from: sources that give any samples by index."""

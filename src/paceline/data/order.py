@@ -1,0 +1,53 @@
+"""Which samples, in what order: a pure function of (seed, epoch, position).
+
+Step t of an epoch uses positions [t B, (t + 1) B) of that epoch's permutation, whoever computes them;
+a seat says which of those rows are one's own. Nothing is kept per rank, so any number of nodes sees
+the same global sequence, and the state to save is (seed, epoch, step).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows."""
+
+    node: int = 0
+    num_nodes: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    shares: tuple[float, ...] | None = None
+
+    def rows(self, count: int) -> range:
+        """The rows of a batch of ``count`` that are this seat's: contiguous, disjoint, complete, in seat order."""
+        shares = self.shares or (1.0,) * self.num_nodes
+        total = sum(shares)
+        start = int(count * sum(shares[: self.node]) / total + 1e-9)
+        stop = int(count * sum(shares[: self.node + 1]) / total + 1e-9)
+        size = stop - start
+        return range(
+            start + self.local_rank * size // self.local_size,
+            start + (self.local_rank + 1) * size // self.local_size,
+        )
+
+
+def permutation(seed: int, epoch: int, size: int) -> Indices:
+    """All samples once, in this epoch's order."""
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+def num_steps(size: int, batch_size: int) -> int:
+    """Steps per epoch. The last batch may be short: every sample is used."""
+    return -(-size // batch_size)
+
+
+def window(order: Indices, step: int, batch_size: int) -> Indices:
+    """The global batch of one step."""
+    return order[step * batch_size : (step + 1) * batch_size]

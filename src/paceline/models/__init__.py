@@ -1,0 +1,1 @@
+"""The networks that can be trained by name, one per file."""
