@@ -1,0 +1,119 @@
+"""Every process of one node on this machine, and nothing left when any of them, or this one, is killed.
+
+Children die with this process (the kernel tells them), and tell each other of a death themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+GRACE_S = 15.0
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def num_processes(engine: str) -> int:
+    """Of an engine like "processes:4" or "processes:2/stages:2"."""
+    head = engine.partition("/")[0]
+    name, _, count = head.partition(":")
+    if name != "processes":
+        return 1
+    if count and not (count.isdigit() and int(count) > 0):
+        raise ValueError(f"engine {engine!r}: processes:k needs a whole number k >= 1")
+    return int(count or 2)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(
+    command: Sequence[str],
+    engine: str,
+    num_nodes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Runs ``command`` as all processes of ``num_nodes`` nodes, all of them here. Returns an exit code.
+
+    The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and
+    SIGTERM are passed on.
+    """
+    k = num_processes(engine)
+    base = {**os.environ, **(environment or {}), "PACELINE_ENGINE": engine}
+    base.update(
+        WORLD_SIZE=str(k * num_nodes),
+        LOCAL_WORLD_SIZE=str(k),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(143)
+
+    children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        received.append(number)
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for rank in range(k * num_nodes):
+            mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank % k), "GROUP_RANK": str(rank // k)}
+            quiet = subprocess.DEVNULL if rank % k else None  # what a script prints is read once per node
+            children.append(
+                subprocess.Popen(
+                    command,
+                    env=mine,
+                    stdout=quiet,
+                    preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
+                    start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
+                )
+            )
+        return _wait(children, received)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+    failed: int | None = None
+    end = float("inf")
+    while True:
+        codes = [child.poll() for child in children]
+        for code in codes:
+            if failed is None and code:
+                failed = code
+        if failed is not None or received:
+            end = min(end, time.monotonic() + GRACE_S)
+        if all(code is not None for code in codes):
+            break
+        if time.monotonic() > end:
+            left = [child.pid for child in children if child.poll() is None]
+            print(f"paceline: {len(left)} processes did not end within {GRACE_S:.0f} s; killed", file=sys.stderr)
+            break
+        time.sleep(0.02)
+    if received:
+        return 128 + received[0]
+    if failed is None:
+        return 0
+    return failed if failed > 0 else 128 - failed

@@ -1,0 +1,113 @@
+"""Is the result the same? One run keeps its first and last weights and losses; another starts from the first.
+
+In float64, so that what differs is the mathematics and not the rounding; with dropout off, since the
+masks of N processes cannot be those of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
+
+
+@dataclass
+class Witness:
+    """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a file) or none."""
+
+    folder: Path
+    steps: int
+    dtype: str
+    start: str = ""
+    losses: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of_environment(cls) -> Witness | None:
+        text = os.environ.get("PACELINE_VERIFY")
+        if not text:
+            return None
+        said = json.loads(text)
+        return cls(Path(said["folder"]), said["steps"], said["dtype"], said.get("start", ""))
+
+    def prepare(self, model: nn.Module) -> None:
+        model.to(getattr(torch, self.dtype))
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        if self.start:
+            model.load_state_dict(load_file(self.start))
+
+    def begin(self, state: dict[str, Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._save(state, "first.safetensors")
+
+    def cast(self, batch: Any) -> Any:
+        return _Cast(batch, getattr(torch, self.dtype))
+
+    def step(self, loss: float, state: dict[str, Tensor] | None) -> None:
+        """Raises SystemExit after the last step, on every process."""
+        self.losses.append(loss)
+        if len(self.losses) < self.steps:
+            return
+        if state is not None:
+            (self.folder / "losses.json").write_text(json.dumps(self.losses))
+            self._save(state, "last.safetensors")
+        raise SystemExit(0)
+
+    def _save(self, state: dict[str, Tensor], name: str) -> None:
+        # tied weights share storage, which safetensors refuses
+        save_file({key: value.detach().clone() for key, value in state.items()}, self.folder / name)
+
+
+class _Cast:
+    """A batch whose floating-point tensors arrive in another type."""
+
+    def __init__(self, batch: Any, dtype: torch.dtype):
+        self.batch, self.dtype, self.weight = batch, dtype, batch.weight
+
+    def share(self, seat: Any) -> Any:
+        rows = self.batch.share(seat)
+        if rows is None:
+            return None
+        return tuple(r.to(self.dtype) if isinstance(r, Tensor) and r.is_floating_point() else r for r in rows)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of a loss, and of a parameter relative to its norm; where; and whether it is too large."""
+
+    steps: int
+    loss: float
+    weight: float
+    worst: str
+    tolerance: float
+
+    @property
+    def same(self) -> bool:
+        return self.loss <= self.tolerance and self.weight <= self.tolerance
+
+
+def compare(one: Path, other: Path, dtype: str) -> Comparison:
+    """Two witnesses' folders."""
+    a, b = (json.loads((folder / "losses.json").read_text()) for folder in (one, other))
+    loss = max((abs(x - y) / max(1e-30, abs(y)) for x, y in zip(a, b, strict=True)), default=0.0)
+    first, second = (load_file(folder / "last.safetensors") for folder in (one, other))
+    begin = load_file(one / "first.safetensors")
+    gaps = {}
+    moved = False
+    for name, want in second.items():
+        if want.is_floating_point():
+            gaps[name] = float((first[name] - want).norm() / want.norm().clamp_min(1e-30))
+            moved = moved or not torch.equal(want, begin[name])
+    if not moved:
+        raise ValueError("verify: no weight moved in these steps, so nothing was compared; is the learning rate 0?")
+    worst = max(gaps, key=lambda name: gaps[name])
+    return Comparison(len(a), loss, gaps[worst], worst, TOLERANCE[dtype])

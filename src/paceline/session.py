@@ -1,0 +1,273 @@
+"""The only place where the axes meet: a job, an engine, a link, a codec and an exchange become one loop."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import LinkError
+from paceline.data import feed
+from paceline.data.order import Seat
+from paceline.find import find, parse
+from paceline.job import Job
+from paceline.loop import Loop
+from paceline.probe.trial import Stopwatch
+from paceline.probe.witness import Witness
+from paceline.report.record import Record
+
+_joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK."""
+
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of_environment(cls) -> World:
+        def number(name: str, default: int) -> int:
+            text = os.environ.get(name, str(default))
+            if not text.isdigit():
+                raise ValueError(
+                    f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher"
+                )
+            return int(text)
+
+        size, local_size = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1)
+        rank = number("RANK", 0)
+        node = number("GROUP_RANK", rank // local_size)
+        if size % local_size or rank >= size:
+            raise ValueError(
+                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_WORLD_SIZE={local_size} do not fit together: every node needs "
+                f"the same number of processes, and RANK must be below WORLD_SIZE"
+            )
+        if size > local_size and not os.environ.get("MASTER_PORT"):
+            raise ValueError(
+                "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
+            )
+        return cls(
+            number("LOCAL_RANK", rank % local_size),
+            local_size,
+            node,
+            size // local_size,
+            os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            number("MASTER_PORT", 0),
+        )
+
+
+class Pace:
+    """A model being trained by one or many. Made by `join`."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: contract.Engine,
+        exchange: contract.Exchange,
+        codec: contract.Codec,
+        link: contract.Link | None,
+        world: World,
+        folder: Path | None,
+    ):
+        self.job, self.engine, self.world, self.link = job, engine, world, link
+        self.witness = Witness.of_environment()
+        if self.witness:
+            self.witness.prepare(job.model)
+        engine.open(job.model, job.optimizer, job.loss, job.metric)
+        self.leader = world.node == 0 and world.local_rank == 0
+        rows = -(-job.batch_size // world.num_nodes)
+        if world.local_rank == 0:
+            exchange.open(engine.specs, link or _alone(), codec, rows, job.seed)
+        else:
+            exchange.link = contract.Link()
+            exchange.link.size = world.num_nodes
+        self.exchange = engine.relay(exchange)
+        self.exchange.spread(engine.weights)
+        self.exchange.spread(engine.buffers)
+        if world.num_nodes * world.local_size > 1:
+            # dropout masks of different processes must differ, and those of two equal runs must not
+            torch.manual_seed(job.seed * 100_003 + world.node * world.local_size + world.local_rank)
+        if self.witness and self.leader:
+            self.witness.begin(engine.state())
+        seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
+        self.record = Record(folder if self.leader else None)
+        host = os.environ.get("PACELINE_HOST", socket.gethostname())
+        part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
+        who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
+        self.loop = Loop(engine, self.exchange, seat, self.record, job.clip, who=who)
+        self.agreement = contract.Agreement(contract.Verdict.APPLY)
+        self.stopwatch = Stopwatch.of_environment(self.leader)
+
+    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True) -> Iterator[feed.Batch]:
+        """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share."""
+        job = self.job
+        if self.stopwatch:
+            epochs = sys.maxsize  # a trial ends when it has enough steps, however small the data
+        for batch in feed.batches(dataset, job.batch_size, epochs, job.seed, self.loop.seat, shuffle):
+            yield batch
+            if self.stopwatch:
+                self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
+
+    def step(self, batch: Any) -> float:
+        """Forward, backward, agree, update. Returns the mean loss over the global batch.
+
+        ``batch`` comes from `batches`, or is this process's own rows as (inputs, ..., target).
+        """
+        if not hasattr(batch, "share"):
+            batch = feed.Given(batch, float(self.job.batch_size))
+        if self.witness:
+            batch = self.witness.cast(batch)
+        self.agreement = self.loop.step(batch)
+        ballot = self.agreement.ballot
+        loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
+        if self.stopwatch:
+            self.stopwatch.tick(batch.weight, ballot.seconds)
+        if self.witness:
+            self.witness.step(loss, self.engine.state() if self.leader else None)
+        return loss
+
+    def evaluate(self, dataset: Any, metric: Callable[[Any, Any], Any] | None = None, rows: int = 256) -> float:
+        """Mean of ``metric`` (a sum over rows; the job's by default) over a dataset, every sample once."""
+        metric = metric or self.job.metric
+        if metric is None:
+            raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
+        self.exchange.spread(self.engine.buffers)
+        source, model = feed.as_source(dataset), self.job.model
+        mine, total, was_training = self.loop.seat.rows(len(source)), 0.0, model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for start in range(mine.start, mine.stop, rows):
+                    *inputs, target = source.fetch(range(start, min(start + rows, mine.stop)), 0)
+                    total += float(metric(model(*inputs), target))
+        finally:
+            model.train(was_training)
+        whole, count = self.exchange.total([total, float(len(mine))])
+        return whole / count
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """The model's ``state_dict`` as safetensors, written by one process, whole or not at all."""
+        self.exchange.spread(self.engine.buffers)
+        if self.leader:
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(path.name + ".part")
+            save_file(_untied(self.engine.state()), aside)
+            aside.replace(path)
+
+    def close(self) -> None:
+        """Leaves the others in peace. Called at the end of a ``with`` block, or when the process ends."""
+        self.exchange.close()
+        self.engine.close()
+        if self.link:
+            self.link.close()
+        self.record.close()
+
+    def __enter__(self) -> Pace:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+
+def join(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., Any],
+    *,
+    batch_size: int,
+    clip: float | None = None,
+    seed: int = 0,
+    metric: Callable[..., Any] | None = None,
+    engine: str | None = None,
+    exchange: str = "allreduce",
+    codec: str = "none",
+    folder: str | os.PathLike[str] | None = None,
+) -> Pace:
+    """Joins this process to the training: alone, or one of many, with the same script.
+
+    ``batch_size`` is global. Who the others are comes from the launcher's environment; how this node
+    computes from ``engine``, else PACELINE_ENGINE, else one thread per core. All nodes start from rank
+    0's weights. Raises ValueError for wrong arguments, LinkError when the others cannot be reached.
+    """
+    job = Job(model, optimizer, loss, batch_size, clip, seed, metric)
+    world = World.of_environment()
+    chosen = engine or os.environ.get("PACELINE_ENGINE") or _default_engine(world)
+    sys.excepthook = _one_line(sys.excepthook)
+    link: contract.Link | None = None
+    parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
+    if world.num_nodes > 1 and world.local_rank == 0:
+        link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
+    pace = Pace(job, *parts, link, world, Path(folder) if folder else None)
+    pace.record.write(
+        "join",
+        engine=chosen,
+        exchange=exchange,
+        codec=codec,
+        num_nodes=world.num_nodes,
+        batch_size=batch_size,
+    )
+    return pace
+
+
+def _default_engine(world: World) -> str:
+    if world.local_size > 1:
+        return f"processes:{world.local_size}"
+    cores = len(os.sched_getaffinity(0))
+    if cores > 1 and world.num_nodes == 1 and sys.stderr.isatty():
+        print(
+            f"paceline: threads:{cores}, unmeasured; `paceline run SCRIPT` measures and may be faster",
+            file=sys.stderr,
+        )
+    return f"threads:{cores}"
+
+
+def _alone() -> contract.Link:
+    from paceline.link.memory import world
+
+    return world(1)[0]
+
+
+def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tied weights share storage, which safetensors refuses: each name gets its own copy."""
+    seen: set[int] = set()
+    out = {}
+    for name, tensor in state.items():
+        out[name] = tensor.detach().clone() if tensor.data_ptr() in seen else tensor.detach().contiguous()
+        seen.add(tensor.data_ptr())
+    return out
+
+
+def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A broken link is not a bug in the script: one line says it, without a traceback."""
+    if getattr(hook, "paceline", False):
+        return hook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, LinkError | FloatingPointError):
+            print(f"paceline: {error}", file=sys.stderr, flush=True)
+        else:
+            hook(kind, error, trace)
+
+    show.paceline = True  # type: ignore[attr-defined]
+    return show
