@@ -1,0 +1,169 @@
+"""N ranks equal one process on the global batch, whatever the rows, the optimizer, the clip and the model."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ranks
+from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Plain, Rank, build, gap, reference, rows
+from paceline import find
+from paceline.contract import DENSE, FACTORS
+from paceline.exchange.allreduce import choose, dense_cost, factor_cost
+from paceline.link.memory import world
+
+EXACT = 1e-12  # float64, a few steps: only the order of additions differs
+BATCHES = [rows(24, seed) for seed in range(5)]
+
+
+def exchanges(consensus):
+    return [n for n in find.names("exchange") if find.module("exchange", n).Exchange.consensus == consensus]
+
+
+def train(size, model, batches=BATCHES, **options):
+    def work(link):
+        rank = Rank(link, model, **options)
+        losses = rank.train(batches)
+        forms = list(rank.exchange.forms())
+        rank.exchange.close()
+        return rank.state(), losses, forms
+
+    return ranks.run(size, work)
+
+
+@pytest.mark.parametrize("exchange", exchanges("step"))
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_equals_one_process_and_replicas_are_bit_equal(exchange, size):
+    model = build()
+    want, want_losses = reference(model, BATCHES)
+    got = train(size, model, exchange=exchange)
+    for state, losses, _ in got:
+        assert gap(state, want) < EXACT
+        assert losses == pytest.approx(want_losses, rel=EXACT)
+        assert all(torch.equal(state[name], got[0][0][name]) for name in state)
+    assert gap(want, model.state_dict()) > 1e-3, "nothing was trained"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_optimizer_clip_and_model(kind, optimizer, clip):
+    model = build(MODELS[kind])
+    want, _ = reference(model, BATCHES, OPTIMIZERS[optimizer], clip)
+    for state, _, _ in train(2, model, optimizer=OPTIMIZERS[optimizer], clip=clip):
+        assert gap(state, want) < 1e-11  # Adam divides by small numbers
+
+
+def test_factors_are_used_where_they_are_fewer_bytes_and_only_there():
+    (_, _, forms), *_ = train(2, build())
+    assert forms[:3].count(FACTORS) == 2
+    assert DENSE in forms
+
+
+@pytest.mark.parametrize("kind", ["tied", "sometimes"])
+def test_a_weight_with_another_gradient_goes_dense(kind):
+    """Tied, or used outside its module: its factors are not its whole gradient."""
+    model = build(MODELS[kind])
+    (_, _, forms), *_ = train(2, model)
+    assert forms.count(FACTORS) == {"tied": 0, "sometimes": 4}[kind]
+
+
+@pytest.mark.parametrize("shares", [(1, 0, 7), (0, 0, 8), (5, 2, 1)])
+def test_any_number_of_rows_per_rank(shares):
+    batches = [rows(8, seed) for seed in range(4)]
+    model = build(MODELS["sometimes"])
+    want, want_losses = reference(model, batches)
+    for state, losses, _ in train(3, model, batches, shares=shares, batch=24):
+        assert gap(state, want) < EXACT
+        assert losses == pytest.approx(want_losses, rel=EXACT)
+
+
+def test_more_rows_than_were_expected():
+    """The form was chosen for few rows; more than fit in the gradient's place must still be exact."""
+    batches = [rows(240, seed) for seed in range(3)]
+    model = build()
+    want, _ = reference(model, batches)
+    for state, _, _ in train(2, model, batches, batch=2):
+        assert gap(state, want) < EXACT
+
+
+def masked_sum(output, target):
+    """Cross-entropy per token over those that count. *Shapes*: (rows, tokens, classes), (rows, tokens)."""
+    loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (target != -100).sum()
+
+
+def test_ragged_token_masks():
+    dice = torch.Generator().manual_seed(3)
+    batches = []
+    for _ in range(4):
+        x = torch.randn(7, 5, IN, generator=dice, dtype=torch.float64)
+        y = torch.randint(0, OUT, (7, 5), generator=dice)
+        lengths = torch.randint(0, 6, (7,), generator=dice)
+        lengths[0] = 3
+        y[torch.arange(5)[None] >= lengths[:, None]] = -100
+        batches.append((x, y))
+    model = build()
+    want, want_losses = reference(model, batches, loss=masked_sum)
+    for state, losses, _ in train(3, model, batches, loss=masked_sum, batch=7):
+        assert gap(state, want) < EXACT
+        assert losses == pytest.approx(want_losses, rel=EXACT)
+
+
+def test_a_parameter_that_nobody_used_is_left_alone():
+    """Weight decay does not shrink it, as it would not in one process."""
+    model = build(MODELS["sometimes"])
+    (state, _, _), *_ = train(2, model)
+    assert torch.equal(state["never.weight"], model.state_dict()["never.weight"])
+
+
+def test_an_input_changed_in_place_after_it_was_read_is_an_error():
+    class Careless(Plain):
+        def forward(self, x):
+            h = F.relu(self.first(x))
+            out = self.second(h)
+            h.zero_()
+            return self.head(out)
+
+    with pytest.raises(RuntimeError, match=r"second\.weight.*changed in place"):
+        train(2, build(Careless))
+
+
+@pytest.mark.parametrize("period", [1, 3])
+def test_periodic_average(period):
+    """Period 1 with plain SGD is all-reduce; after each average the replicas are bit-equal."""
+    batches = BATCHES[:3]
+    model = build()
+    got = train(3, model, batches, exchange=f"periodic:{period}", optimizer=OPTIMIZERS["sgd"], shares=(1, 2, 3))
+    for state, _, _ in got:
+        assert all(torch.equal(state[name], got[0][0][name]) for name in state)
+    want, _ = reference(model, batches, OPTIMIZERS["sgd"])
+    if period == 1:
+        assert gap(got[0][0], want) < EXACT
+    else:
+        assert 1e-9 < gap(got[0][0], want) < 0.1
+
+
+def test_periodic_conserves_the_mean_weighted_by_samples():
+    def work(link):
+        rank = Rank(link, build(), exchange="periodic:2", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
+        rank.train(BATCHES[:1])
+        before = rank.state()
+        rank.exchange.step = 2
+        rank.exchange.reconcile(rank.engine.weights)
+        return before, rank.state()
+
+    (one, averaged), (other, _) = ranks.run(2, work)
+    assert not torch.equal(one["first.weight"], other["first.weight"]), "the step was not local"
+    for name, got in averaged.items():
+        assert torch.allclose(got, one[name] * 6 / 24 + other[name] * 18 / 24, rtol=1e-14, atol=1e-16)
+
+
+def test_the_form_follows_from_bytes():
+    """Factors cost (N - 1) rows (in + out) words, the ring 2 (N - 1) / N in out."""
+    (spec,) = [s for s in Rank(world(1)[0], build()).engine.specs if s.names == ("second.weight",)]
+    for size in (2, 3, 8):
+        for count in (1, 4, 16, 63):
+            cheaper = factor_cost(spec, count, size).bytes < dense_cost(spec, size).bytes
+            fits = count * size * 2 * HIDDEN <= HIDDEN * HIDDEN
+            most, total = [count] * (spec.index + 1), [count * size] * (spec.index + 1)
+            assert (choose([spec], most, total, size, set()) == [FACTORS]) == (cheaper and fits)

@@ -1,0 +1,104 @@
+"""A death is told within seconds, by every survivor, in one line that names who lost whom; nothing is left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, unavailable
+
+HERE = Path(__file__).parent
+ENDLESS = str(HERE / "scripts" / "endless.py")
+DEADLINE_S = 10.0
+needs_cluster = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": str(HERE)}
+
+
+def wait_for(files, process, limit_s=60.0):
+    """The pids that the processes wrote once they were training."""
+    end = time.monotonic() + limit_s
+    while not all(file.exists() for file in files):
+        assert process.poll() is None, f"ended early with {process.returncode}"
+        assert time.monotonic() < end, f"not training after {limit_s:.0f} s"
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids):
+    end = time.monotonic() + DEADLINE_S
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end, f"still running: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.02)
+
+
+def traces():
+    """What a run could leave on this machine: shared memory, sockets with a name, temporary folders."""
+    found = {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir() if "paceline" in path.name}
+    sockets = re.findall(r"@paceline-\S+", Path("/proc/net/unix").read_text())
+    return found | set(sockets)
+
+
+@pytest.mark.parametrize("victim", ["local rank 0", "local rank 1", "local rank 2", "launcher"])
+def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_path):
+    before = traces()
+    start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'processes:3'))"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", start, sys.executable, ENDLESS, str(tmp_path)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = wait_for([tmp_path / f"0.{rank}" for rank in range(3)], launcher)
+    assert traces() - before, "nothing was shared, so nothing is tested"
+    os.kill(launcher.pid if victim == "launcher" else pids[int(victim[-1])], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=DEADLINE_S)
+    wait_until_gone(pids)
+    assert traces() - before == set()
+    if victim != "launcher":
+        assert launcher.returncode == 128 + signal.SIGKILL
+        lines = [line for line in errors.splitlines() if line.startswith("paceline: rank 0 of 1 on ")]
+        assert len(lines) == 2, errors
+        for line in lines:
+            assert re.search(rf"at step \d+: .*lost {victim} of this node", line)
+        assert "Traceback" not in errors
+
+
+@needs_cluster
+@pytest.mark.parametrize("how", ["SIGKILL of rank 1", "SIGKILL of rank 0", "cable of rank 1", "cable of rank 0"])
+def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how, tmp_path):
+    victim = int(how[-1])
+    with Cluster(3) as cluster:
+        command = [sys.executable, ENDLESS, str(tmp_path)]
+        more = {"environment": {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential"}}
+        nodes = [cluster.start(n, command, stderr=subprocess.PIPE, text=True, **more) for n in range(3)]
+        pids = wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
+        start = time.monotonic()
+        if how.startswith("cable"):
+            cluster.pull_cable(victim)
+        else:
+            os.kill(pids[victim], signal.SIGKILL)
+        survivors = [n for n in range(3) if n != victim]
+        for n in survivors:
+            _, errors = nodes[n].communicate(timeout=DEADLINE_S + 5)
+            assert time.monotonic() - start < DEADLINE_S
+            assert nodes[n].returncode == 1
+            said = [line for line in errors.splitlines() if line.startswith("paceline: ")]
+            assert len(said) == 1, errors
+            want = (
+                rf"paceline: rank {n} of 3 on node{n} at step \d+: lost rank {victim} on node{victim} during .*waited"
+            )
+            assert re.match(want, said[0])
