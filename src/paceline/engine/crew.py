@@ -12,10 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
 from paceline.contract import LinkError
 
@@ -165,26 +162,3 @@ class Crew:
     def close(self) -> None:
         for line in self.lines.values():
             line.close()
-
-
-class Layout:
-    """Named places in one stretch of memory, each on a cache line of its own."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
-        self.num_bytes = 0
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.places[name] = (self.num_bytes, shape, dtype)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        self.num_bytes += -(-size // 64) * 64
-
-    def on(self, memory: memoryview) -> Callable[[str], Tensor]:
-        def tensor(name: str) -> Tensor:
-            start, shape, dtype = self.places[name]
-            count = torch.Size(shape).numel()
-            if not count:
-                return torch.empty(shape, dtype=dtype)
-            return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-
-        return tensor

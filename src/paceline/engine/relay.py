@@ -1,0 +1,270 @@
+"""The exchange as the processes of a node see it: one of them holds the link, the others hear from it.
+
+    Follower       pieces into its place; ballot to the Leader; verdict, forms and row counts from it
+    Leader         waits for everyone's part of a piece, offers the node's piece to the real exchange,
+                   merges the ballots into the node's, and passes on what was agreed
+
+Where there is no other node, nothing is offered: each process adds up its own rows in the update.
+"""
+
+from __future__ import annotations
+
+import selectors
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Verdict
+from paceline.engine.crew import PATIENCE_S, Crew, CrewError
+from paceline.engine.places import Places, fits
+
+
+class _Relay(contract.Exchange):
+    """What both kinds share: the forms, and places for what was agreed."""
+
+    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
+        self.exchange, self.crew, self.places, self.specs, self.link = exchange, crew, places, specs, exchange.link
+        self.fidelity, self.consensus = exchange.fidelity, exchange.consensus
+        self.alone = exchange.link.size == 1
+        self._forms: list[str] = []
+        self._overflow: set[int] = set()
+
+    def forms(self) -> Sequence[str]:
+        return self._forms
+
+    def _put(self, piece: Piece) -> int:
+        """Into this process's place; the number of rows, or -1. Rows that do not fit are voted dense."""
+        if piece.left is not None and not fits(piece.spec, len(piece.left)):
+            self._overflow.add(piece.spec.index)
+            return 0
+        self.places.put(piece)
+        return -1 if piece.left is None else len(piece.left)
+
+    def _vote(self, ballot: Ballot) -> Ballot:
+        ballot.dense = bytes(d or i in self._overflow for i, d in enumerate(ballot.dense))
+        self._overflow = set()
+        return ballot
+
+    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> contract.Cost:
+        return self.exchange.cost(specs, rows, size)
+
+
+class Leader(_Relay):
+    """Local rank 0's exchange: collects the crew's pieces, holds the link, and passes verdicts on."""
+
+    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
+        super().__init__(exchange, crew, places, specs)
+        if self.alone:
+            self._forms = [FACTORS if spec.linear else DENSE for spec in specs]
+        else:
+            self._forms = list(exchange.forms())
+        self._share_forms()
+        self._inbox: _Inbox | None = None
+
+    def _share_forms(self) -> None:
+        for peer in self.crew.lines:
+            self.crew.send(peer, b"f", "".join(form[0] for form in self._forms).encode())
+
+    def before(self, weights: Sequence[Tensor]) -> None:
+        self.exchange.before(weights)
+        self._inbox = _Inbox(self)
+
+    def offer(self, piece: Piece) -> None:
+        assert self._inbox
+        num_rows = self._put(piece)
+        if not self.alone:
+            self._inbox.mark(0, piece.spec.index, num_rows)
+
+    def node_piece(self, spec: Spec, rows: Sequence[int]) -> Piece:
+        """The sum over the crew, in local rank order; factors are lined up, not added."""
+        size = self.crew.size
+        if self._forms[spec.index] == DENSE:
+            flat = self.places.flat(spec)
+            for local_rank in range(1, size):
+                flat += self.places.flat(spec, local_rank)
+            return Piece(spec, flat=flat)
+        parts = [self.places.get(spec, local_rank, rows[local_rank]) for local_rank in range(size)]
+        left = torch.cat([part.left for part in parts if part.left is not None])
+        right = torch.cat([part.right for part in parts if part.right is not None])
+        return Piece(spec, left=left, right=right)
+
+    def agree(self, ballot: Ballot) -> Agreement:
+        assert self._inbox
+        try:
+            ballots = [self._vote(ballot), *self._inbox.finish()]
+            agreement = self._alone(ballots) if self.alone else self.exchange.agree(Ballot.merge(ballots))
+        except contract.LinkError as error:
+            self.crew.say_why(error)
+            raise
+        self._pass_on(agreement)
+        return agreement
+
+    def _alone(self, ballots: Sequence[Ballot]) -> Agreement:
+        """No other node: factors wherever all rows fit in place of the gradient, else dense."""
+        merged = Ballot.merge(ballots)
+        lost = [
+            self._forms[spec.index] == FACTORS
+            and (bool(merged.dense[spec.index]) or not fits(spec, merged.rows[spec.index]))
+            for spec in self.specs
+        ]
+        self._forms = [DENSE if dense else form for dense, form in zip(lost, self._forms, strict=True)]
+        if not merged.ok or any(lost):
+            return Agreement(Verdict.REDO, ballot=merged)
+        pieces = [
+            self.places.agreed(spec, -1)
+            if self._forms[spec.index] == DENSE
+            else self.node_piece(spec, [ballot.rows[spec.index] for ballot in ballots])
+            for spec in self.specs
+        ]
+        return Agreement(Verdict.APPLY, pieces, merged)
+
+    def _pass_on(self, agreement: Agreement) -> None:
+        """Pieces to where the crew can read them; then the verdict, the forms and the row counts."""
+        settled = [self.places.settle(piece) for piece in agreement.pieces]
+        agreement.pieces = [piece for piece, _ in settled]
+        rows = [num_rows for _, num_rows in settled]
+        if not self.alone:
+            self._forms = list(self.exchange.forms())
+        counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
+        word = agreement.verdict.value.encode()
+        body = bytes([len(word)]) + word + counts + agreement.ballot.pack()
+        for peer in self.crew.lines:
+            self.crew.send(peer, b"v", body)
+        self._share_forms()
+
+    def reconcile(self, weights: Sequence[Tensor]) -> None:
+        if self.consensus != "step":
+            self.exchange.reconcile(weights)
+            self.crew.barrier("reconciling")
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        node = [sum(column) for column in zip(*self.crew.gather(values, "adding up"), strict=True)]
+        whole = self.exchange.total(node)
+        return self.crew.gather(whole, "adding up")[0]
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        self.exchange.spread(tensors)
+        for tensor in tensors:
+            if (place := self.places.twin(tensor)) is not None:
+                place.copy_(tensor)
+        self.crew.barrier("spreading")
+        self.crew.barrier("spreading")
+
+    def rebuild(self, link: contract.Link) -> None:
+        self.exchange.rebuild(link)
+        self.link = link
+
+    def state(self) -> dict[str, Any]:
+        return self.exchange.state()
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+class Follower(_Relay):
+    """Another local rank's exchange: all it knows comes from local rank 0."""
+
+    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
+        super().__init__(exchange, crew, places, specs)
+        self._hear_forms()
+
+    def _hear_forms(self) -> None:
+        word = self.crew.expect(0, b"f", "learning the forms").decode()
+        self._forms = [FACTORS if letter == "f" else DENSE for letter in word]
+
+    def offer(self, piece: Piece) -> None:
+        num_rows = self._put(piece)
+        if not self.alone:
+            self.crew.send(0, b"p", struct.pack("<Ii", piece.spec.index, num_rows))
+
+    def agree(self, ballot: Ballot) -> Agreement:
+        self.crew.send(0, b"v", self._vote(ballot).pack())
+        body = self.crew.expect(0, b"v", "agreeing on the step")
+        length = body[0]
+        verdict = Verdict(body[1 : 1 + length].decode())
+        (count,) = struct.unpack_from("<I", body, 1 + length)
+        rows = struct.unpack_from(f"<{count}i", body, 5 + length)
+        merged = Ballot.unpack(body[5 + length + 4 * count :])
+        self._hear_forms()
+        pieces = [self.places.agreed(spec, num_rows) for spec, num_rows in zip(self.specs, rows, strict=False)]
+        return Agreement(verdict, pieces, merged)
+
+    def reconcile(self, weights: Sequence[Tensor]) -> None:
+        if self.consensus != "step":
+            self.crew.barrier("reconciling")
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        self.crew.gather(values, "adding up")
+        return self.crew.gather([0.0] * len(values), "adding up")[0]
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        self.crew.barrier("spreading")
+        for tensor in tensors:
+            if (place := self.places.twin(tensor)) is not None:
+                tensor.copy_(place)
+        self.crew.barrier("spreading")
+
+    def rebuild(self, link: contract.Link) -> None:
+        self.link = link
+
+
+class _Inbox:
+    """Collects the crew's messages of one step, and offers each node piece once all have theirs."""
+
+    def __init__(self, leader: Leader):
+        self.leader, self.specs, self.size = leader, leader.specs, leader.crew.size
+        self.rows: dict[int, dict[int, int]] = {spec.index: {} for spec in self.specs}
+        self.ballots: dict[int, Ballot] = {}
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        if not leader.alone:
+            self.thread = threading.Thread(target=self._run, name="paceline inbox", daemon=True)
+            self.thread.start()
+
+    def mark(self, local_rank: int, index: int, num_rows: int) -> None:
+        with self.lock:
+            self.rows[index][local_rank] = num_rows
+            if len(self.rows[index]) == self.size:
+                rows = [self.rows[index][r] for r in range(self.size)]
+                self.leader.exchange.offer(self.leader.node_piece(self.specs[index], rows))
+
+    def _run(self) -> None:
+        try:
+            self._collect()
+        except BaseException as error:
+            self.error = error
+
+    def _collect(self) -> None:
+        crew = self.leader.crew
+        with selectors.DefaultSelector() as eyes:
+            for peer, line in crew.lines.items():
+                eyes.register(line, selectors.EVENT_READ, peer)
+            while len(self.ballots) < self.size - 1:
+                for key, _ in eyes.select(PATIENCE_S) or self._in_vain():
+                    kind, body = crew.recv(key.data, "computing the step")
+                    if kind == b"p":
+                        self.mark(key.data, *struct.unpack("<Ii", body))
+                    else:
+                        assert kind == b"v", kind
+                        self.ballots[key.data] = Ballot.unpack(body)
+                        eyes.unregister(key.fileobj)
+
+    def _in_vain(self) -> NoReturn:
+        missing = sorted(set(self.leader.crew.lines) - set(self.ballots))
+        raise CrewError(f"local ranks {missing} of this node said nothing for {PATIENCE_S:.0f} s")
+
+    def finish(self) -> list[Ballot]:
+        """The others' ballots, in local rank order."""
+        if self.thread:
+            self.thread.join()
+        else:
+            self._run()
+        if self.error:
+            raise self.error
+        return [self.ballots[peer] for peer in sorted(self.ballots)]
