@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import ranks
-from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Plain, Rank, build, gap, reference, rows
+from nodes import HIDDEN, IN, MODELS, OPTIMIZERS, OUT, Plain, Rank, Whole, build, gap, reference, rows
 from paceline import find
 from paceline.contract import DENSE, FACTORS
 from paceline.exchange.allreduce import choose, dense_cost, factor_cost
@@ -126,6 +126,37 @@ def test_an_input_changed_in_place_after_it_was_read_is_an_error():
 
     with pytest.raises(RuntimeError, match=r"second\.weight.*changed in place"):
         train(2, build(Careless))
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_before_its_update():
+    x, y = rows(24, 1)
+    x = x.clone()
+    x[-1, 0] = float("nan")
+    model, states = build(), []
+
+    def work(link):
+        rank = Rank(link, model)
+        rank.train(BATCHES[:2])
+        before = rank.state()
+        with pytest.raises(FloatingPointError, match=r"not finite at step 2 \(rank \d\)"):
+            rank.train([(x, y)])
+        states.append(all(torch.equal(value, before[name]) for name, value in rank.state().items()))
+
+    ranks.run(3, work)
+    assert states == [True] * 3
+
+
+def test_replicas_that_differ_are_seen():
+    """The hash looks at one parameter per step: a planted difference shows within as many steps."""
+
+    def work(link):
+        rank = Rank(link, build())
+        with torch.no_grad():
+            rank.model.second.bias[3] += 1e-9 * link.rank
+        return [rank.loop.step(Whole(data)).drift for data in [BATCHES[0]] * len(rank.engine.weights)]
+
+    for size, want in ((1, False), (2, True)):
+        assert all(any(seen) == want for seen in ranks.run(size, work))
 
 
 @pytest.mark.parametrize("period", [1, 3])

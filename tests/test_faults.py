@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, unavailable
 
+from paceline.link.pulse import LIMIT_S
+
 HERE = Path(__file__).parent
 ENDLESS = str(HERE / "scripts" / "endless.py")
 DEADLINE_S = 10.0
@@ -75,6 +77,17 @@ def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_pat
         for line in lines:
             assert re.search(rf"at step \d+: .*lost {victim} of this node", line)
         assert "Traceback" not in errors
+
+
+@needs_cluster
+def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
+    """4 MB over 2 Mbit/s fill the link for some twelve seconds; nobody is taken for dead."""
+    with Cluster(2, "2mbit") as cluster:
+        command = [sys.executable, str(HERE / "scripts" / "slow.py")]
+        nodes = [cluster.start(n, command, stdout=subprocess.PIPE, text=True) for n in range(2)]
+        said = [node.communicate(timeout=100)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert all(float(words) > LIMIT_S for words in said)
 
 
 @needs_cluster

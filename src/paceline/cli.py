@@ -71,6 +71,8 @@ def train(
         run_training(settings)
         return
     settings.check()
+    if engine != "auto":
+        find.parse("engine", engine)
     settings.out = out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name}"
     arguments = [a for a in sys.argv[1:] if a]
     command = ["-m", "paceline", *arguments]
@@ -122,7 +124,7 @@ def run(
         engine = made.engine
         console.print(f"plan: [bold]{engine}[/bold] ({made.reason})")
     else:
-        find.parse_name("engine", engine)
+        find.parse("engine", engine)
     raise typer.Exit(local.start([sys.executable, *command], engine))
 
 
@@ -144,6 +146,7 @@ def verify(
     command = [script, *context.args]
     _check_script(command)
     dtype = "float32" if float32 else "float64"
+    find.parse("engine", engine)
     compared = verification.verify([sys.executable, *command], steps, nodes, engine, dtype)
     if compared is None:
         return

@@ -70,13 +70,6 @@ def parse(room: str, text: str) -> Any:
     return find(room, match[1], *args, **options)
 
 
-def parse_name(room: str, text: str) -> str:
-    """The outermost plug-in's name, checked, without making it."""
-    name = text.partition("/")[0].partition(":")[0]
-    module(room, name)
-    return name
-
-
 def _value(text: str) -> int | float | str:
     for kind in (int, float):
         try:

@@ -38,7 +38,7 @@ class Job:
             faults.append(f"loss must be callable as loss(output, target), got {type(loss).__name__}")
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
             faults.append(f"batch_size is the global batch, an int >= 1, got {self.batch_size!r}")
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             faults.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
         if not faults:
             mine = {id(p) for p in self.model.parameters()}

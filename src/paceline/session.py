@@ -52,19 +52,24 @@ class World:
             return int(text)
 
         size, local_size = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1)
-        rank = number("RANK", 0)
-        node = number("GROUP_RANK", rank // local_size)
-        if size % local_size or rank >= size:
+        rank, per_node = number("RANK", 0), max(1, local_size)
+        node, local_rank = number("GROUP_RANK", rank // per_node), number("LOCAL_RANK", rank % per_node)
+        given = (
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
+        )
+        if size % per_node or not (
+            local_size and rank < size and local_rank < local_size and node < size // local_size
+        ):
             raise ValueError(
-                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_WORLD_SIZE={local_size} do not fit together: every node needs "
-                f"the same number of processes, and RANK must be below WORLD_SIZE"
+                f"{given} do not fit together: every node needs the same number of processes, RANK must be below "
+                f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and GROUP_RANK below the number of nodes"
             )
         if size > local_size and not os.environ.get("MASTER_PORT"):
             raise ValueError(
                 "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
             )
         return cls(
-            number("LOCAL_RANK", rank % local_size),
+            local_rank,
             local_size,
             node,
             size // local_size,

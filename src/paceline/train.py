@@ -90,7 +90,8 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, out: Path | None) ->
     console = Console(quiet=not pace.leader, highlight=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     accuracy = 0.0
-    with Progress(*columns, console=console, transient=True, disable=not sys.stdout.isatty()) as progress:
+    options: dict[str, Any] = {"transient": True, "disable": not sys.stdout.isatty(), "refresh_per_second": 4}
+    with Progress(*columns, console=console, **options) as progress:
         bar, tally = progress.add_task("first step", total=None), Tally()
         for batch in pace.batches(train, epochs=epochs):
             pace.step(batch)

@@ -25,8 +25,8 @@ class Codec(contract.Codec):
     wire = "decoded, then the gradient's own type"
 
     def __init__(self, keep: float = 0.01):
-        if not 0 < keep <= 1:
-            raise ValueError(f"codec 'topk' keeps a share of the values, 0 < keep <= 1; got keep={keep}")
+        if not (isinstance(keep, int | float) and 0 < keep <= 1):
+            raise ValueError(f"codec 'topk' keeps a share of the values, 0 < keep <= 1; got keep={keep!r}")
         self.keep = keep
 
     def _k(self, numel: int) -> int:

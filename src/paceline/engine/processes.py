@@ -37,13 +37,9 @@ class Engine(sequential.Engine):
 
     def __init__(self, num_processes: int = 2):
         super().__init__()
-        local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_processes != local_size:
-            raise ValueError(
-                f"engine 'processes:{num_processes}' needs {num_processes} processes on this node, LOCAL_WORLD_SIZE "
-                f"says {local_size}; start the script with: paceline run --engine processes:{num_processes} SCRIPT"
-            )
-        self.seat = (local_rank, local_size)
+        if not (isinstance(num_processes, int) and num_processes >= 1):
+            raise ValueError(f"engine 'processes:k' needs a whole number k >= 1, got {num_processes!r}")
+        self.num_processes = num_processes
 
     def open(
         self,
@@ -52,7 +48,13 @@ class Engine(sequential.Engine):
         loss: Callable[..., Any],
         metric: Callable[..., Any] | None = None,
     ) -> None:
-        rank, size = self.seat
+        rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if self.num_processes != size:
+            raise ValueError(
+                f"engine 'processes:{self.num_processes}' needs as many processes on this node, LOCAL_WORLD_SIZE says "
+                f"{size}; start the script with: paceline run --engine processes:{self.num_processes} SCRIPT"
+            )
+        self.seat = (rank, size)
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= size:
             cores = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]

@@ -10,6 +10,6 @@ class Engine(sequential.Engine):
 
     def __init__(self, num_threads: int = 2):
         super().__init__()
-        if num_threads < 1:
-            raise ValueError(f"engine 'threads:k' needs k >= 1, got {num_threads}")
+        if not (isinstance(num_threads, int) and num_threads >= 1):
+            raise ValueError(f"engine 'threads:k' needs a whole number k >= 1, got {num_threads!r}")
         self.num_threads = num_threads

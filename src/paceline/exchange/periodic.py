@@ -26,8 +26,8 @@ class Exchange(Meeting):
     uses_codec = False
 
     def __init__(self, period: int = 8):
-        if period < 1:
-            raise ValueError(f"exchange 'periodic' averages every k >= 1 steps, got {period}")
+        if not (isinstance(period, int) and period >= 1):
+            raise ValueError(f"exchange 'periodic' averages every k >= 1 steps, k whole, got {period!r}")
         self.period = period
 
     def open(

@@ -104,14 +104,15 @@ class Link(contract.Link):
                 whole += part
             return whole
 
-        return _Into(self._collective("sum", tensor, combine), tensor)
+        return _Own(self._collective("sum", tensor, combine), tensor.copy_)
 
     def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
         handle = self._collective("max", tensor, lambda parts: torch.stack(parts).amax(0))
-        return _Into(handle, tensor)
+        return _Own(handle, tensor.copy_)
 
     def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
-        return self._collective("all-gather", tensor, lambda parts: [part.clone() for part in parts])
+        handle = self._collective("all-gather", tensor, lambda parts: [part.clone() for part in parts])
+        return _Own(handle, lambda parts: [part.clone() for part in parts])
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
         def combine(parts: list[Tensor]) -> list[Tensor]:
@@ -120,10 +121,10 @@ class Link(contract.Link):
                 whole += part
             return list(whole.chunk(self.size)) if self.size > 1 else [whole]
 
-        return _Slice(self._collective("reduce-scatter", tensor, combine), self.rank)
+        return _Own(self._collective("reduce-scatter", tensor, combine), lambda parts: parts[self.rank])
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
-        return _Into(self._collective("broadcast", tensor, lambda parts: parts[root].clone()), tensor)
+        return _Own(self._collective("broadcast", tensor, lambda parts: parts[root].clone()), tensor.copy_)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
         with self.hub.changed:
@@ -141,32 +142,22 @@ class Link(contract.Link):
         return _Handle(self.hub, lambda: bool(self.hub.mail.get(box)), take, lambda: [peer])
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
+        if operation in ("send", "recv"):
+            return Cost(1, num_bytes if operation == "send" else 0)
         return Cost(1, num_bytes * (self.size - 1))
 
 
-class _Into(contract.Handle):
-    """Copies a collective's result into the caller's tensor."""
+class _Own(contract.Handle):
+    """A collective's result, made this rank's own."""
 
-    def __init__(self, handle: _Handle, tensor: Tensor):
-        self.handle, self.tensor = handle, tensor
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        return self.tensor.copy_(self.handle.wait(deadline_s))
-
-
-class _Slice(contract.Handle):
-    def __init__(self, handle: _Handle, rank: int):
-        self.handle, self.rank = handle, rank
+    def __init__(self, handle: _Handle, own: Callable[[Any], Any]):
+        self.handle, self.own = handle, own
 
     def done(self) -> bool:
         return self.handle.done()
 
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        part: Tensor = self.handle.wait(deadline_s)[self.rank]
-        return part
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.own(self.handle.wait(deadline_s))
 
 
 def world(size: int, generation: int = 0) -> list[Link]:

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import defaultdict
 from typing import Any
 
 BEAT_S = 1.0
@@ -33,6 +34,7 @@ class Pulse:
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._peers: dict[int, socket.socket] = {}
+        self._heard: defaultdict[int, bytes] = defaultdict(bytes)  # of a word that has not arrived whole
         if rank == 0:
             self._gather(store, address)
         else:
@@ -97,10 +99,17 @@ class Pulse:
             return True
         except OSError:
             words = b""
-        if b"q" in words:
-            self.left.add(peer)
-        if (at := words.find(b"x")) >= 0:
-            self._bury(struct.unpack("<H", words[at + 1 : at + 3])[0], "died (rank 0 said so)")
+        said = self._heard[peer] + words
+        while said:
+            if said[:1] == b"q":
+                self.left.add(peer)
+            elif said[:1] == b"x":
+                if len(said) < 3:
+                    break
+                self._bury(struct.unpack("<H", said[1:3])[0], "died (rank 0 said so)")
+                said = said[2:]
+            said = said[1:]
+        self._heard[peer] = said
         if not words and peer not in self.left:
             self._bury(peer, "closed its connection: the process died")
         return bool(words) and peer not in self.left

@@ -1,7 +1,7 @@
 """Gloo through torch.distributed: TCP between machines, on the interface that leads to the peers.
 
 *Cost* (N ranks, n bytes): sum and max are rings: 2 (N - 1) steps, 2 (N - 1) / N n bytes per rank;
-all-gather: N - 1 steps, (N - 1) n bytes; ragged all-gather: one more of 8 bytes first.
+all-gather: N - 1 steps, (N - 1) n bytes; of ragged rows: sizes first, then a broadcast by each rank.
 Owns its process groups; a default group that the user has made is not touched.
 """
 
@@ -11,6 +11,7 @@ import ctypes
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -105,11 +106,9 @@ class Link(contract.Link):
                 return _Done(parts)
             work = self._start(lambda: self._group.allgather([parts], [tensor]), what)
             return self._handle(work, "all-gather", tensor.nbytes, what, lambda: parts)
-        parts[self.rank] = tensor
-        peers = [r for r in range(self.size) if r != self.rank]
-        works = [self._start(partial(self._group.recv, [parts[r]], r, 0), what) for r in peers if rows[r]]
-        if len(tensor):
-            works += [self._start(partial(self._group.send, [tensor], r, 0), what) for r in peers]
+        # a broadcast each: nobody sends rows that another has not
+        parts[self.rank].copy_(tensor)
+        works = [self._start(partial(self._broadcast, part, r), what) for r, part in enumerate(parts) if rows[r]]
         return self._handle(_All(works), "all-gather", tensor.nbytes, what, lambda: parts)
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
@@ -118,19 +117,22 @@ class Link(contract.Link):
         return _Then(self.sum(whole, what), mine.clone)
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+        work = self._start(partial(self._broadcast, tensor, root), what)
+        return self._handle(work, "broadcast", tensor.nbytes, what, lambda: tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = root
-        work = self._start(lambda: self._group.broadcast([tensor], options), what)
-        return self._handle(work, "broadcast", tensor.nbytes, what, lambda: tensor)
+        return self._group.broadcast([tensor], options)
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
         what = f"send to rank {peer}"
-        work = self._start(lambda: self._group.send([tensor], peer, tag), what)
+        work = self._start(lambda: _Patient(self._group.send([tensor], peer, tag)), what)
         return self._handle(work, "send", tensor.nbytes, what, lambda: tensor)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
         what = f"receive from rank {peer}"
-        work = self._start(lambda: self._group.recv([tensor], peer, tag), what)
+        work = self._start(lambda: _Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
@@ -169,9 +171,10 @@ class _Handle(contract.Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         start = time.monotonic()
+        patience_s = PATIENCE_S if deadline_s is None else deadline_s
         while True:
             try:
-                self.work.wait(timedelta(seconds=GLANCE_S))
+                self.work.wait(timedelta(seconds=min(GLANCE_S, patience_s)))
                 return self.result()
             except RuntimeError as error:
                 waited_s = time.monotonic() - start
@@ -179,7 +182,7 @@ class _Handle(contract.Handle):
                     raise self.link.lost(self.what, waited_s, error) from None
                 if self.link.pulse and self.link.pulse.dead:
                     raise self.link.lost(self.what, waited_s, None) from None
-                if waited_s > (PATIENCE_S if deadline_s is None else deadline_s):
+                if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
 
 
@@ -195,6 +198,32 @@ class _All:
     def wait(self, timeout: timedelta) -> None:
         for work in self.works:
             work.wait(timeout)
+
+
+class _Patient:
+    """Gloo gives a send or receive up for good when a wait for it expires: a thread waits once, for long."""
+
+    def __init__(self, work: Any):
+        self.work = work
+        self.error: RuntimeError | None = None
+        self.finished = threading.Event()
+        threading.Thread(target=self._run, name="paceline mail", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.work.wait(timedelta(seconds=PATIENCE_S))
+        except RuntimeError as error:
+            self.error = error
+        self.finished.set()
+
+    def is_completed(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.finished.wait(timeout.total_seconds()):
+            raise RuntimeError("not yet")
+        if self.error:
+            raise self.error
 
 
 class _Done(contract.Handle):
