@@ -11,9 +11,9 @@ import time
 import traceback
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from paceline.contract import LinkError
 from paceline.find import find, module, names
 from paceline.launch.local import free_port
@@ -91,7 +91,7 @@ def all_gather_of_ragged_rows(link):
 def all_gather_results_are_ones_own(link):
     parts = link.all_gather(torch.full((3,), link.rank + 1.0)).wait(LIMIT_S)
     for part in parts:
-        part += 100 * (link.rank + 1)
+        part.add_(100 * (link.rank + 1))
     link.sum(torch.ones(1)).wait(LIMIT_S)  # everyone has changed theirs
     for rank, part in enumerate(parts):
         same(part, torch.full((3,), rank + 1.0 + 100 * (link.rank + 1)), rank)

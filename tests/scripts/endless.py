@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-from nodes import build, rows
 from torch.nn import functional as F
 
 import paceline
+from nodes import build, rows
 
 model = build(dtype=torch.float32)
 pace = paceline.join(model, torch.optim.SGD(model.parameters(), lr=1e-4), F.cross_entropy, batch_size=24)

@@ -1,0 +1,244 @@
+"""A user's mistake is answered with what was given and what would be accepted, all faults at once, in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from paceline import find
+from paceline.codec import feedback, half, topk
+from paceline.job import Job
+from paceline.session import World
+
+PLUGINS = [(room, name) for room in find.ROOMS for name in find.names(room)]
+
+# Names.
+
+
+@pytest.mark.parametrize(("room", "name"), PLUGINS)
+def test_a_slip_of_the_finger_is_told_the_near_name_and_all_known_ones(room, name):
+    for slip in (name + name[-1], name[:-1]):
+        with pytest.raises(ValueError, match=f"named {slip!r}") as raised:
+            find.find(room, slip)
+        assert f"did you mean {name!r}?" in str(raised.value)
+        assert f"known: {', '.join(find.names(room))};" in str(raised.value)
+
+
+@pytest.mark.parametrize("room", find.ROOMS)
+def test_a_name_like_no_other_is_told_the_known_ones_and_no_guess(room):
+    for look in (find.find, find.module, find.parse):
+        with pytest.raises(ValueError, match="named 'zzzzzzzz'") as raised:
+            look(room, "zzzzzzzz")
+        assert all(name in str(raised.value) for name in find.names(room))
+        assert "did you mean" not in str(raised.value)
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "accepted"),
+    [
+        ("topk:kep=0.1", "kep", "keep"),
+        ("topk:0.1,0.2", "too many", "keep"),
+        ("half:typ=fp16", "typ", "type"),
+        ("none:keep=1", "keep", "no options"),
+        ("none/topk", "too many", "no options"),
+        ("feedback/topk:kep=0.1", "kep", "keep"),
+    ],
+)
+def test_a_wrong_option_is_told_the_accepted_ones(text, given, accepted):
+    with pytest.raises(ValueError, match=rf"codec '\w+': .*{given}.*; it accepts: {accepted}"):
+        find.parse("codec", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "accepted"),
+    [
+        ("topk:keep=0", "keep=0", "0 < keep <= 1"),
+        ("topk:keep=2.5", r"keep=2\.5", "0 < keep <= 1"),
+        ("topk:keep=much", "much", "0 < keep <= 1"),
+        ("topk:keep=", "keep=", "0 < keep <= 1"),
+        ("topk:keep", "keep", "0 < keep <= 1"),
+        ("half:fp8", "'fp8'", "bf16, fp16"),
+        ("feedback", "feedback", "feedback/topk:keep=0.01"),
+        ("feedback:0.1", "feedback", "feedback/topk:keep=0.01"),
+    ],
+)
+def test_a_wrong_value_is_told_the_accepted_ones(text, given, accepted):
+    with pytest.raises(ValueError, match=given) as raised:
+        find.parse("codec", text)
+    assert accepted in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["threads:0", "threads:-1", "threads:many", "threads:1.5"])
+def test_a_wrong_count_of_threads_is_told_what_counts(text):
+    with pytest.raises(ValueError, match=r"k >= 1") as raised:
+        find.parse("engine", text)
+    assert text.partition(":")[2] in str(raised.value)
+
+
+# Forms.
+
+
+def test_every_form_is_understood():
+    assert isinstance(find.parse("codec", "topk"), topk.Codec)
+    assert find.parse("codec", "topk:keep=0.25").keep == 0.25
+    assert find.parse("codec", "topk:0.25").keep == 0.25
+    assert find.parse("codec", " topk: keep = 0.25 ").keep == 0.25
+    assert find.parse("codec", "half:fp16").type == find.parse("codec", "half:type=fp16").type == torch.float16
+    assert isinstance(find.parse("codec", "half"), half.Codec)
+    wrapped = find.parse("codec", "feedback/topk:keep=0.25")
+    assert isinstance(wrapped, feedback.Codec)
+    assert wrapped.inner.keep == 0.25
+    assert find.parse("codec", "feedback/feedback/topk:keep=0.25").inner.inner.keep == 0.25
+    assert isinstance(find.parse("engine", "threads:3").num_threads, int)
+
+
+@pytest.mark.parametrize("text", ["", " ", ":", "topk:", ":keep=1", "top k", "top-k:keep=1", "/topk", "topk keep=1"])
+def test_a_malformed_text_is_shown_the_form(text):
+    with pytest.raises(ValueError, match="is not of the form") as raised:
+        find.parse("codec", text)
+    assert repr(text) in str(raised.value)
+    assert "name[:option,...][/inner]" in str(raised.value)
+    assert find.parse("codec", "topk:keep=0.01"), "the example in the error is right"
+
+
+# Jobs.
+
+
+def job(**changed):
+    model = torch.nn.Linear(2, 1)
+    good = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss": print, "batch_size": 4}
+    return Job(**{**good, **changed})
+
+
+FAULTS = [
+    ("model", "alexnet", r"model must be a torch\.nn\.Module, got str"),
+    ("optimizer", 0.1, r"optimizer must be a torch\.optim\.Optimizer, got float"),
+    ("loss", "mse", r"loss must be callable as loss\(output, target\), got str"),
+    ("batch_size", 0, r"batch_size .* int >= 1, got 0"),
+    ("batch_size", 2.5, r"batch_size .* int >= 1, got 2\.5"),
+    ("clip", -1, r"clip .* > 0 or None, got -1"),
+    ("clip", float("nan"), r"clip .* > 0 or None, got nan"),
+    ("clip", "1", r"clip .* > 0 or None, got '1'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), FAULTS)
+def test_a_faulty_argument_is_told_what_it_must_be_and_was(name, value, said):
+    assert job()
+    with pytest.raises(ValueError, match=said) as raised:
+        job(**{name: value})
+    assert str(raised.value).count(";") == 0, "something right was called wrong"
+
+
+def test_all_faults_of_a_job_are_told_at_once():
+    first = {name: (value, said) for name, value, said in reversed(FAULTS)}
+    with pytest.raises(ValueError, match=r"^join: ") as raised:
+        job(**{name: value for name, (value, _) in first.items()})
+    assert len(first) == 5
+    assert all(re.search(said, str(raised.value)) for _, said in first.values())
+
+
+def test_an_optimizer_of_another_model_and_a_model_without_parameters_are_told():
+    other = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="holds 2 parameters of another model"):
+        job(optimizer=torch.optim.SGD(other.parameters(), 0.1))
+    frozen = torch.nn.Linear(2, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        job(model=frozen, optimizer=torch.optim.SGD(frozen.parameters(), 0.1))
+
+
+# The launcher's environment.
+
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    def environment(**variables):
+        for name in RANKS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return World.of_environment()
+
+    return environment
+
+
+def test_every_rank_of_a_launcher_is_placed(launched):
+    assert launched() == World()
+    for rank in range(6):
+        meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+        world = launched(RANK=str(rank), WORLD_SIZE="6", LOCAL_WORLD_SIZE="2", **meeting)
+        assert world == World(rank % 2, 2, rank // 2, 3, "10.0.0.1", 29500)
+    assert launched(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == World(1, 2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "one"}, "RANK='one'.* whole number"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'.* whole number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http'.* whole number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, WORLD_SIZE=2.*RANK must be below WORLD_SIZE"),
+        ({"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=3, .*LOCAL_WORLD_SIZE=2.*same number of processes"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
+        ({"GROUP_RANK": "1"}, "GROUP_RANK=1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "several nodes.*MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_told_its_values(launched, variables, said):
+    with pytest.raises(ValueError, match=said):
+        launched(**variables)
+
+
+# The command line.
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "trains.py"
+    path.write_text(
+        "import torch, paceline\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "paceline.join(model, optimizer, torch.nn.functional.mse_loss, batch_size=2)\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--model", "alexnett"], r"named 'alexnett'; known: .*; did you mean 'alexnet'\?"),
+        (["run", "missing.py"], r"no script at 'missing\.py'; give the path"),
+        (["run", "--engine", "proceses:2", "SCRIPT"], r"named 'proceses'; known: .*; did you mean 'processes'\?"),
+        (["run", "--engine", "threads:many", "SCRIPT"], r"many"),
+        (["run", "--engine", "threads:count=2", "SCRIPT"], r"count.*; it accepts: num_threads"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_a_command_answers_in_one_line_with_exit_code_2(words, said, script, tmp_path):
+    environment = {key: value for key, value in os.environ.items() if key not in RANKS}
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *(str(script) if word == "SCRIPT" else word for word in words)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert re.fullmatch(rf"paceline: .*{said}.*\n", done.stderr), done.stderr
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == [script], "something was left behind"
