@@ -20,7 +20,7 @@ from paceline.launch.local import free_port
 
 COUNTS = (0, 1, 7, 1000)  # empty, one, a prime, more than one packet of eight
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-LIMIT_S = 30.0
+LIMIT_S = 15.0
 
 
 def pattern(count):
