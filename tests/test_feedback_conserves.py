@@ -50,7 +50,10 @@ def test_inputs_are_sent_or_still_owed(inner, seed):
     assert len(history) == STEPS - len(dropped)
     put_in, sent = totals(history)
     residual, _ = history[-1][2]
-    assert torch.equal(sent + residual, put_in)
+    if torch.equal(sent, sent.round()):
+        assert torch.equal(sent + residual, put_in)
+    else:  # a codec that sends no whole numbers: rounding of float64 over 30 steps
+        assert torch.allclose(sent + residual, put_in, rtol=0, atol=1e-9)
     assert sent.any()
 
 

@@ -9,6 +9,7 @@ import torch
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.contract import Verdict
+from paceline.data import feed, order
 from paceline.data.order import Seat
 from paceline.engine.sequential import random_state
 from paceline.exchange import allreduce
@@ -106,15 +107,28 @@ def test_dropout_masks_after_refusals_are_those_of_an_undisturbed_run():
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
-    """Three ranks; rank 1 leaves in step 4, rank 0 of the rest in step 8: every batch still counts once."""
+    """Three ranks; rank 1 leaves in step 4, rank 0 of the rest in step 8: every sample still counts once, in its turn.
+
+    Batches come from the feed, dealt for three ranks and partly fetched ahead for them.
+    """
+    x, y = (torch.cat(parts) for parts in zip(*BATCHES, strict=True))
     generations = [memory.Hub(3), memory.Hub(2), memory.Hub(1)]
     model, left = build(Plain), []
+
+    class Fetched:
+        """A source that may be fetched ahead."""
+
+        def __len__(self):
+            return len(x)
+
+        def fetch(self, indices, epoch):
+            return x[indices], y[indices]
 
     class Gone(Exception):
         pass
 
     def work(link):
-        exchange = Refusing([4, 8], rank=0)
+        exchange = Refusing([4, 8] if link.rank == 0 else [], rank=0)
 
         def rejoin(seat):
             generation = exchange.link.generation + 1
@@ -123,15 +137,16 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
                 left.append((generation, exchange.tried))
                 raise Gone
             rank_now = exchange.link.rank - (exchange.link.rank > leaver)
-            exchange.by = 0
             exchange.rebuild(memory.Link(generations[generation], rank_now, generation))
             return Seat(rank_now, exchange.link.size)
 
         rank = Rank(link, model, OPTIMIZERS[optimizer], exchange=exchange, rejoin=rejoin)
-        if link.rank != 0:
-            exchange.refuse = set()
+        losses = []
         try:
-            return rank.train(BATCHES), rank.state()
+            for batch in feed.batches(Fetched(), 24, 1, seed=3, seat=rank.loop.seat):
+                ballot = rank.loop.step(batch).ballot
+                losses.append(ballot.loss_sum / ballot.weight)
+            return losses, rank.state()
         except Gone:
             return None
         finally:
@@ -141,6 +156,7 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
     results = ranks.run(3, work, links)
     assert sorted(left) == [(1, 4), (2, 8)]
     (survivor,) = [result for result in results if result]
-    want, want_losses = reference(model, BATCHES, OPTIMIZERS[optimizer])
+    turns = order.permutation(3, 0, len(x)).reshape(12, 24)
+    want, want_losses = reference(model, [(x[turn], y[turn]) for turn in turns], OPTIMIZERS[optimizer])
     assert survivor[0] == pytest.approx(want_losses, rel=1e-12)
     assert gap(survivor[1], want) < 1e-11
