@@ -68,11 +68,11 @@ def test_a_pause_between_steps_is_not_a_step(report):
     assert SLEEP_S <= statistics.median(steps_s) < 3 * SLEEP_S
 
 
-@pytest.mark.parametrize("wanted", [1, 4, 8, 16, 32, 64, 1024])
+@pytest.mark.parametrize("wanted", [1, 4, 8, 16, 128, 1024])
 def test_it_ends_when_the_agreed_time_is_enough_but_not_before_or_after_the_limits(wanted):
     """Powers of two, so that this many steps add up to the time wanted without rounding."""
     assert MIN_STEPS > 4
-    assert MAX_STEPS < 64
+    assert 128 < MAX_STEPS < 1024
     steps = tick_until_stopped(Stopwatch(None), TIMED_S / wanted)
     assert steps - WARM_UP_STEPS == min(MAX_STEPS, max(MIN_STEPS, wanted))
 
@@ -118,7 +118,7 @@ def test_a_sleeping_script_is_measured_as_it_sleeps(tmp_path):
     assert SLEEP_S <= trial.step_s < 6 * SLEEP_S
     assert trial.step_s == statistics.median(trial.steps_s)
     assert trial.per_s == pytest.approx(8 / trial.step_s)
-    assert SLEEP_S / 4 < trial.spread_s < 3 * SLEEP_S  # every other step is twice as long
+    assert SLEEP_S / 8 < trial.spread_s < 3 * SLEEP_S  # every other step is twice as long
 
 
 def test_a_script_that_fails_is_a_trial_with_its_last_words(tmp_path):

@@ -150,3 +150,11 @@ def test_bytes_on_the_wire_are_those_declared(tmp_path):
         assert said["declared"] == pytest.approx(said["counted_by_link"], rel=0.01)
         assert 1.0 <= said["counted_by_card"] / said["declared"] < 1.1
         assert said["declared"] < 0.5 * said["dense"], "factors saved nothing"
+
+
+def test_verify_says_why_batch_norm_differs(tmp_path):
+    script = tmp_path / "normed.py"
+    script.write_text(Path(OWN_LOOP).read_text().replace("nn.ReLU(), nn.Linear(512, 512)", "nn.BatchNorm1d(512)"))
+    said = paceline("verify", "--steps", 3, script, code=1)
+    assert "exact, local BN" in said
+    assert "NOT the same" in said

@@ -154,6 +154,8 @@ def verify(
         f"{compared.steps} steps in {dtype}, dropout off: largest relative difference of the loss {compared.loss:.1e}, "
         f"of a parameter {compared.weight:.1e} ({compared.worst}); tolerance {compared.tolerance:.0e}"
     )
+    if compared.batch_norm and not compared.same:
+        console.print("the model normalises over batches, and each process over its own rows (exact, local BN)")
     console.print("[green]the same[/green]" if compared.same else "[red]NOT the same[/red]")
     raise typer.Exit(0 if compared.same else 1)
 

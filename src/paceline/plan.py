@@ -1,6 +1,6 @@
 """Measurements in, one choice out; losing rows are kept as the reason.
 
-The choice is the fastest row. Rows whose middle halves overlap count as equal, and then the simpler
+The choice is the fastest row. Rows whose medians cannot be told apart count as equal, and then the simpler
 one wins: it comes first in the order in which candidates are tried.
 """
 

@@ -28,6 +28,7 @@ class Witness:
     dtype: str
     start: str = ""
     losses: list[float] = field(default_factory=list)
+    batch_norm: bool = False
 
     @classmethod
     def of_environment(cls) -> Witness | None:
@@ -42,6 +43,7 @@ class Witness:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
+            self.batch_norm = self.batch_norm or isinstance(module, nn.modules.batchnorm._BatchNorm)
         if self.start:
             model.load_state_dict(load_file(self.start))
 
@@ -58,7 +60,8 @@ class Witness:
         if len(self.losses) < self.steps:
             return
         if state is not None:
-            (self.folder / "losses.json").write_text(json.dumps(self.losses))
+            said = {"losses": self.losses, "batch_norm": self.batch_norm}
+            (self.folder / "said.json").write_text(json.dumps(said))
             self._save(state, "last.safetensors")
         raise SystemExit(0)
 
@@ -89,6 +92,7 @@ class Comparison:
     weight: float
     worst: str
     tolerance: float
+    batch_norm: bool  # its statistics are each process's own: N processes are not one
 
     @property
     def same(self) -> bool:
@@ -97,8 +101,9 @@ class Comparison:
 
 def compare(one: Path, other: Path, dtype: str) -> Comparison:
     """Two witnesses' folders."""
-    a, b = (json.loads((folder / "losses.json").read_text()) for folder in (one, other))
-    loss = max((abs(x - y) / max(1e-30, abs(y)) for x, y in zip(a, b, strict=True)), default=0.0)
+    a, b = (json.loads((folder / "said.json").read_text()) for folder in (one, other))
+    pairs = list(zip(a["losses"], b["losses"], strict=True))
+    loss = max(abs(x - y) / max(1e-30, abs(y)) for x, y in pairs)
     first, second = (load_file(folder / "last.safetensors") for folder in (one, other))
     begin = load_file(one / "first.safetensors")
     gaps = {}
@@ -110,4 +115,4 @@ def compare(one: Path, other: Path, dtype: str) -> Comparison:
     if not moved:
         raise ValueError("verify: no weight moved in these steps, so nothing was compared; is the learning rate 0?")
     worst = max(gaps, key=lambda name: gaps[name])
-    return Comparison(len(a), loss, gaps[worst], worst, TOLERANCE[dtype])
+    return Comparison(len(pairs), loss, gaps[worst], worst, TOLERANCE[dtype], a["batch_norm"])
