@@ -79,6 +79,25 @@ def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_pat
         assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize("victim", ["0.0", "0.1", "1.0"])
+def test_a_death_inside_a_node_reaches_every_process_of_every_node(victim, tmp_path):
+    """Two nodes of two processes: the node that loses one gives up, and the other node loses that node."""
+    start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'processes:2', 2))"
+    command = [sys.executable, "-c", start, sys.executable, ENDLESS, str(tmp_path)]
+    launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+    seats = ["0.0", "0.1", "1.0", "1.1"]
+    pids = dict(zip(seats, wait_for([tmp_path / seat for seat in seats], launcher), strict=True))
+    os.kill(pids[victim], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=DEADLINE_S)
+    wait_until_gone(pids.values())
+    lines = [line for line in errors.splitlines() if line]
+    for seat in set(seats) - {victim}:
+        who = f"paceline: rank {seat[0]} of 2 on .*, local rank {seat[2]} at step"
+        lost = f"lost local rank {victim[2]} of this node" if seat[0] == victim[0] else f"lost rank {victim[0]} on"
+        assert sum(bool(re.search(f"{who}.*{lost}", line)) for line in lines) == 1, errors
+    assert len(lines) == 3
+
+
 @needs_cluster
 def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
     """4 MB over 2 Mbit/s fill the link for some twelve seconds; nobody is taken for dead."""

@@ -270,7 +270,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, LinkError | FloatingPointError):
-            print(f"paceline: {error}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         else:
             hook(kind, error, trace)
 
