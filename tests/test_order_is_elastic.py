@@ -14,7 +14,7 @@ from paceline.data.order import Seat, num_steps, permutation, window
 
 SHARES = {
     1: (None, (3.0,)),
-    2: (None, (1.0, 2.0), (0.0, 1.0), (1.0, 0.0), (0.1, 0.7)),
+    2: (None, (1.0, 2.0), (0.0, 1.0), (1.0, 0.0), (0.1, 0.7), (0.2, 0.7), (0.0, 1 / 3)),
     3: (None, (1.0, 2.0, 3.0), (0.0, 1.0, 0.0), (0.1, 0.2, 0.7), (1 / 3, 1 / 7, 1 / 11)),
     4: (None, (1.0, 2.0, 3.0, 4.0), (0.0, 0.0, 5.0, 1.0), (0.1, 0.1, 0.1, 0.3)),
 }
@@ -198,3 +198,35 @@ def test_what_is_no_dataset_is_refused_with_what_would_be_one():
         as_source(i for i in range(3))
     with pytest.raises(ValueError, match="empty"):
         next(batches(numbered(0), 4, 1, seed=0, seat=Seat()))
+
+
+class OneByOne(TensorDataset):
+    """Its samples are its own: each is centred by itself."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x - x.mean(), y
+
+
+def test_a_dataset_that_changes_its_samples_is_asked_for_one_at_a_time():
+    x, y = torch.arange(12.0).view(4, 3), torch.arange(4)
+    (batch,) = batches(OneByOne(x, y), 4, 1, 0, Seat(), shuffle=False)
+    got, labels = batch.share(Seat())
+    assert torch.equal(got, torch.tensor([[-1.0, 0.0, 1.0]] * 4))
+    assert torch.equal(labels, y)
+
+
+@pytest.mark.parametrize("items", [[{"x": 1.0, "y": 2}] * 4, [torch.zeros(3)] * 4])
+def test_items_that_are_no_tuples_are_refused(items):
+    (batch,) = batches(items, 4, 1, 0, Seat())
+    with pytest.raises(ValueError, match=r"must be \(input, \.\.\., target\), got (dict|Tensor)"):
+        batch.share(Seat())
+
+
+@pytest.mark.parametrize("count", [19_710_938, 10**9 + 7])
+def test_no_row_is_lost_however_many_there_are(count):
+    shares = (0.31, 0.07, 0.11, 0.23, 0.17, 0.11)
+    ranges = [Seat(node, 6, shares=shares).rows(count) for node in range(6)]
+    assert ranges[0].start == 0
+    assert ranges[-1].stop == count
+    assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))

@@ -33,7 +33,7 @@ AFTER = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inters
 
 
 def main() -> None:
-    """A user's mistake is one line on stderr and exit code 2; a broken link one line and 1."""
+    """A user's mistake is one message on stderr and exit code 2."""
     try:
         app()
     except ValueError as error:
@@ -71,6 +71,8 @@ def train(
         run_training(settings)
         return
     settings.check()
+    find.parse("exchange", exchange)
+    find.parse("codec", codec)
     if engine != "auto":
         find.parse("engine", engine)
     settings.out = out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name}"

@@ -39,7 +39,7 @@ def module(room: str, name: str) -> Any:
     if name not in names(room):
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no {room} named {name!r}; known: {', '.join(names(room))}{hint}")
+        raise ValueError(f"no {room.removesuffix('s')} named {name!r}; known: {', '.join(names(room))}{hint}")
     return importlib.import_module(f"paceline.{room}.{name}")
 
 

@@ -19,6 +19,8 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
     """None on a launcher's ranks other than 0. Raises ValueError when a run failed, or was too short."""
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, got {steps}")
+    if nodes < 1:
+        raise ValueError(f"--nodes must be at least 1, got {nodes}")
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         many, one = Path(folder) / "many", Path(folder) / "one"
         if "RANK" in os.environ:

@@ -36,9 +36,15 @@ class Collated:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def fetch(self, indices: Sequence[int], epoch: int) -> tuple[Any, ...]:
-        if isinstance(self.dataset, TensorDataset):
+        if type(self.dataset) is TensorDataset:
             return tuple(self.dataset[torch.as_tensor(list(indices))])
-        return tuple(default_collate([self.dataset[int(i)] for i in indices]))
+        rows = default_collate([self.dataset[int(i)] for i in indices])
+        if not isinstance(rows, tuple | list) or len(rows) < 2:
+            given = type(self.dataset[int(indices[0])]).__name__
+            raise ValueError(
+                f"the dataset's items must be (input, ..., target), got {given}; return a tuple from __getitem__"
+            )
+        return tuple(rows)
 
 
 def as_source(dataset: Any) -> Source:

@@ -30,7 +30,7 @@ class Seat:
         shares = self.shares or (1.0,) * self.num_nodes
         total = sum(shares)
         start = int(count * sum(shares[: self.node]) / total + 1e-9)
-        stop = int(count * sum(shares[: self.node + 1]) / total + 1e-9)
+        stop = int(count * sum(shares[: self.node + 1]) / total + 1e-9) if self.node + 1 < self.num_nodes else count
         size = stop - start
         return range(
             start + self.local_rank * size // self.local_size,

@@ -152,6 +152,9 @@ class Link(contract.Link):
         for group in self._groups:
             # gloo's destructor waits for operations that will never end: it must not run
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if peer is None and self.pulse and self.pulse.left:
+            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(self.pulse.left))
+            return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
         if peer is None or self.pulse is None:
             return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {_first_line(error)}")
         who = f"rank {peer} on {self.hosts[peer]}"
