@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -118,6 +119,8 @@ class Pace:
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
         self.loop = Loop(engine, self.exchange, seat, self.record, job.clip, who=who)
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
+        if link:
+            atexit.register(_leave, link)
         self.stopwatch = Stopwatch.of_environment(self.leader)
 
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True) -> Iterator[feed.Batch]:
@@ -139,7 +142,12 @@ class Pace:
             batch = feed.Given(batch, float(self.job.batch_size))
         if self.witness:
             batch = self.witness.cast(batch)
-        self.agreement = self.loop.step(batch)
+        try:
+            self.agreement = self.loop.step(batch)
+        except LinkError:
+            # a thread still inside the network library when Python ends would abort the process
+            self.exchange.close()
+            raise
         ballot = self.agreement.ballot
         loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
         if self.stopwatch:
@@ -178,7 +186,7 @@ class Pace:
             aside.replace(path)
 
     def close(self) -> None:
-        """Leaves the others in peace. Called at the end of a ``with`` block, or when the process ends."""
+        """Leaves the others in peace. Called at the end of a ``with`` block."""
         self.exchange.close()
         self.engine.close()
         if self.link:
@@ -247,6 +255,12 @@ def _default_engine(world: World) -> str:
     return f"threads:{cores}"
 
 
+def _leave(link: contract.Link) -> None:
+    """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
+    if not getattr(sys.excepthook, "failed", False):
+        link.close()
+
+
 def _alone() -> contract.Link:
     from paceline.link.memory import world
 
@@ -269,6 +283,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         return hook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show.failed = True  # type: ignore[attr-defined]
         if isinstance(error, LinkError | FloatingPointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         else:

@@ -130,7 +130,8 @@ class Engine(contract.Engine):
 
 def random_state() -> Any:
     numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking more would start CUDA
+    cuda = torch.cuda.get_rng_state_all() if on_gpu else None
     return random.getstate(), torch.get_rng_state(), cuda, numpy and numpy.random.get_state()
 
 

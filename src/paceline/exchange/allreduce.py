@@ -66,11 +66,12 @@ class Exchange(Meeting):
             try:
                 sent = self._send(piece)
             except BaseException as error:
-                sent = None
-                self._error = error
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
             with self._changed:
-                if sent:
-                    self._sent[piece.spec.index] = sent
+                self._sent[piece.spec.index] = sent
                 self._changed.notify_all()
 
     def _send(self, piece: Piece) -> _Sent:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from typing import Any
 
 BEAT_S = 1.0
+GLANCE_S = 0.1  # how soon the end of this process is noticed
 LIMIT_S = 6.0
 JOIN_S = 60.0
 
@@ -73,7 +74,7 @@ class Pulse:
             eyes.register(line, selectors.EVENT_READ, peer)
         next_beat = time.monotonic()
         while not self._closing.is_set() and eyes.get_map():
-            for key, _ in eyes.select(max(0.0, next_beat - time.monotonic())):
+            for key, _ in eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic()))):
                 if self._hear(key.data):
                     heard[key.data] = time.monotonic()
                 else:
@@ -132,6 +133,9 @@ class Pulse:
         return next(iter(self.dead), None)
 
     def close(self) -> None:
+        """Leaves in peace. Once."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         for line in self._peers.values():
             with contextlib.suppress(OSError):

@@ -161,7 +161,7 @@ class Link(contract.Link):
         return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {self.pulse.dead[peer]}", peer)
 
     def close(self) -> None:
-        if self.pulse:
+        if self.pulse and not self.pulse.dead:
             self.pulse.close()
 
 
