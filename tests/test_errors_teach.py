@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import paceline
 from paceline import find
 from paceline.codec import feedback, half, topk
 from paceline.job import Job
@@ -242,3 +243,11 @@ def test_a_command_answers_in_one_line_with_exit_code_2(words, said, script, tmp
     assert re.fullmatch(rf"paceline: .*{said}.*\n", done.stderr), done.stderr
     assert done.returncode == 2
     assert list(tmp_path.iterdir()) == [script], "something was left behind"
+
+
+def test_a_codec_that_would_be_ignored_is_refused():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = {"batch_size": 2, "engine": "sequential", "exchange": "periodic:4", "codec": "half"}
+    with pytest.raises(ValueError, match="'periodic:4' sends weights as they are and takes no codec, got 'half'"):
+        paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)

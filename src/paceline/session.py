@@ -229,6 +229,10 @@ def join(
     sys.excepthook = _one_line(sys.excepthook)
     link: contract.Link | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
+    if codec != "none" and not parts[1].uses_codec:
+        raise ValueError(
+            f"exchange {exchange!r} sends weights as they are and takes no codec, got {codec!r}; use 'none'"
+        )
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None)
