@@ -26,6 +26,8 @@ CASES = [f"{kind},{optimizer},0,allreduce,none" for kind in MODELS for optimizer
 CASES += [f"plain,{optimizer},0.05,allreduce,none" for optimizer in OPTIMIZERS]
 CASES += ["sometimes,momentum,0.05,allreduce,none", "tied,adam,0.05,allreduce,none"]
 
+REFUSED = "plain,momentum,0.05,allreduce!,none"
+
 
 def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
@@ -43,7 +45,7 @@ def launch(engine, num_nodes, folder, *cases):
 @pytest.fixture(scope="module", params=[("processes:2", 1), ("processes:3", 1), ("sequential", 2), ("processes:2", 2)])
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0"]
+    extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED]
     launch(*request.param, folder, *CASES, *extra)
     return folder
 
@@ -70,6 +72,15 @@ def test_weights_averaged_every_step_are_all_reduce(trained):
     batches = [rows(21, seed) for seed in range(5)]
     want, _ = reference(build(), batches, OPTIMIZERS["sgd"])
     assert gap(load_file(trained / "plain,sgd,0,periodic:1,none.safetensors"), want) < 1e-11
+
+
+def test_steps_refused_by_one_process_are_redone_by_all(trained):
+    batches = [rows(21, seed) for seed in range(5)]
+    want, losses = reference(build(), batches, OPTIMIZERS["momentum"], 0.05)
+    said = json.loads((trained / f"{REFUSED}.json").read_text())
+    assert said["redone"] == [1, 3]
+    assert said["losses"] == pytest.approx(losses, rel=1e-12)
+    assert gap(load_file(trained / f"{REFUSED}.safetensors"), want) < 1e-11
 
 
 def test_a_codec_that_keeps_everything_is_no_codec(trained):

@@ -1,4 +1,7 @@
-"""Trains several cases one after the other, joining anew for each: many.py FOLDER CASE..."""
+"""Trains several cases one after the other, joining anew for each: many.py FOLDER CASE...
+
+A case is MODEL,OPTIMIZER,CLIP,EXCHANGE,CODEC; with "!" after the exchange the last process refuses two steps.
+"""
 
 import json
 import sys
@@ -10,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from nodes import MODELS, OPTIMIZERS, build, rows
+from paceline.contract import Verdict
 
 STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
 
@@ -17,6 +21,25 @@ STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
 def data():
     parts = [rows(BATCH, seed) for seed in range(STEPS)]
     return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+
+
+def refuse(pace, steps):
+    """This process votes against these steps, once each, if it is the last; returns the steps that were redone."""
+    world, agree = pace.world, pace.exchange.agree
+    last = (world.node, world.local_rank) == (world.num_nodes - 1, world.local_size - 1)
+    waiting, redone = set(steps) if last else set(), []
+
+    def vote(ballot):
+        step = pace.loop.num_steps
+        ballot.ok = step not in waiting
+        waiting.discard(step)
+        agreement = agree(ballot)
+        if agreement.verdict is Verdict.REDO:
+            redone.append(step)
+        return agreement
+
+    pace.exchange.agree = vote
+    return redone
 
 
 def main(folder, *cases):
@@ -30,14 +53,15 @@ def main(folder, *cases):
             F.cross_entropy,
             batch_size=BATCH,
             clip=float(clip) or None,
-            exchange=exchange,
+            exchange=exchange.rstrip("!"),
             codec=codec,
         ) as pace:
+            redone = refuse(pace, (1, 3)) if exchange.endswith("!") else []
             losses = [pace.step(batch) for batch in pace.batches(data(), shuffle=False)]
             right = pace.evaluate(data(), lambda output, target: (output.argmax(1) == target).sum())
             pace.save(Path(folder) / f"{case}.safetensors")
             if pace.leader:
-                said = {"losses": losses, "right": right, "forms": list(pace.exchange.forms())}
+                said = {"losses": losses, "right": right, "forms": list(pace.exchange.forms()), "redone": redone}
                 (Path(folder) / f"{case}.json").write_text(json.dumps(said))
 
 
