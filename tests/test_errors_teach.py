@@ -251,3 +251,25 @@ def test_a_codec_that_would_be_ignored_is_refused():
     words = {"batch_size": 2, "engine": "sequential", "exchange": "periodic:4", "codec": "half"}
     with pytest.raises(ValueError, match="'periodic:4' sends weights as they are and takes no codec, got 'half'"):
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [("batch_size", "batch_size=12"), ("model", "batch_size=8"), ("clip", "clip=1.0")]
+)
+def test_nodes_with_different_jobs_are_told_what_differs(tmp_path, field, other):
+    """Story: two nodes trained on mismatched batches, or aborted inside the network library."""
+    script = tmp_path / "differs.py"
+    script.write_text(
+        "import os, torch, paceline\n"
+        "first = os.environ['RANK'] == '0'\n"
+        f"model = torch.nn.Linear(4, 2 if first or {field != 'model'} else 3)\n"
+        "words = {'batch_size': 8, 'engine': 'sequential'}\n"
+        f"words |= {{}} if first else dict({other})\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "paceline.join(model, optimizer, torch.nn.functional.cross_entropy, **words)\n"
+    )
+    start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'sequential', 2))"
+    command = [sys.executable, "-c", start, sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count(f"the nodes were given different {field}: rank") == 2, done.stderr

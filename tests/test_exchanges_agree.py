@@ -198,3 +198,76 @@ def test_the_form_follows_from_bytes():
             fits = count * size * 2 * HIDDEN <= HIDDEN * HIDDEN
             most, total = [count] * (spec.index + 1), [count * size] * (spec.index + 1)
             assert (choose([spec], most, total, size, set()) == [FACTORS]) == (cheaper and fits)
+
+
+def test_a_hook_of_the_users_changes_the_output_and_not_the_gradient():
+    """Story: a forward hook that doubles a layer's output ran before ours, and left was its gradient, doubled."""
+
+    class Hooked(Plain):
+        def __init__(self):
+            super().__init__()
+            self.second.register_forward_hook(lambda module, args, output: output * 2)
+
+    model = build(Hooked)
+    want, _ = reference(model, BATCHES)
+    for state, _, forms in train(2, model):
+        assert FACTORS in forms
+        assert gap(state, want) < EXACT
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
+def test_factors_under_autocast_have_the_weights_type(optimizer):
+    """Story: bf16 factors made the momentum bf16 for good, or failed in the optimizer."""
+
+    class Cast(Plain):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x).float()
+
+    model = build(Cast, torch.float32)
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS[optimizer])
+        rank.train([rows(24, seed, torch.float32) for seed in range(3)])
+        state = rank.optimizer.state.get(rank.model.second.weight, {})
+        return {v.dtype for v in state.values() if torch.is_tensor(v)} | {rank.model.second.weight.dtype}
+
+    assert ranks.run(2, work) == [{torch.float32}] * 2
+
+
+def test_an_interrupted_backward_leaves_nothing_for_the_next_step():
+    """Story: pieces of the interrupted step stayed in line, and each later step applied those of the one before."""
+    model, interrupted = build(), []
+
+    class Stop(BaseException):
+        pass
+
+    def work(link):
+        rank = Rank(link, model)
+        rank.train(BATCHES[:1])
+        hook = rank.model.first.bias.register_hook(lambda grad: (_ for _ in ()).throw(Stop()))
+        with pytest.raises(Stop):
+            rank.train(BATCHES[1:2])
+        interrupted.append(True)
+        hook.remove()
+        rank.train(BATCHES[1:])
+        return rank.state()
+
+    (state,) = ranks.run(1, work)
+    assert interrupted
+    assert gap(state, reference(model, BATCHES)[0]) < EXACT
+
+
+def test_a_loss_that_is_not_finite_stays_out_of_the_residuals():
+    x, y = rows(24, 1)
+    bad = torch.full_like(x, float("nan"))
+
+    def work(link):
+        rank = Rank(link, build(), codec="feedback/topk:keep=0.1")
+        rank.train(BATCHES[:2])
+        with pytest.raises(FloatingPointError):
+            rank.train([(bad, y)])
+        return rank.train(BATCHES[2:])
+
+    for losses in ranks.run(2, work):
+        assert all(loss == loss for loss in losses)

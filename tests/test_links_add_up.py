@@ -347,3 +347,23 @@ def test_the_error_of_the_rank_that_failed_is_the_one_reported():
 
 if __name__ == "__main__":
     one_rank(*sys.argv[1:])
+
+
+def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
+    """Story: a wait expired, the operation ended, and its success was told as the loss of a peer."""
+    from paceline.link.torch import _Handle
+
+    class Work:
+        waits = 0
+
+        def wait(self, timeout):
+            self.waits += 1
+            if self.waits == 1:
+                raise RuntimeError("Operation timed out!")
+
+        def is_completed(self):
+            return True
+
+    work = Work()
+    assert _Handle(None, work, "sum", lambda: "the sum").wait() == "the sum"
+    assert work.waits == 2

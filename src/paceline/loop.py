@@ -79,7 +79,11 @@ class Loop:
             share = batch.share(self.seat)
             self.exchange.before(self.engine.weights)
             forms, offer = self.exchange.forms(), self.exchange.offer
-            ballot = self.engine.gradient(share, 1 / batch.weight, forms, offer)
+            try:
+                ballot = self.engine.gradient(share, 1 / batch.weight, forms, offer)
+            except BaseException:
+                self.engine.rollback(kept)
+                raise
             agreement = self.exchange.agree(ballot)
             if agreement.verdict is not Verdict.REDO:
                 return agreement, kept

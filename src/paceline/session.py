@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import os
 import socket
@@ -98,6 +99,8 @@ class Pace:
             self.witness.prepare(job.model)
         engine.open(job.model, job.optimizer, job.loss, job.metric)
         self.leader = world.node == 0 and world.local_rank == 0
+        if link:
+            _compare(link, job, engine, exchange, codec)
         rows = -(-job.batch_size // world.num_nodes)
         if world.local_rank == 0:
             exchange.open(engine.specs, link or _alone(), codec, rows, job.seed)
@@ -113,7 +116,8 @@ class Pace:
         if self.witness and self.leader:
             self.witness.begin(engine.state())
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
-        self.record = Record(folder if self.leader else None)
+        self.stopwatch = Stopwatch.of_environment(self.leader)
+        self.record = Record(folder if self.leader and not self.stopwatch else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
@@ -121,7 +125,6 @@ class Pace:
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         if link:
             atexit.register(_leave, link)
-        self.stopwatch = Stopwatch.of_environment(self.leader)
 
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True) -> Iterator[feed.Batch]:
         """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share."""
@@ -157,7 +160,10 @@ class Pace:
         return loss
 
     def evaluate(self, dataset: Any, metric: Callable[[Any, Any], Any] | None = None, rows: int = 256) -> float:
-        """Mean of ``metric`` (a sum over rows; the job's by default) over a dataset, every sample once."""
+        """Mean of ``metric`` (a sum over rows; the job's by default) over a dataset, every sample once.
+
+        Every process must call it, as every process must call `step` and `save`.
+        """
         metric = metric or self.job.metric
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
@@ -176,7 +182,7 @@ class Pace:
         return whole / count
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """The model's ``state_dict`` as safetensors, written by one process, whole or not at all."""
+        """The model's ``state_dict`` as safetensors, written by one process, whole or not at all. All must call it."""
         self.exchange.spread(self.engine.buffers)
         if self.leader:
             path = Path(path)
@@ -229,6 +235,11 @@ def join(
     sys.excepthook = _one_line(sys.excepthook)
     link: contract.Link | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
+    if world.local_size > 1 and chosen != f"processes:{world.local_size}":
+        raise ValueError(
+            f"{world.local_size} processes were started on this node (LOCAL_WORLD_SIZE), but the engine is {chosen!r}; "
+            f"use 'processes:{world.local_size}', or start one process per node"
+        )
     if codec != "none" and not parts[1].uses_codec:
         raise ValueError(
             f"exchange {exchange!r} sends weights as they are and takes no codec, got {codec!r}; use 'none'"
@@ -257,6 +268,32 @@ def _default_engine(world: World) -> str:
             file=sys.stderr,
         )
     return f"threads:{cores}"
+
+
+def _compare(
+    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
+) -> None:
+    """Raises ValueError, on every node, naming what the nodes were given differently."""
+    shapes = [(spec.names, spec.shapes) for spec in engine.specs]
+    facts = {
+        "batch_size": job.batch_size,
+        "seed": job.seed,
+        "clip": job.clip,
+        "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
+        "codec": (type(codec).__module__, codec.wire),
+        "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
+        "torch": torch.__version__,
+    }
+    mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
+    everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
+    for i, (name, fact) in enumerate(facts.items()):
+        words = [bytes(part[32 * i : 32 * (i + 1)].tolist()) for part in everyone]
+        if len(set(words)) > 1:
+            others = [rank for rank in range(link.size) if words[rank] != words[link.rank]]
+            raise ValueError(
+                f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
+                f"have another; start every node with the same script, arguments, data and versions"
+            )
 
 
 def _leave(link: contract.Link) -> None:

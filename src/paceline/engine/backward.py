@@ -111,6 +111,7 @@ class Backward:
                         ),
                         with_kwargs=True,
                         always_call=True,
+                        prepend=True,  # a user's hook may change the output: that is not the layer's
                     )
                 )
 
@@ -217,8 +218,9 @@ class Backward:
             return Piece(spec, left=weight.new_zeros(0, out_features), right=weight.new_zeros(0, in_features))
         state.used.update(spec.names)
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
-        left = [call.left.reshape(-1, out_features) for call in caught if call.left is not None]
-        right = [call.right.reshape(-1, in_features) for call in caught]
+        # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
+        left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
+        right = [call.right.reshape(-1, in_features).to(weight.dtype) for call in caught]
         state.rows[spec.index] = sum(len(part) for part in left)
         if len(caught) == 1:
             return Piece(spec, left=left[0], right=right[0])

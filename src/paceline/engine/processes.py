@@ -48,7 +48,8 @@ class Engine(sequential.Engine):
         loss: Callable[..., Any],
         metric: Callable[..., Any] | None = None,
     ) -> None:
-        rank, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        rank = int(os.environ.get("LOCAL_RANK", str(int(os.environ.get("RANK", "0")) % size)))
         if self.num_processes != size:
             raise ValueError(
                 f"engine 'processes:{self.num_processes}' needs as many processes on this node, LOCAL_WORLD_SIZE says "
@@ -101,7 +102,7 @@ class Engine(sequential.Engine):
                 part = torch.nn.Parameter(parameter.data[own] if parameter.dim() else parameter.data)
                 if parameter in self.optimizer.state:
                     self.optimizer.state[part] = {
-                        key: value[own].clone()
+                        key: (value[own] if value.dim() else value).clone()
                         if isinstance(value, Tensor) and value.shape == parameter.shape
                         else value
                         for key, value in self.optimizer.state.pop(parameter).items()

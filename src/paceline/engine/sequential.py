@@ -113,12 +113,18 @@ class Engine(contract.Engine):
         dense.append(parameter)
 
     def snapshot(self) -> Any:
-        return [buffer.clone() for buffer in self.buffers], random_state(), self._turn
+        buffers = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        return buffers, random_state(), self._turn
 
     def rollback(self, kept: Any) -> None:
         buffers, randomness, self._turn = kept
-        for buffer, old in zip(self.buffers, buffers, strict=True):
-            buffer.copy_(old)
+        for table, name, buffer, old in buffers:
+            table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
         set_random_state(randomness)
 
     def state(self) -> dict[str, Tensor]:

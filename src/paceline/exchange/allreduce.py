@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, LinkError, Piece, Spec, Verdict
 from paceline.exchange.meeting import Meeting
 
 PATIENCE_S = 2000.0  # longer than any link waits
@@ -52,6 +53,14 @@ class Exchange(Meeting):
 
     def forms(self) -> Sequence[str]:
         return self._forms
+
+    def before(self, weights: Sequence[Tensor]) -> None:
+        """A step that was interrupted in the middle of backward has left pieces behind."""
+        if not (self._next or self._waiting or self._sent):
+            return
+        if self.link.size > 1:
+            raise LinkError("the step before was interrupted while its pieces were leaving; join again")
+        self._waiting, self._next, self._turns = {}, 0, queue.Queue()
 
     def offer(self, piece: Piece) -> None:
         """Waits for its turn: the order on the wire is that of the specs on every rank."""
@@ -122,7 +131,7 @@ class Exchange(Meeting):
         redo = self._choose_again(merged, ballots)
         if not merged.ok or redo:
             return Agreement(Verdict.REDO, ballot=merged, drift=drift)
-        for piece in pieces:
+        for piece in pieces if merged.finite else ():
             if piece.flat is not None:
                 pending = sent[piece.spec.index].pending
                 self.memory[piece.spec.index] = self.codec.settle(pending, piece.flat)

@@ -31,6 +31,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
+QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
 class Link(contract.Link):
@@ -149,9 +150,7 @@ class Link(contract.Link):
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
         peer = self.pulse.verdict(2.5 if error else 0.0) if self.pulse else None
-        for group in self._groups:
-            # gloo's destructor waits for operations that will never end: it must not run
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._keep()  # gloo's destructor waits for operations that will never end
         if peer is None and self.pulse and self.pulse.left:
             who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(self.pulse.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
@@ -163,6 +162,13 @@ class Link(contract.Link):
     def close(self) -> None:
         if self.pulse and not self.pulse.dead:
             self.pulse.close()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Groups, device and store outlive Python: their threads may not meet an interpreter that is ending."""
+        for thing in (*self._groups, self._device, self._store):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        time.sleep(QUIET_S)
 
 
 class _Handle(contract.Handle):
@@ -179,14 +185,22 @@ class _Handle(contract.Handle):
             try:
                 self.work.wait(timedelta(seconds=min(GLANCE_S, patience_s)))
                 return self.result()
-            except RuntimeError as error:
+            except RuntimeError:
                 waited_s = time.monotonic() - start
                 if self.done():
-                    raise self.link.lost(self.what, waited_s, error) from None
+                    return self._settled(waited_s)
                 if self.link.pulse and self.link.pulse.dead:
                     raise self.link.lost(self.what, waited_s, None) from None
                 if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
+
+    def _settled(self, waited_s: float) -> Any:
+        """A wait may expire in the very moment in which the operation ends well: only asking again tells."""
+        try:
+            self.work.wait(timedelta(seconds=GLANCE_S))
+        except RuntimeError as error:
+            raise self.link.lost(self.what, waited_s, error) from None
+        return self.result()
 
 
 class _All:

@@ -43,6 +43,8 @@ class Witness:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
+            if isinstance(getattr(module, "dropout", None), float):
+                module.__dict__["dropout"] = 0.0  # attention and recurrent layers keep theirs as a number
             self.batch_norm = self.batch_norm or isinstance(module, nn.modules.batchnorm._BatchNorm)
         if self.start:
             model.load_state_dict(load_file(self.start))
