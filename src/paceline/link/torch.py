@@ -7,6 +7,7 @@ Owns its process groups; a default group that the user has made is not touched.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import os
@@ -46,6 +47,9 @@ class Link(contract.Link):
         self.hosts = [self._store.get(f"host/{r}").decode() for r in range(size)]
         self.pulse = Pulse(rank, size, self._store, address) if size > 1 else None
         self._groups: list[Any] = []
+        atexit.register(time.sleep, QUIET_S)
+        for thing in (self._device, self._store):
+            _outlive(thing)
         self._group = self._make_group("control")
 
     def _make_group(self, name: str) -> Any:
@@ -58,6 +62,7 @@ class Link(contract.Link):
             self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.size, options))
         except RuntimeError as error:
             raise LinkError(f"could not join the others on lane {name!r}: {_first_line(error)}") from error
+        _outlive(self._groups[-1])
         return self._groups[-1]
 
     def lane(self, name: str) -> Link:
@@ -150,7 +155,6 @@ class Link(contract.Link):
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
         peer = self.pulse.verdict(2.5 if error else 0.0) if self.pulse else None
-        self._keep()  # gloo's destructor waits for operations that will never end
         if peer is None and self.pulse and self.pulse.left:
             who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(self.pulse.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
@@ -162,12 +166,6 @@ class Link(contract.Link):
     def close(self) -> None:
         if self.pulse and not self.pulse.dead:
             self.pulse.close()
-        self._keep()
-
-    def _keep(self) -> None:
-        """Groups, device and store outlive Python: their threads may not meet an interpreter that is ending."""
-        for thing in (*self._groups, self._device, self._store):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         time.sleep(QUIET_S)
 
 
@@ -268,6 +266,11 @@ class _Then(contract.Handle):
 
 def _first_line(error: Exception | None) -> str:
     return str(error).partition("\n")[0][:200]
+
+
+def _outlive(thing: Any) -> None:
+    """Never destroyed: its destructor may wait for ever, and its threads may not meet an interpreter that is ending."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _rendezvous(rank: int, size: int, host: str, port: int, prefix: str) -> Any:
