@@ -54,6 +54,10 @@ class Spec:
     def numel(self) -> int:
         return sum(self.numels)
 
+    def fits(self, num_rows: int) -> bool:
+        """Whether factors of so many rows are no larger than the gradient, in whose place they lie."""
+        return num_rows * sum(self.shapes[0]) <= self.numel
+
 
 @dataclass
 class Piece:

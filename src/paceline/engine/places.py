@@ -99,11 +99,6 @@ class Places:
         return there, num_rows
 
 
-def fits(spec: Spec, num_rows: int) -> bool:
-    """Whether factors of so many rows lie in the place of the dense gradient."""
-    return num_rows * sum(spec.shapes[0]) <= spec.numel
-
-
 def _factors(spec: Spec, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Left (rows, out), then right (rows, in)."""
     out_features, in_features = spec.shapes[0]

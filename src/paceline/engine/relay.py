@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Verdict
 from paceline.engine.crew import PATIENCE_S, Crew, CrewError
-from paceline.engine.places import Places, fits
+from paceline.engine.places import Places
 
 
 class _Relay(contract.Exchange):
@@ -39,7 +39,7 @@ class _Relay(contract.Exchange):
 
     def _put(self, piece: Piece) -> int:
         """Into this process's place; the number of rows, or -1. Rows that do not fit are voted dense."""
-        if piece.left is not None and not fits(piece.spec, len(piece.left)):
+        if piece.left is not None and not piece.spec.fits(len(piece.left)):
             self._overflow.add(piece.spec.index)
             return 0
         self.places.put(piece)
@@ -109,7 +109,7 @@ class Leader(_Relay):
         merged = Ballot.merge(ballots)
         lost = [
             self._forms[spec.index] == FACTORS
-            and (bool(merged.dense[spec.index]) or not fits(spec, merged.rows[spec.index]))
+            and (bool(merged.dense[spec.index]) or not spec.fits(merged.rows[spec.index]))
             for spec in self.specs
         ]
         self._forms = [DENSE if dense else form for dense, form in zip(lost, self._forms, strict=True)]

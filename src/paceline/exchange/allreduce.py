@@ -142,7 +142,7 @@ class Exchange(Meeting):
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
         strays = {i for i, dense in enumerate(merged.dense) if dense}
         for spec in self.specs:
-            if self._forms[spec.index] == FACTORS and not _fits(spec, merged.rows[spec.index]):
+            if self._forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
                 strays.add(spec.index)
         self._never |= strays
         if not self._seen or strays:
@@ -194,17 +194,12 @@ def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4) -> Cost:
     return Cost(2 * (size - 1), (size - 1) * words * itemsize, 2.0 * rows * (size - 1) * spec.numel)
 
 
-def _fits(spec: Spec, rows: int) -> bool:
-    """Everyone's factors are no larger than the gradient. Where processes share memory, they lie in its place."""
-    return rows * sum(spec.shapes[0]) <= spec.numel
-
-
 def choose(specs: Sequence[Spec], most: Sequence[int], total: Sequence[int], size: int, never: set[int]) -> list[str]:
     """Factors where they are fewer bytes than the sum, and everyone's rows fit in the gradient's place."""
 
     def form(spec: Spec) -> str:
         i = spec.index
-        if i in never or not spec.linear or size == 1 or not _fits(spec, total[i]):
+        if i in never or not spec.linear or size == 1 or not spec.fits(total[i]):
             return DENSE
         return FACTORS if factor_cost(spec, most[i], size).bytes < dense_cost(spec, size).bytes else DENSE
 
