@@ -11,7 +11,7 @@ from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.contract import Verdict
 from paceline.data import feed, order
 from paceline.data.order import Seat
-from paceline.engine.sequential import random_state
+from paceline.engine import randomness
 from paceline.exchange import allreduce
 from paceline.link import memory
 
@@ -41,7 +41,7 @@ def everything(rank):
     state = copy.deepcopy(
         (rank.state(), rank.optimizer.state_dict()["state"], rank.exchange.state(), rank.engine._turn)
     )
-    return state, random_state()
+    return state, randomness.state()
 
 
 def same(one, other):

@@ -10,6 +10,7 @@ constant known before the step (1 / expected weight); what was agreed is correct
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -84,11 +85,13 @@ class Ballot:
     weight: float = 0.0  # what the loss divides by: samples, tokens, mask
     seconds: float = 0.0  # spent computing
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
+    stop: int = 0  # a signal has asked this process to end after this step
+    terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
     rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
 
-    _HEAD = struct.Struct("<??ddddqIII")
+    _HEAD = struct.Struct("<??ddddqBIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -99,21 +102,29 @@ class Ballot:
             self.weight,
             self.seconds,
             self.hash,
+            self.stop,
             len(self.used),
             len(self.dense),
             len(self.rows),
+            len(self.terms),
         )
-        return head + self.used + self.dense + struct.pack(f"<{len(self.rows)}I", *self.rows)
+        numbers = struct.pack(f"<{len(self.rows)}I{len(self.terms)}d", *self.rows, *self.terms)
+        return head + self.used + self.dense + numbers
 
     @classmethod
     def unpack(cls, data: bytes) -> Ballot:
-        *scalars, num_used, num_dense, num_rows = cls._HEAD.unpack_from(data)
+        *scalars, num_used, num_dense, num_rows, num_terms = cls._HEAD.unpack_from(data)
         a = cls._HEAD.size
         b = a + num_used
         c = b + num_dense
-        rows = struct.unpack_from(f"<{num_rows}I", data, c)
-        ok, finite, loss_sum, metric_sum, weight, seconds, hash_ = scalars
-        return cls(ok, finite, loss_sum, metric_sum, weight, seconds, hash_, data[a:b], data[b:c], rows)
+        numbers = struct.unpack_from(f"<{num_rows}I{num_terms}d", data, c)
+        tail: dict[str, Any] = {
+            "used": data[a:b],
+            "dense": data[b:c],
+            "rows": numbers[:num_rows],
+            "terms": numbers[num_rows:],
+        }
+        return cls(*scalars, **tail)
 
     @staticmethod
     def merge(ballots: Sequence[Ballot]) -> Ballot:
@@ -127,6 +138,9 @@ class Ballot:
             weight=sum(b.weight for b in ballots),
             seconds=max(b.seconds for b in ballots),
             hash=first.hash,
+            stop=max(b.stop for b in ballots),
+            # a process without rows has no terms
+            terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
             used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
             dense=bytes(max(column) for column in zip(*(b.dense for b in ballots), strict=True)),
             rows=tuple(sum(column) for column in zip(*(b.rows for b in ballots), strict=True)),
@@ -149,6 +163,7 @@ class Rule:
 
     scale: float = 1.0
     clip: float | None = None  # global norm
+    check: bool = False  # leave everything as it is if the gradient is not finite
 
 
 @dataclass(frozen=True)
@@ -174,17 +189,20 @@ class Engine:
     """How one node turns its share of a batch into a gradient, and a gradient into an update."""
 
     fidelity = "exact"
+    optimizer: torch.optim.Optimizer
     specs: tuple[Spec, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
     buffers: Sequence[Tensor] = ()
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
+    norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
+    accumulate: int = 1  # micro-batches that a share is computed in
 
     def open(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
         raise NotImplementedError
@@ -193,11 +211,31 @@ class Engine:
         """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
         return exchange
 
+    def run(self, batch: Any) -> tuple[Any, Any]:
+        """(the batch where the model is, the model's output)."""
+        raise NotImplementedError
+
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
         raise NotImplementedError
 
-    def update(self, agreement: Agreement, rule: Rule) -> None:
+    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        """As `gradient`, with what the caller's own backward passes have left in ``.grad``; its sums in ``ballot``."""
+        raise NotImplementedError
+
+    def update(self, agreement: Agreement, rule: Rule) -> bool:
+        """False if ``rule.check`` found the gradient not finite: nothing was changed."""
+        raise NotImplementedError
+
+    def diagnose(self, batch: Any) -> str:
+        """Where in the forward pass over ``batch`` numbers first cease to be finite; empty if nowhere."""
+        return ""
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The whole optimizer's ``state_dict``, as if one process had trained. Every process must call it."""
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def snapshot(self) -> Any:
@@ -320,6 +358,10 @@ class Exchange:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums of a few numbers over all processes, for evaluation and reports."""
+        raise NotImplementedError
+
+    def gather(self, words: bytes) -> list[bytes]:
+        """What every process has to say, in the order of nodes and their processes, to everyone."""
         raise NotImplementedError
 
     def spread(self, tensors: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What the user brings: model, loss, optimizer, global batch, seed."""
+"""What the user brings: model, loss, optimizer, global batch, seed, and how a step is to be made."""
 
 from __future__ import annotations
 
@@ -8,44 +8,92 @@ from typing import Any
 
 import torch
 
+AS = {
+    "loss": " as loss(output, target)",
+    "metric": " as metric(output, target)",
+    "forward": " as forward(model, batch)",
+}
+
 
 @dataclass
 class Job:
-    """``loss(output, target)`` is a mean over rows, or (sum, weight) where rows do not count alike.
+    """``loss(output, target)`` is a mean over rows, (sum, weight) where rows do not count alike, or a dict of means.
 
-    ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a sum over rows.
-    Raises ValueError, all faults at once.
+    None takes the output's own ``loss``. ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a
+    sum over rows. Raises ValueError, all faults at once.
     """
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    loss: Callable[..., Any]
+    loss: Callable[..., Any] | None
     batch_size: int
     clip: float | None = None
     seed: int = 0
     metric: Callable[..., Any] | None = None
+    accumulate: int = 1
+    precision: str | None = None
+    scheduler: Any = None
+    batch_norm: str = "local"
+    forward: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         model: Any = self.model  # what was given, whatever it was declared as
         optimizer: Any = self.optimizer
-        loss: Any = self.loss
         faults = []
         if not isinstance(model, torch.nn.Module):
             faults.append(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             faults.append(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if not callable(loss):
-            faults.append(f"loss must be callable as loss(output, target), got {type(loss).__name__}")
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            faults.append(f"batch_size is the global batch, an int >= 1, got {self.batch_size!r}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            faults.append("LBFGS computes the loss several times per step, which a step here does not; use another")
+        functions: tuple[tuple[str, Any], ...] = (
+            ("loss", self.loss),
+            ("metric", self.metric),
+            ("forward", self.forward),
+        )
+        for name, function in functions:
+            if function is not None and not callable(function):
+                faults.append(f"{name} must be callable{AS[name]}, got {type(function).__name__}")
+        counts: tuple[tuple[str, Any], ...] = (
+            ("batch_size is the global batch,", self.batch_size),
+            ("accumulate is", self.accumulate),
+        )
+        for name, count in counts:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                faults.append(f"{name} an int >= 1, got {count!r}")
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             faults.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
+        if self.precision not in (None, "fp32", "bf16", "fp16"):
+            faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}")
+        if self.batch_norm not in ("local", "sync"):
+            faults.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
+        faults += _schedule_faults(self.scheduler)
         if not faults:
-            mine = {id(p) for p in self.model.parameters()}
-            foreign = sum(id(p) not in mine for group in self.optimizer.param_groups for p in group["params"])
-            if foreign:
-                faults.append(f"the optimizer holds {foreign} parameters of another model; build it from this one")
-            if not any(p.requires_grad for p in self.model.parameters()):
-                faults.append("the model has no trainable parameter")
+            faults += self._parameter_faults()
         if faults:
             raise ValueError("join: " + "; ".join(faults))
+
+    def _parameter_faults(self) -> list[str]:
+        mine = {id(p) for p in self.model.parameters()}
+        foreign = sum(id(p) not in mine for group in self.optimizer.param_groups for p in group["params"])
+        if foreign:
+            return [f"the optimizer holds {foreign} parameters of another model; build it from this one"]
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        if not sum(p.numel() for p in trainable):
+            return ["the model has no trainable parameter"]
+        devices = sorted({str(p.device) for p in self.model.parameters()})
+        if len(devices) > 1:
+            return [f"the model lies on several devices ({', '.join(devices)}); move it to one"]
+        return []
+
+
+def _schedule_faults(scheduler: Any) -> list[str]:
+    if scheduler is None:
+        return []
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return [
+            "ReduceLROnPlateau needs a metric: do not pass it, call scheduler.step(pace.evaluate(...)) after each epoch"
+        ]
+    if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
+        return [f"scheduler must be a torch.optim.lr_scheduler, got {type(scheduler).__name__}"]
+    return []

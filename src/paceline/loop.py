@@ -3,20 +3,22 @@
 share      this process's rows of the global batch
 gradient   forward and backward; pieces reach the exchange as backward makes them
 agree      everyone's sums, and a verdict
-update     APPLY: normalise once, clip, optimizer step. REDO, SKIP: as if the step had never been
+update     APPLY: normalise once, clip, optimizer step, the schedule moves. REDO, SKIP: as if the step had never been
 reconcile  what the scheme does to weights after an update (averaging every k steps)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.contract import Agreement, Engine, Exchange, LinkError, Rule, Verdict
+from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, Piece, Rule, Verdict
 from paceline.report.record import Record
+from paceline.scaler import Scaler
 
 MAX_REDOS = 20
+Gradient = Callable[[Any, float, Sequence[str], Callable[[Piece], None]], Ballot]
 
 
 class Loop:
@@ -31,15 +33,19 @@ class Loop:
         clip: float | None = None,
         rejoin: Callable[[Any], Any] = lambda seat: seat,
         who: str = "this process",
+        schedule: Any = None,
+        scaler: Scaler | None = None,
     ):
         self.engine, self.exchange, self.seat, self.record = engine, exchange, seat, record
-        self.clip, self.rejoin, self.who, self.num_steps = clip, rejoin, who, 0
+        self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
+        self.who, self.num_steps = who, 0
+        self.stop = 0  # set by a signal: end after the step in which everyone knows of it
 
-    def step(self, batch: Any) -> Agreement:
+    def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and FloatingPointError."""
-        start = time.perf_counter()
+        start, self._spent = time.perf_counter(), dict[str, float]()
         try:
-            agreement = self._step(batch)
+            agreement = self._step(batch, gradient or self.engine.gradient)
         except LinkError as error:
             raise LinkError(f"{self.who} at step {self.num_steps}: {error}", error.peer) from error
         ballot = agreement.ballot
@@ -50,44 +56,63 @@ class Loop:
             weight=ballot.weight,
             seconds=time.perf_counter() - start,
             compute_seconds=ballot.seconds,
+            **self._spent,
             verdict=agreement.verdict.value,
             drift=agreement.drift,
+            norm=self.engine.norm,
+            **facts,
         )
         self.num_steps += 1
         return agreement
 
-    def _step(self, batch: Any) -> Agreement:
-        agreement, kept = self._agree(batch)
-        ballot = agreement.ballot
-        if not ballot.finite:
+    def _step(self, batch: Any, gradient: Gradient) -> Agreement:
+        agreement, kept = self._agree(batch, gradient)
+        ballot, begin = agreement.ballot, time.perf_counter()
+        if not ballot.finite and not self.scaler.moves:
             self.engine.rollback(kept)
-            raise FloatingPointError(
-                f"the loss is not finite at step {self.num_steps} ({self.who}): loss sum {ballot.loss_sum} over weight "
-                f"{ballot.weight:g}; weights are those before the step. Lower the learning rate, or join(clip=1.0)"
-            )
+            raise FloatingPointError(self._explain(batch, ballot))
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
-            self.engine.update(agreement, Rule(batch.weight / ballot.weight, self.clip))
-        elif agreement.verdict is not Verdict.ADOPTED:
+            scale = batch.weight / ballot.weight / self.scaler.scale
+            if not self.engine.update(agreement, Rule(scale, self.clip, self.scaler.moves)):
+                agreement.verdict = Verdict.SKIP
+            elif self.schedule:
+                self.schedule.step()
+            self.scaler.move(agreement.verdict is Verdict.APPLY)
+        if agreement.verdict is Verdict.SKIP or not ballot.weight:
             self.engine.rollback(kept)
         self.exchange.reconcile(self.engine.weights)
+        self._spent["update_seconds"] = time.perf_counter() - begin
         return agreement
 
-    def _agree(self, batch: Any) -> tuple[Agreement, Any]:
+    def _agree(self, batch: Any, gradient: Gradient) -> tuple[Agreement, Any]:
         for _ in range(MAX_REDOS):
-            kept = self.engine.snapshot()
+            kept, begin = self.engine.snapshot(), time.perf_counter()
             share = batch.share(self.seat)
+            self._spent["wait_seconds"] = time.perf_counter() - begin
             self.exchange.before(self.engine.weights)
             forms, offer = self.exchange.forms(), self.exchange.offer
             try:
-                ballot = self.engine.gradient(share, 1 / batch.weight, forms, offer)
+                ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
             except BaseException:
                 self.engine.rollback(kept)
                 raise
+            ballot.stop, begin = self.stop, time.perf_counter()
             agreement = self.exchange.agree(ballot)
+            self._spent["exchange_seconds"] = time.perf_counter() - begin
             if agreement.verdict is not Verdict.REDO:
                 return agreement, kept
             self.engine.rollback(kept)
-            self.record.write("redo", step=self.num_steps, drift=agreement.drift)
             self.seat = self.rejoin(self.seat)
-        raise LinkError(f"the step was refused {MAX_REDOS} times in a row")
+        raise LinkError(f"{self.who}: step {self.num_steps} was refused {MAX_REDOS} times; giving up")
+
+    def _explain(self, batch: Any, ballot: Ballot) -> str:
+        mine = self.engine.diagnose(batch.share(self.seat)).encode()
+        first = next((words.decode() for words in self.exchange.gather(mine) if words), "")
+        where = f"; the first number that is not finite: {first}" if first else ""
+        rates = sorted({float(group["lr"]) for group in self.engine.optimizer.param_groups})
+        return (
+            f"the loss is not finite at step {self.num_steps} ({self.who}): loss sum {ballot.loss_sum} over weight "
+            f"{ballot.weight:g}, learning rate {', '.join(f'{rate:g}' for rate in rates)}{where}. Weights are those "
+            f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
+        )

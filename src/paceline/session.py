@@ -3,85 +3,48 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
+import dataclasses
 import itertools
+import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from paceline import contract
+from paceline import contract, resume
+from paceline.compare import compare
 from paceline.contract import LinkError
 from paceline.data import feed
 from paceline.data.order import Seat
+from paceline.elastic import checkpoint
+from paceline.elastic.export import export
+from paceline.engine import batch as batches_
+from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
+from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.loop import Loop
+from paceline.own import OwnStep, Spent
 from paceline.probe.trial import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
+from paceline.scaler import Scaler
+from paceline.world import World
 
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
 
 
-@dataclass(frozen=True)
-class World:
-    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK."""
-
-    local_rank: int = 0
-    local_size: int = 1
-    node: int = 0
-    num_nodes: int = 1
-    host: str = "127.0.0.1"
-    port: int = 0
-
-    @classmethod
-    def of_environment(cls) -> World:
-        def number(name: str, default: int) -> int:
-            text = os.environ.get(name, str(default))
-            if not text.isdigit():
-                raise ValueError(
-                    f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher"
-                )
-            return int(text)
-
-        size, local_size = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1)
-        rank, per_node = number("RANK", 0), max(1, local_size)
-        node, local_rank = number("GROUP_RANK", rank // per_node), number("LOCAL_RANK", rank % per_node)
-        given = (
-            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
-        )
-        if size % per_node or not (
-            local_size and rank < size and local_rank < local_size and node < size // local_size
-        ):
-            raise ValueError(
-                f"{given} do not fit together: every node needs the same number of processes, RANK must be below "
-                f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and GROUP_RANK below the number of nodes"
-            )
-        if size > local_size and not os.environ.get("MASTER_PORT"):
-            raise ValueError(
-                "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
-            )
-        return cls(
-            local_rank,
-            local_size,
-            node,
-            size // local_size,
-            os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            number("MASTER_PORT", 0),
-        )
-
-
 class Pace:
-    """A model being trained by one or many. Made by `join`."""
+    """A model being trained by one or many. Made by `join`.
+
+    ``epoch`` and ``next_step``: where the next batch lies. ``facts``: whatever JSON can hold, kept with every
+    checkpoint. ``leader``: true in one process of all.
+    """
 
     def __init__(
         self,
@@ -92,15 +55,17 @@ class Pace:
         link: contract.Link | None,
         world: World,
         folder: Path | None,
+        keep: int = 2,
     ):
         self.job, self.engine, self.world, self.link = job, engine, world, link
+        self.folder, self.keep = folder, keep
         self.witness = Witness.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
         engine.open(job.model, job.optimizer, job.loss, job.metric)
         self.leader = world.node == 0 and world.local_rank == 0
         if link:
-            _compare(link, job, engine, exchange, codec)
+            compare(link, job, engine, exchange, codec)
         rows = -(-job.batch_size // world.num_nodes)
         if world.local_rank == 0:
             exchange.open(engine.specs, link or _alone(), codec, rows, job.seed)
@@ -117,82 +82,240 @@ class Pace:
             self.witness.begin(engine.state())
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
-        self.record = Record(folder if self.leader and not self.stopwatch else None)
+        watched = self.stopwatch or self.witness
+        self.record = Record(folder if self.leader and not watched else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
-        self.loop = Loop(engine, self.exchange, seat, self.record, job.clip, who=who)
+        scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
+        self.loop = Loop(
+            engine, self.exchange, seat, self.record, job.clip, who=who, schedule=job.scheduler, scaler=scaler
+        )
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
+        self.facts: dict[str, Any] = {}
+        self.epoch = self.next_step = self.began = 0
+        self._resumed = False
+        self._own: OwnStep | None = None
+        self._interrupt = Interrupt(self._heard) if folder and not watched else None
         if link:
             atexit.register(_leave, link)
 
-    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True) -> Iterator[feed.Batch]:
-        """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share."""
-        job = self.job
-        if self.stopwatch:
-            epochs = sys.maxsize  # a trial ends when it has enough steps, however small the data
-        for batch in feed.batches(dataset, job.batch_size, epochs, job.seed, self.loop.seat, shuffle):
+    # the data
+
+    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[feed.Batch]:
+        """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
+
+        ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
+        `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
+        """
+        if not self._resumed:
+            self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
+            self.began = self.epoch
+        self._resumed = False
+        last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
+        start = self.epoch, self.next_step
+        job, seat = self.job, self.loop.seat
+        for batch in feed.batches(dataset, job.batch_size, last, job.seed, seat, shuffle, start=start, workers=workers):
             yield batch
             if self.stopwatch:
                 self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
 
+    def rows(self, batch: Any) -> Any:
+        """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
+        share = batch.share(self.loop.seat)
+        self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
+        device = self.engine.weights[0].device
+        return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
+
+    # the step
+
     def step(self, batch: Any) -> float:
         """Forward, backward, agree, update. Returns the mean loss over the global batch.
 
-        ``batch`` comes from `batches`, or is this process's own rows as (inputs, ..., target).
+        ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
+        Raises LinkError, FloatingPointError, and `Stopped` (a SystemExit) after a signal, once all is saved.
         """
         if not hasattr(batch, "share"):
             batch = feed.Given(batch, float(self.job.batch_size))
-        if self.witness:
-            batch = self.witness.cast(batch)
+        return self._step(batch)
+
+    def _step(self, batch: Any, gradient: Any = None) -> float:
+        where = getattr(batch, "epoch", self.epoch), getattr(batch, "step", None)
+        ends = getattr(batch, "ends_epoch", False)
+        rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
         try:
-            self.agreement = self.loop.step(batch)
+            shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
+            self.agreement = self.loop.step(shared, gradient, **rates)
         except LinkError:
             # a thread still inside the network library when Python ends would abort the process
             self.exchange.close()
             raise
+        if where[1] is not None:
+            self.epoch, self.next_step = (where[0] + 1, 0) if ends else (where[0], where[1] + 1)
         ballot = self.agreement.ballot
         loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
         if self.stopwatch:
             self.stopwatch.tick(batch.weight, ballot.seconds)
         if self.witness:
             self.witness.step(loss, self.engine.state() if self.leader else None)
+        if ballot.stop:
+            self._end(ballot.stop)
         return loss
 
-    def evaluate(self, dataset: Any, metric: Callable[[Any, Any], Any] | None = None, rows: int = 256) -> float:
-        """Mean of ``metric`` (a sum over rows; the job's by default) over a dataset, every sample once.
+    def backward(self, loss: Any, rows: int | None = None) -> None:
+        """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).
 
-        Every process must call it, as every process must call `step` and `save`.
+        May be called several times before `update` (several losses over the same rows). ``rows``: how many the mean is
+        over, where they did not come from `rows`. Nothing leaves before `update`: communication is not overlapped.
+        """
+        own = self._own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), rows)
+        if not own.begun:
+            for parameter in self.job.model.parameters():
+                parameter.grad = None
+        own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, norm: float) -> None:
+        """Clips the next `update` by the global norm of everyone's gradient."""
+        if not norm > 0:
+            raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
+        self._clip = norm
+
+    def update(self) -> float:
+        """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
+        own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
+        kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
+        self._own = self._clip = None
+        try:
+            return self._step(
+                Spent(own.batch),
+                lambda _share, _scale, forms, offer: self.engine.gathered(
+                    dataclasses.replace(own.ballot), forms, offer
+                ),
+            )
+        finally:
+            self.loop.clip = kept
+
+    _clip: float | None = None
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the last step's gradient before clipping, where it was clipped."""
+        return self.engine.norm
+
+    # what must happen once, everywhere, or be counted once
+
+    def once(self, work: Callable[..., Any] | None = None, *args: Any) -> Any:
+        """Without arguments: whether this is the one process of its node that should do a thing.
+
+        With a function: that process calls it while the others wait; its result there, None elsewhere.
+        """
+        chosen = self.world.local_rank == 0
+        if work is None:
+            return chosen
+        result = work(*args) if chosen else None
+        self.exchange.gather(b"")
+        return result
+
+    def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int = 256) -> Any:
+        """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
+
+        ``metric(output, target)`` is a sum over rows, a (sum, weight), or a dict of these. Every process must call it,
+        as every process must call `step` and `save`.
         """
         metric = metric or self.job.metric
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.exchange.spread(self.engine.buffers)
         source, model = feed.as_source(dataset), self.job.model
-        mine, total, was_training = self.loop.seat.rows(len(source)), 0.0, model.training
+        mine, was_training = self.loop.seat.rows(len(source)), model.training
+        sums: dict[str, list[float]] = {}
         model.eval()
         try:
             with torch.no_grad():
                 for start in range(mine.start, mine.stop, rows):
-                    *inputs, target = source.fetch(range(start, min(start + rows, mine.stop)), 0)
-                    total += float(metric(model(*inputs), target))
+                    batch, output = self.engine.run(source.fetch(range(start, min(start + rows, mine.stop)), 0))
+                    said = metric(output, batches_.target(metric, batch))
+                    for name, part in said.items() if isinstance(said, Mapping) else [("", said)]:
+                        value, weight = part if isinstance(part, tuple) else (part, batches_.count(batch))
+                        total = sums.setdefault(name, [0.0, 0.0])
+                        total[0] += float(value)
+                        total[1] += float(weight)
         finally:
             model.train(was_training)
-        whole, count = self.exchange.total([total, float(len(mine))])
-        return whole / count
+        whole: dict[str, list[float]] = {}
+        for words in self.exchange.gather(json.dumps(sums).encode()):
+            for name, (value, weight) in json.loads(words).items():
+                total = whole.setdefault(name, [0.0, 0.0])
+                total[0] += value
+                total[1] += weight
+        means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
+        return means[""] if set(means) == {""} else means
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """The model's ``state_dict`` as safetensors, written by one process, whole or not at all. All must call it."""
+    # what is kept
+
+    def save(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
+        """A checkpoint of everything, from which `restore` goes on bit by bit. All processes must call it.
+
+        Written whole or not at all, to ``folder`` (the run's by default). Returns its path in the leader.
+        """
+        run = self._run_folder(folder, "save")
+        self.exchange.spread(self.engine.buffers)
+        state = resume.state(self)
+        path = None
+        if self.leader:
+            path = checkpoint.write(run, self.loop.num_steps, self.engine.state(), state, keep=self.keep)
+            self.record.write("checkpoint", step=self.loop.num_steps, path=str(path))
+        self.exchange.gather(b"")
+        return path
+
+    row = ""  # the plan's row that this run obeys
+
+    def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
+        """Goes on from the newest whole checkpoint of a run, or from one checkpoint. False if there is none.
+
+        On the same number of processes and the same plan, every bit is as if nothing had happened. All must call it.
+        Raises ValueError for a checkpoint of another model or a damaged one, naming what differs.
+        """
+        run = self._run_folder(folder, "restore")
+        kept = checkpoint.read_newest(run)
+        if kept is None:
+            return False
+        resume.restore(self, kept)
+        self._resumed = True
+        self.record.write("restore", step=kept.step, path=str(kept.path))
+        return True
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
         self.exchange.spread(self.engine.buffers)
         if self.leader:
-            path = Path(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(path.name + ".part")
-            save_file(_untied(self.engine.state()), aside)
-            aside.replace(path)
+            export(Path(path), self.engine.state(), self.facts)
+        self.exchange.gather(b"")
+
+    def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
+        if folder is None and self.folder is None:
+            raise ValueError(f"{doing}() needs a folder: {doing}('runs/mine'), or join(folder='runs/mine')")
+        return Path(folder) if folder is not None else self.folder or Path()
+
+    # the end
+
+    def _heard(self, number: int) -> None:
+        self.loop.stop = number
+
+    def _end(self, number: int) -> None:
+        path = self.save() if self.folder else None
+        self.record.write("end", reason=f"signal {number}")
+        if path:
+            print(
+                f"paceline: stopped by signal {number} after step {self.loop.num_steps}; saved {path}", file=sys.stderr
+            )
+        self.close()
+        raise Stopped(number)
 
     def close(self) -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block."""
+        if self._interrupt:
+            self._interrupt.close()
         self.exchange.close()
         self.engine.close()
         if self.link:
@@ -212,26 +335,50 @@ class Pace:
 def join(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | None = None,
     *,
     batch_size: int,
     clip: float | None = None,
+    accumulate: int = 1,
+    precision: str | None = None,
+    scheduler: Any = None,
+    batch_norm: str = "local",
     seed: int = 0,
     metric: Callable[..., Any] | None = None,
+    forward: Callable[..., Any] | None = None,
     engine: str | None = None,
     exchange: str = "allreduce",
     codec: str = "none",
     folder: str | os.PathLike[str] | None = None,
+    keep: int = 2,
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
-    ``batch_size`` is global. Who the others are comes from the launcher's environment; how this node
-    computes from ``engine``, else PACELINE_ENGINE, else one thread per core. All nodes start from rank
-    0's weights. Raises ValueError for wrong arguments, LinkError when the others cannot be reached.
+    model, optimizer    yours, and they stay so: any nn.Module, any torch.optim optimizer but LBFGS
+    loss                ``loss(output, target)``: a mean over rows, a (sum, weight), or a dict of means; None: the
+                        output's own ``.loss``. With a parameter named ``batch`` it sees the whole batch
+    batch_size          global: over all processes and nodes
+    clip                the global norm that gradients are clipped by
+    accumulate          micro-batches that a process computes its share in, for memory
+    precision           "fp32", "bf16", "fp16" (with loss scaling); None: what the plan says
+    scheduler           a torch.optim.lr_scheduler, stepped once per applied step
+    batch_norm          "local": each process's own statistics, as DDP; "sync": those of the global batch
+    seed                of the order of samples, and of each process's randomness
+    metric              ``metric(output, target)``, a sum over rows, for `evaluate` and the record
+    forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
+    engine              how this node computes; else PACELINE_ENGINE, else the plan kept for this job, else threads
+    exchange, codec     how nodes agree, and what a gradient looks like on the wire
+    folder, keep        the run's folder (record, checkpoints), and how many checkpoints stay
+
+    All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
+    ValueError for wrong arguments, LinkError when the others cannot be reached.
     """
-    job = Job(model, optimizer, loss, batch_size, clip, seed, metric)
+    job = Job(
+        model, optimizer, loss, batch_size, clip, seed, metric, accumulate, precision, scheduler, batch_norm, forward
+    )
     world = World.of_environment()
-    chosen = engine or os.environ.get("PACELINE_ENGINE") or _default_engine(world)
+    row = engine or os.environ.get("PACELINE_ENGINE") or _default_engine(world)
+    chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
     link: contract.Link | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
@@ -244,12 +391,17 @@ def join(
         raise ValueError(
             f"exchange {exchange!r} sends weights as they are and takes no codec, got {codec!r}; use 'none'"
         )
+    parts[0].numerics = dataclasses.replace(numerics, precision=precision) if precision else numerics
+    parts[0].accumulate = accumulate
+    if forward:
+        parts[0].forward = forward
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
-    pace = Pace(job, *parts, link, world, Path(folder) if folder else None)
+    pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
+    pace.row = row
     pace.record.write(
         "join",
-        engine=chosen,
+        engine=row,
         exchange=exchange,
         codec=codec,
         num_nodes=world.num_nodes,
@@ -270,32 +422,6 @@ def _default_engine(world: World) -> str:
     return f"threads:{cores}"
 
 
-def _compare(
-    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
-) -> None:
-    """Raises ValueError, on every node, naming what the nodes were given differently."""
-    shapes = [(spec.names, spec.shapes) for spec in engine.specs]
-    facts = {
-        "batch_size": job.batch_size,
-        "seed": job.seed,
-        "clip": job.clip,
-        "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
-        "codec": (type(codec).__module__, codec.wire),
-        "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
-        "torch": torch.__version__,
-    }
-    mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
-    everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
-    for i, (name, fact) in enumerate(facts.items()):
-        words = [bytes(part[32 * i : 32 * (i + 1)].tolist()) for part in everyone]
-        if len(set(words)) > 1:
-            others = [rank for rank in range(link.size) if words[rank] != words[link.rank]]
-            raise ValueError(
-                f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
-                f"have another; start every node with the same script, arguments, data and versions"
-            )
-
-
 def _leave(link: contract.Link) -> None:
     """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
     if not getattr(sys.excepthook, "failed", False):
@@ -308,14 +434,8 @@ def _alone() -> contract.Link:
     return world(1)[0]
 
 
-def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tied weights share storage, which safetensors refuses: each name gets its own copy."""
-    seen: set[int] = set()
-    out = {}
-    for name, tensor in state.items():
-        out[name] = tensor.detach().clone() if tensor.data_ptr() in seen else tensor.detach().contiguous()
-        seen.add(tensor.data_ptr())
-    return out
+def _precision(engine: contract.Engine) -> str:
+    return getattr(getattr(engine, "numerics", None), "precision", "fp32")
 
 
 def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:

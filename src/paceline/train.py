@@ -104,7 +104,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, out: Path | None) ->
                 console.print(f"{words}, test accuracy {accuracy:.1%}")
                 tally = Tally()
     if out:
-        pace.save(out / "weights.safetensors")
+        pace.export(out / "weights.safetensors")
     return accuracy
 
 

@@ -59,7 +59,7 @@ def main(folder, *cases):
             redone = refuse(pace, (1, 3)) if exchange.endswith("!") else []
             losses = [pace.step(batch) for batch in pace.batches(data(), shuffle=False)]
             right = pace.evaluate(data(), lambda output, target: (output.argmax(1) == target).sum())
-            pace.save(Path(folder) / f"{case}.safetensors")
+            pace.export(Path(folder) / f"{case}.safetensors")
             if pace.leader:
                 said = {"losses": losses, "right": right, "forms": list(pace.exchange.forms()), "redone": redone}
                 (Path(folder) / f"{case}.json").write_text(json.dumps(said))

@@ -23,7 +23,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: Sequence[int], epoch: int) -> tuple[Any, ...]: ...
+    def fetch(self, indices: Sequence[int], epoch: int) -> Any: ...
 
 
 class Collated:
@@ -35,16 +35,10 @@ class Collated:
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def fetch(self, indices: Sequence[int], epoch: int) -> tuple[Any, ...]:
+    def fetch(self, indices: Sequence[int], epoch: int) -> Any:
         if type(self.dataset) is TensorDataset:
             return tuple(self.dataset[torch.as_tensor(list(indices))])
-        rows = default_collate([self.dataset[int(i)] for i in indices])
-        if not isinstance(rows, tuple | list) or len(rows) < 2:
-            given = type(self.dataset[int(indices[0])]).__name__
-            raise ValueError(
-                f"the dataset's items must be (input, ..., target), got {given}; return a tuple from __getitem__"
-            )
-        return tuple(rows)
+        return default_collate([self.dataset[int(i)] for i in indices])
 
 
 def as_source(dataset: Any) -> Source:
@@ -104,7 +98,15 @@ class Given:
 
 
 def batches(
-    dataset: Any, batch_size: int, epochs: int, seed: int, seat: Seat, shuffle: bool = True, ahead: int = 2
+    dataset: Any,
+    batch_size: int,
+    epochs: int,
+    seed: int,
+    seat: Seat,
+    shuffle: bool = True,
+    ahead: int = 2,
+    start: tuple[int, int] = (0, 0),
+    workers: int = 0,
 ) -> Iterator[Batch]:
     """Every global batch of every epoch, some of them already being fetched for ``seat``."""
     source = as_source(dataset)
@@ -114,9 +116,9 @@ def batches(
     steps = order.num_steps(size, batch_size)
 
     def plain() -> Iterator[Batch]:
-        for epoch in range(epochs):
+        for epoch in range(start[0], epochs):
             samples = order.permutation(seed, epoch, size) if shuffle else torch.arange(size).numpy()
-            for step in range(steps):
+            for step in range(start[1] if epoch == start[0] else 0, steps):
                 yield Batch(source, order.window(samples, step, batch_size), epoch, step, steps)
 
     if isinstance(source, Collated):

@@ -25,7 +25,7 @@ LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it 
 BUCKET_BYTES = 4 << 20
 
 
-def cut(model: nn.Module) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
+def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
     """Specs in backward order, and for each weight that may travel as factors its modules."""
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
@@ -40,7 +40,7 @@ def cut(model: nn.Module) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]
     factored: dict[str, list[nn.Linear]] = {}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in reversed(trainable):
-        own = id(parameter) in linears and uses[id(parameter)] == 1
+        own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1
         if own and parameter.nbytes >= LINEAR_BYTES:
             factored[name] = linears[id(parameter)]
             specs.append(([(name, parameter)], True))
@@ -80,13 +80,15 @@ class Pass:
     offered: set[int] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     strays: set[int] = field(default_factory=set)
+    last: bool = False  # the last micro-batch: what is complete now leaves
 
 
 class Backward:
     """Hooks on a model that turn each of its backward passes into pieces."""
 
-    def __init__(self, model: nn.Module):
-        self.specs, factored = cut(model)
+    def __init__(self, model: nn.Module, hook_layers: bool = True):
+        """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
+        self.specs, factored = cut(model, hook_layers)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for spec in self.specs for name in spec.names)
         self._pass: Pass | None = None
@@ -119,16 +121,26 @@ class Backward:
         for hook in self._hooks:
             hook.remove()
 
-    def run(self, forms: Sequence[str], offer: Callable[[Piece], None], compute: Callable[[], Tensor | None]) -> Pass:
-        """Calls ``compute`` for the scalar to differentiate (None: no rows) and offers every spec once."""
+    def run(self, forms: Sequence[str], offer: Callable[[Piece], None], *computes: Callable[[], Tensor | None]) -> Pass:
+        """Calls each of ``computes`` for a scalar to differentiate (None: no rows); offers every spec's sum once."""
         for parameter in self.parameters.values():
             parameter.grad = None
         state = self._pass = Pass(forms, offer)
         try:
-            if (scalar := compute()) is not None and scalar.requires_grad:
-                scalar.backward()  # type: ignore[no-untyped-call]
+            for i, compute in enumerate(computes):
+                state.last = i == len(computes) - 1
+                if (scalar := compute()) is not None and scalar.requires_grad:
+                    scalar.backward()  # type: ignore[no-untyped-call]
         finally:
             self._pass = None
+        return self._rest(state)
+
+    def take(self, forms: Sequence[str], offer: Callable[[Piece], None]) -> Pass:
+        """Offers what is in every ``.grad``. It is dense: where factors were expected, it strays."""
+        state = Pass(forms, offer, strays={i for i, form in enumerate(forms) if form == FACTORS})
+        return self._rest(state)
+
+    def _rest(self, state: Pass) -> Pass:
         for spec in self.specs:
             if spec.index not in state.offered:
                 self._emit(state, spec)
@@ -170,7 +182,7 @@ class Backward:
             raise RuntimeError(f"backward passed twice through the layer with {spec.names[0]!r} in one step")
         call.left = left.detach()
         calls = state.calls[spec.index]
-        if all(c.left is not None for c in calls):
+        if state.last and all(c.left is not None for c in calls):
             self._emit(state, spec)
 
     def _arrived(self, spec: Spec, name: str) -> None:
@@ -180,6 +192,8 @@ class Backward:
         if state.forms[spec.index] == FACTORS:
             state.strays.add(spec.index)
             return
+        if not state.last:
+            return
         ready = state.ready.setdefault(spec.index, set())
         if name in ready:
             raise RuntimeError(
@@ -187,7 +201,6 @@ class Backward:
                 f"use_reentrant=False"
             )
         ready.add(name)
-        state.used.add(name)
         if len(ready) == len(spec.names):
             self._emit(state, spec)
 
@@ -199,6 +212,7 @@ class Backward:
             state.offer(self._factors(state, spec))
             return
         grads = [self.parameters[name].grad for name in spec.names]
+        state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
         if len(grads) == 1 and grads[0] is not None:
             state.offer(Piece(spec, flat=grads[0].reshape(-1)))
             return

@@ -134,6 +134,24 @@ class Crew:
             self.send(peer, b"g", b"".join(struct.pack(shape, *row) for row in rows))
         return rows
 
+    def collect(self, words: bytes, doing: str) -> list[bytes]:
+        """Everyone's words, in local rank order, to local rank 0; nothing to the others."""
+        if self.rank:
+            self.send(0, b"w", words)
+            return []
+        return [words, *(self.expect(peer, b"w", doing) for peer in range(1, self.size))]
+
+    def hand_out(self, everyone: Sequence[bytes], doing: str) -> list[bytes]:
+        """Local rank 0's list to everyone."""
+        if self.rank:
+            (count,) = struct.unpack("<I", self.expect(0, b"w", doing))
+            return [self.expect(0, b"w", doing) for _ in range(count)]
+        for peer in self.lines:
+            self.send(peer, b"w", struct.pack("<I", len(everyone)))
+            for words in everyone:
+                self.send(peer, b"w", words)
+        return list(everyone)
+
     def _lost(self, why: str) -> CrewError:
         error = CrewError(why)
         self.say_why(error)

@@ -45,7 +45,7 @@ class Engine(sequential.Engine):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -117,7 +117,7 @@ class Engine(sequential.Engine):
         kind = Leader if self.seat[0] == 0 else Follower
         return kind(exchange, self.crew, self.places, self.specs)
 
-    def update(self, agreement: Agreement, rule: Rule) -> None:
+    def update(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))
         pieces = {name: (piece, i) for piece in agreement.pieces for i, name in enumerate(piece.spec.names)}
         dense: list[Tensor] = []
@@ -136,8 +136,9 @@ class Engine(sequential.Engine):
         def whole(squares: float) -> float:
             return sum(row[0] for row in self.crew.gather([squares], "clipping"))
 
-        finish(dense, factored, self.optimizer, rule, whole)
+        applied, self.norm = finish(dense, factored, self.optimizer, rule, whole)
         self.crew.barrier("updating")
+        return applied
 
     def _sum(self, piece: Piece, i: int, own: slice) -> Tensor:
         """This process's slice of the piece's i-th parameter: agreed, or still to be added up over the crew."""

@@ -147,6 +147,13 @@ class Leader(_Relay):
         whole = self.exchange.total(node)
         return self.crew.gather(whole, "adding up")[0]
 
+    def gather(self, words: bytes) -> list[bytes]:
+        node = self.crew.collect(words, "gathering words")
+        framed = b"".join(struct.pack("<I", len(part)) + part for part in node)
+        return self.crew.hand_out(
+            [part for whole in self.exchange.gather(framed) for part in _unframed(whole)], "gathering words"
+        )
+
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.exchange.spread(tensors)
         for tensor in tensors:
@@ -202,6 +209,10 @@ class Follower(_Relay):
         self.crew.gather(values, "adding up")
         return self.crew.gather([0.0] * len(values), "adding up")[0]
 
+    def gather(self, words: bytes) -> list[bytes]:
+        self.crew.collect(words, "gathering words")
+        return self.crew.hand_out([], "gathering words")
+
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.crew.barrier("spreading")
         for tensor in tensors:
@@ -211,6 +222,15 @@ class Follower(_Relay):
 
     def rebuild(self, link: contract.Link) -> None:
         self.link = link
+
+
+def _unframed(words: bytes) -> list[bytes]:
+    parts = []
+    while words:
+        (length,) = struct.unpack_from("<I", words)
+        parts.append(words[4 : 4 + length])
+        words = words[4 + length :]
+    return parts
 
 
 class _Inbox:

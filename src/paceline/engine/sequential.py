@@ -6,28 +6,35 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Piece, Rule
-from paceline.engine.backward import Backward
+from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
+from paceline.engine import randomness
+from paceline.engine.backward import Backward, Pass
+from paceline.engine.batch import call, judged, leaves, mapped, split, target
+from paceline.engine.numerics import Numerics
 from paceline.engine.update import Factored, finish, takes_factors
 
 HASH_VALUES = 1 << 12
 
 
 class Engine(contract.Engine):
-    """Batches are (inputs, ..., target); ``loss(output, target)`` is a mean over rows or (sum, weight)."""
+    """What a batch and a loss may be: `engine/batch.py`."""
+
+    terms: tuple[str, ...] = ()  # the names of the loss's parts
 
     def __init__(self) -> None:
         self.num_threads = 1
+        self.numerics = Numerics()
+        self.forward: Callable[[torch.nn.Module, Any], Any] = call
         self._turn = 0
         self._products: dict[int, Tensor] = {}
 
@@ -35,43 +42,85 @@ class Engine(contract.Engine):
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
-        self.backward = Backward(model)
+        self.numerics.prepare(model, optimizer)
+        self.backward = Backward(model, hook_layers=not self.numerics.compile)
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
+        self.device = self.weights[0].device
         self.buffers = list(model.buffers())
+
+    def run(self, batch: Any) -> tuple[Any, Any]:
+        """(the batch where the model is, the model's output), in the numerics asked for."""
+        batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
+        with self.numerics.forward(self.device):
+            return batch, self.forward(self.model, batch)
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
         ballot = Ballot(hash=self._hash())
 
-        def compute() -> Tensor | None:
-            if batch is None:
-                return None
-            *inputs, target = batch
-            output = self.model(*inputs)
-            loss = self.loss(output, target)
-            if isinstance(loss, tuple):
-                loss, ballot.weight, factor = loss[0], float(loss[1]), 1.0
-            else:
-                ballot.weight = factor = float(len(target))
-            ballot.loss_sum = float(loss.detach()) * factor
-            ballot.finite = math.isfinite(ballot.loss_sum)
+        def compute(part: Any) -> Tensor:
+            part, output = self.run(part)
+            with self.numerics.forward(self.device):
+                total, weight, terms = judged(self.loss, output, part)
+            ballot.loss_sum += float(total.detach())
+            ballot.weight += weight
+            ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
+            self.terms = tuple(terms)
             if self.metric:
-                ballot.metric_sum = float(self.metric(output, target))
-            scaled: Tensor = loss * (factor * scale)
-            return scaled
+                ballot.metric_sum += float(self.metric(output, target(self.metric, part)))
+            return total * scale
 
-        state = self.backward.run(forms, offer, compute)
+        parts = [] if batch is None else split(batch, self.accumulate)
+        state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
+        ballot.finite = math.isfinite(ballot.loss_sum)
+        return self._voted(ballot, state, start)
+
+    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        start = time.perf_counter()
+        ballot.hash = self._hash()
+        if FACTORS in forms:  # the step will be redone, and adding up on the way must not spoil what it starts from
+            for parameter in self.backward.parameters.values():
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        return self._voted(ballot, self.backward.take(forms, offer), start)
+
+    def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
         ballot.used = bytes(name in state.used for name in self.names)
         ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
         ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
         ballot.seconds = time.perf_counter() - start
         return ballot
+
+    def diagnose(self, batch: Any) -> str:
+        found: list[str] = []
+
+        def look(name: str, module: torch.nn.Module, output: Any) -> None:
+            if not found and not all(leaf.isfinite().all() for leaf in leaves(output) if leaf.is_floating_point()):
+                found.append(f"{name or 'the model'} ({type(module).__name__})")
+
+        if batch is None:
+            return ""
+        if not all(leaf.isfinite().all() for leaf in leaves(batch) if leaf.is_floating_point()):
+            return "the input itself"
+        for name, weight in self.model.named_parameters():
+            if not weight.isfinite().all():
+                return f"parameter {name!r} itself"
+        hooks = [
+            module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
+            for name, module in self.model.named_modules()
+        ]
+        try:
+            with torch.no_grad():
+                self.run(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return f"the output of {found[0]}" if found else "the loss, of a finite output"
 
     def _hash(self) -> int:
         """A checksum of a slice of one parameter, another one each step."""
@@ -82,7 +131,7 @@ class Engine(contract.Engine):
         words = weight[start : start + HASH_VALUES].contiguous().view(torch.uint8).to(torch.int64)
         return int((words * torch.arange(1, len(words) + 1, device=words.device)).sum())
 
-    def update(self, agreement: Agreement, rule: Rule) -> None:
+    def update(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -98,7 +147,8 @@ class Engine(contract.Engine):
                 parameter = self.backward.parameters[name]
                 parameter.grad = part.view(shape) if used[name] else None
                 dense.append(parameter)
-        finish(dense, factored, self.optimizer, rule, lambda total: total)
+        applied, self.norm = finish(dense, factored, self.optimizer, rule, lambda total: total)
+        return applied
 
     def _by_factors(
         self, parameter: Tensor, left: Tensor, right: Tensor, dense: list[Tensor], factored: list[Factored]
@@ -119,33 +169,22 @@ class Engine(contract.Engine):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        return buffers, random_state(), self._turn
+        return buffers, randomness.state(), self._turn
 
     def rollback(self, kept: Any) -> None:
-        buffers, randomness, self._turn = kept
+        buffers, random, self._turn = kept
         for table, name, buffer, old in buffers:
             table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
-        set_random_state(randomness)
+        randomness.set_state(random)
 
     def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
     def close(self) -> None:
         self.backward.close()
-
-
-def random_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking more would start CUDA
-    cuda = torch.cuda.get_rng_state_all() if on_gpu else None
-    return random.getstate(), torch.get_rng_state(), cuda, numpy and numpy.random.get_state()
-
-
-def set_random_state(state: Any) -> None:
-    python, cpu, cuda, numpy_state = state
-    random.setstate(python)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state_all(cuda)
-    if numpy_state:
-        sys.modules["numpy"].random.set_state(numpy_state)

@@ -9,6 +9,7 @@ so its dense gradient never exists. The global norm needs none either: the squar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -44,18 +45,22 @@ def finish(
     optimizer: torch.optim.Optimizer,
     rule: Rule,
     whole: Callable[[float], float],
-) -> None:
+) -> tuple[bool, float | None]:
     """Updates ``dense`` parameters by their .grad, the others by their factors.
 
-    ``whole`` completes this process's sum of squares to the node's.
+    ``whole`` completes this process's sum of squares to the node's. Returns whether the update was made, and the
+    norm of the gradient where the rule needed it.
     """
     grads = [p.grad for p in dense if p.grad is not None]
-    factor = rule.scale
-    if rule.clip is not None:
+    factor, norm = rule.scale, None
+    if rule.clip is not None or rule.check:
         squares = sum(float(norm) ** 2 for norm in torch._foreach_norm(grads)) if grads else 0.0
         squares += sum(float(f.square_norm()) for f in factored)
         norm = rule.scale * whole(squares) ** 0.5
-        factor *= min(1.0, rule.clip / (norm + 1e-6))
+        if rule.check and not math.isfinite(norm):
+            return False, norm
+        if rule.clip is not None:
+            factor *= min(1.0, rule.clip / (norm + 1e-6))
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
     optimizer.step()
@@ -64,6 +69,7 @@ def finish(
         group = groups.get(id(one.parameter))
         if group is not None:
             _step(one, optimizer, group["lr"], group["momentum"], group["weight_decay"], factor)
+    return True, norm
 
 
 @torch.no_grad()

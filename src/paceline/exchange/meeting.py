@@ -29,6 +29,12 @@ class Meeting(contract.Exchange):
         whole = torch.tensor(list(values), dtype=torch.float64)
         return [float(value) for value in self.link.sum(whole, "adding up").wait()]
 
+    def gather(self, words: bytes) -> list[bytes]:
+        if self.link.size == 1:
+            return [words]
+        mine = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[: len(words)]
+        return [bytes(part.numpy()) for part in self.link.all_gather(mine, "gathering words").wait()]
+
     def spread(self, tensors: Sequence[Tensor]) -> None:
         if self.link.size > 1:
             for tensor in tensors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,9 @@ class Witness:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._save(state, "first.safetensors")
 
-    def cast(self, batch: Any) -> Any:
-        return _Cast(batch, getattr(torch, self.dtype))
+    def cast(self, batch: Any, mapped: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
+        """The batch with its floating-point tensors in the type of the comparison."""
+        return _Cast(batch, getattr(torch, self.dtype), mapped)
 
     def step(self, loss: float, state: dict[str, Tensor] | None) -> None:
         """Raises SystemExit after the last step, on every process."""
@@ -75,14 +77,12 @@ class Witness:
 class _Cast:
     """A batch whose floating-point tensors arrive in another type."""
 
-    def __init__(self, batch: Any, dtype: torch.dtype):
-        self.batch, self.dtype, self.weight = batch, dtype, batch.weight
+    def __init__(self, batch: Any, dtype: torch.dtype, mapped: Callable[..., Any]):
+        self.batch, self.dtype, self.mapped, self.weight = batch, dtype, mapped, batch.weight
 
     def share(self, seat: Any) -> Any:
         rows = self.batch.share(seat)
-        if rows is None:
-            return None
-        return tuple(r.to(self.dtype) if isinstance(r, Tensor) and r.is_floating_point() else r for r in rows)
+        return None if rows is None else self.mapped(rows, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
 
 @dataclass(frozen=True)

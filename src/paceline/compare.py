@@ -1,0 +1,36 @@
+"""Were all nodes given the same job? Asked once, when they join."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from paceline import contract
+from paceline.job import Job
+
+
+def compare(
+    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
+) -> None:
+    """Raises ValueError, on every node, naming what the nodes were given differently."""
+    shapes = [(spec.names, spec.shapes) for spec in engine.specs]
+    facts = {
+        "batch_size": job.batch_size,
+        "seed": job.seed,
+        "clip": job.clip,
+        "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
+        "codec": (type(codec).__module__, codec.wire),
+        "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
+        "torch": torch.__version__,
+    }
+    mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
+    everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
+    for i, (name, fact) in enumerate(facts.items()):
+        words = [bytes(part[32 * i : 32 * (i + 1)].tolist()) for part in everyone]
+        if len(set(words)) > 1:
+            others = [rank for rank in range(link.size) if words[rank] != words[link.rank]]
+            raise ValueError(
+                f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
+                f"have another; start every node with the same script, arguments, data and versions"
+            )

@@ -1,0 +1,124 @@
+"""What a batch may look like: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these.
+
+    tuple, list    model(*all but the last), and the loss sees the last
+    dict           model(**batch), and the loss sees the whole dict
+    tensor         model(batch), and the loss sees the batch itself
+
+A loss with a parameter named ``batch`` sees the whole batch, whatever it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """The model's output."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return model(*batch[:-1])
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def whole(function: Callable[..., Any]) -> bool:
+    """Whether a loss or metric asks for the whole batch."""
+    try:
+        return "batch" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def target(function: Callable[..., Any], batch: Any) -> Any:
+    """What a loss or metric sees beside the output."""
+    return batch[-1] if isinstance(batch, tuple | list) and not whole(function) else batch
+
+
+def leaves(batch: Any) -> list[Tensor]:
+    """All tensors in it."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def count(batch: Any) -> int:
+    """Its rows. Raises ValueError for a batch without tensors that have rows."""
+    for leaf in leaves(batch):
+        if leaf.dim():
+            return len(leaf)
+    raise ValueError(
+        f"a batch must hold tensors with the samples first, got {type(batch).__name__}; let the dataset return "
+        f"tensors, or give its DataLoader a collate_fn that does"
+    )
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nesting with every tensor changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(part, change) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(mapped(part, change) for part in batch)
+    return batch
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """The batch in at most so many contiguous parts of nearly equal rows."""
+    rows = count(batch)
+    parts = max(1, min(parts, rows))
+    if parts == 1:
+        return [batch]
+    edges = [rows * i // parts for i in range(parts + 1)]
+
+    def part(start: int, stop: int) -> Any:
+        return mapped(batch, lambda tensor: tensor[start:stop] if tensor.dim() and len(tensor) == rows else tensor)
+
+    return [part(start, stop) for start, stop in pairwise(edges)]
+
+
+def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Tensor, float, dict[str, float]]:
+    """(loss as a sum over what counts, how much counts, each named part of it as a sum).
+
+    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``.
+    """
+    said = _own_loss(output) if loss is None else loss(output, target(loss, batch))
+    if isinstance(said, tuple):
+        if len(said) != 2:
+            raise ValueError(f"the loss returned a tuple of {len(said)}; return a mean over rows, or (sum, weight)")
+        total, weight, terms = said[0], float(said[1]), {}
+    elif isinstance(said, Mapping):
+        if not said:
+            raise ValueError("the loss returned an empty dict; return its parts by name, each a mean over rows")
+        weight = float(count(batch))
+        total = sum(said.values()) * weight
+        terms = {str(name): float(part) * weight for name, part in said.items()}
+    else:
+        weight = float(count(batch))
+        total, terms = said * weight, {}
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise ValueError(f"the loss must be one number (a mean over rows, or a (sum, weight)), got {shape}")
+    if weight < 0 or not math.isfinite(weight):
+        raise ValueError(f"the loss's weight must be a number >= 0, got {weight}")
+    return total, weight, terms
+
+
+def _own_loss(output: Any) -> Any:
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is None:
+        raise ValueError(
+            f"join(loss=None) takes the loss from the model's output, but {type(output).__name__} has none; put the "
+            f"labels into the batch, or give a loss(output, batch)"
+        )
+    return own

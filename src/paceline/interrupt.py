@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM end a run between steps: the signal is noted, and everyone told with the next vote."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(SystemExit):
+    """Raised after the step in which everyone learned of a signal. Exit code: 128 + the signal's number."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+        self.number = number
+
+
+class Interrupt:
+    """Calls ``note(number)`` at the first signal; a second one acts as if this were not here."""
+
+    def __init__(self, note: Callable[[int], None]):
+        self._note, self._before = note, {}
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+
+    def _heard(self, number: int, _: FrameType | None) -> None:
+        self._note(number)
+        self.close()
+
+    def close(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._heard:
+                signal.signal(number, handler)
+        self._before = {}

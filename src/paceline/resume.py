@@ -1,0 +1,71 @@
+"""All that a run is, as values: to be kept in a checkpoint, and to go on from. ``pace`` is `session.Pace`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.elastic.checkpoint import Checkpoint
+from paceline.engine import randomness
+
+
+def state(pace: Any) -> dict[str, Any]:
+    """Everything but the weights. Every process must call it."""
+    mine = json.dumps(randomness.to_json(randomness.state())).encode()
+    return {
+        "epoch": pace.epoch,
+        "next_step": pace.next_step,
+        "began": pace.began,
+        "seed": pace.job.seed,
+        "batch_size": pace.job.batch_size,
+        "optimizer": pace.engine.optimizer_state(),
+        "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
+        "scaler": dict(vars(pace.loop.scaler)),
+        "exchange": pace.exchange.state(),
+        "random": [json.loads(words) for words in pace.exchange.gather(mine)],
+        "plan": pace.row,
+        "facts": pace.facts,
+    }
+
+
+def restore(pace: Any, kept: Checkpoint) -> None:
+    """Every process must call it. Raises ValueError for a checkpoint of another model or job."""
+    said, job = kept.state, pace.job
+    for name, mine in (("seed", job.seed), ("batch_size", job.batch_size)):
+        if said[name] != mine:
+            raise ValueError(
+                f"the checkpoint {kept.path} was made with {name} {said[name]}, this run has {mine}; give the same, or "
+                f"begin from the weights alone: model.load_state_dict(safetensors.torch.load_file(...))"
+            )
+    _load(job.model, kept.weights, kept.path)
+    try:
+        pace.engine.load_optimizer_state(said["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"the checkpoint {kept.path} is of another optimizer: {error}") from None
+    if job.scheduler and said["schedule"]:
+        job.scheduler.load_state_dict(said["schedule"])
+    vars(pace.loop.scaler).update(said["scaler"])
+    if pace.world.local_rank == 0:
+        pace.exchange.load(said["exchange"])
+    place = pace.world.node * pace.world.local_size + pace.world.local_rank
+    if len(said["random"]) == pace.world.num_nodes * pace.world.local_size:
+        randomness.set_state(randomness.of_json(said["random"][place]))
+    pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
+    pace.loop.num_steps, pace.facts = kept.step, said["facts"]
+    pace.exchange.spread(pace.engine.weights)
+    pace.exchange.spread(pace.engine.buffers)
+
+
+def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        model.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        what = " ".join(line.strip() for line in str(error).splitlines()[1:4])
+        raise ValueError(
+            f"the checkpoint {path} is of another model: {what}; build the model that it was made with, or "
+            f"give another folder"
+        ) from None
