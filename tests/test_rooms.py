@@ -34,8 +34,10 @@ RULES = {
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "session": (
         *("contract", "find", "job", "schedule", "loop", "models.*", "engine.*", "link.*"),
-        *("exchange.*", "codec.*", "data.*", "report.*", "probe.*"),
+        *("exchange.*", "codec.*", "data.*", "elastic.*", "report.*", "probe.*"),
     ),
+    "elastic*": ("contract", "elastic.*"),
+    "predict": ("find", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": ("contract", "find", "job", "models.*", "data.*", "report.*", "session"),
