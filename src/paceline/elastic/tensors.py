@@ -115,7 +115,8 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """*Shapes*: (bytes,) uint8, in the tensor's own memory where it is contiguous and on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.flatten().view(torch.uint8)
+    # a contiguous tensor of no or one element may still have strides of its own
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def unfit(tensor: Any) -> str:
