@@ -86,7 +86,8 @@ def write(run: Path, step: int, weights: Mapping[str, Tensor], state: Any, keep:
             for older in [other for other in _all(run) if _step(other) <= step][keep:]:
                 whole.remove(older)
     except OSError as error:
-        num_bytes = len(tree) + sum(draft.num_bytes for draft in drafts.values())
+        seals = {name: tensors.Seal(draft.num_bytes, "0" * 64) for name, draft in drafts.items()}
+        num_bytes = len(_sealed(step, seals, tree)) + sum(seal.num_bytes for seal in seals.values())
         raise _refusal(run, step, num_bytes, error) from error
     return path
 
