@@ -1,0 +1,216 @@
+"""A checkpoint: everything a run needs to go on, in one folder per step; no pickle, nothing evaluated.
+
+    RUN/checkpoint-00001234/
+      weights.safetensors    the model's state_dict under its plain names
+      state.safetensors      every other tensor
+      checkpoint.json        format, step, versions, size and sha256 of both files, the tree of the state
+
+*Laws*: whatever kills the writer, the newest checkpoint is whole and not older than the last one reported
+written; a flipped byte, a missing or shortened file is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.elastic import tensors, whole
+from paceline.elastic.tree import pack, unpack
+
+FORMAT = 1
+WEIGHTS, STATE, TREE = "weights.safetensors", "state.safetensors", "checkpoint.json"
+NAME = re.compile(r"checkpoint-(\d{8,})(\.old)?")
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``damaged`` says what newer checkpoints were passed over, and why."""
+
+    path: Path
+    step: int
+    weights: dict[str, Tensor]
+    state: Any
+    versions: dict[str, str]
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """``state["facts"]``, where there is one."""
+        found = self.state.get("facts") if isinstance(self.state, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+def write(run: Path, step: int, weights: Mapping[str, Tensor], state: Any, keep: int = 2) -> Path:
+    """The step's new checkpoint folder, which is on the disk when this returns.
+
+    ``state`` is any nesting of dict, list, tuple, tensors, NumPy values, numbers, str, bytes and None; all come
+    back bit-equal, on the CPU, sharing no memory. Of this and older steps ``keep`` stay; newer ones, of a
+    run that was resumed further back, are left alone. A checkpoint of the same step is replaced.
+    Raises ValueError naming the place of what cannot be kept, CheckpointError when the system refuses.
+    """
+    if step < 0 or keep < 1:
+        raise ValueError(f"a checkpoint needs step >= 0 and keep >= 1, got step={step}, keep={keep}")
+    others: dict[str, Tensor] = {}
+    tree = json.dumps(pack(state, "state", others), allow_nan=False)
+    drafts = {WEIGHTS: tensors.Draft(weights), STATE: tensors.Draft(others)}
+
+    def fill(folder: Path) -> None:
+        seals = {name: draft.write(folder / name) for name, draft in drafts.items()}
+        with (folder / TREE).open("wb") as file:
+            file.write(_sealed(step, seals, tree))
+            file.flush()
+            os.fsync(file.fileno())
+
+    path = run / f"checkpoint-{step:08d}"
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        with whole.alone(run):
+            whole.mend(run, "checkpoint-*")
+            whole.folder(path, fill)
+            for older in [other for other in _all(run) if _step(other) <= step][keep:]:
+                whole.remove(older)
+    except OSError as error:
+        seals = {name: tensors.Seal(draft.num_bytes, "0" * 64) for name, draft in drafts.items()}
+        num_bytes = len(_sealed(step, seals, tree)) + sum(seal.num_bytes for seal in seals.values())
+        raise _refusal(run, step, num_bytes, error) from error
+    return path
+
+
+def newest(run: Path) -> Path | None:
+    """The newest checkpoint's folder, unread."""
+    return next(iter(_all(run)), None)
+
+
+def read(path: Path) -> Checkpoint:
+    """Raises CheckpointError naming the file that is damaged, ValueError for another format or no checkpoint."""
+    if not path.is_dir():
+        raise ValueError(f"there is no checkpoint {path}; accepted: a folder RUN/checkpoint-NNNNNNNN")
+    facts = _facts(path / TREE)
+    if facts["format"] != FORMAT:
+        raise ValueError(
+            f"{path / TREE} has format {facts['format']}, written by paceline {facts['versions']['paceline']}; "
+            f"this paceline reads format {FORMAT}: install the one that wrote it"
+        )
+    weights = _tensors(path / WEIGHTS, facts)
+    others = _tensors(path / STATE, facts)
+    try:
+        state = unpack(facts["state"], others)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / TREE} does not go with {path / STATE}: {error!r}") from error
+    return Checkpoint(path, facts["step"], weights, state, facts["versions"])
+
+
+def read_newest(run: Path) -> Checkpoint | None:
+    """The newest whole checkpoint; it says which newer ones are damaged. None where there is none at all.
+
+    Raises CheckpointError when all are damaged, ValueError for another format.
+    """
+    damaged: list[str] = []
+    for path in _all(run):
+        try:
+            return replace(read(path), damaged=tuple(damaged))
+        except CheckpointError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise CheckpointError(f"no checkpoint in {run} is whole:\n" + "\n".join(f"- {fault}" for fault in damaged))
+    return None
+
+
+def _all(run: Path) -> list[Path]:
+    """Newest first."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = [entry for entry in run.iterdir() if NAME.fullmatch(entry.name)]
+        return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+    return []
+
+
+def _step(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
+
+
+def _sealed(step: int, seals: Mapping[str, tensors.Seal], tree: str) -> bytes:
+    """One line per fact, the last one the hash of all before it."""
+    try:
+        version = importlib.metadata.version("paceline")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    facts = {
+        "format": FORMAT,
+        "step": step,
+        "versions": {"paceline": version, "torch": str(torch.__version__)},
+        "files": {name: seal._asdict() for name, seal in seals.items()},
+    }
+    lines = [f'"{name}": {json.dumps(fact)},\n' for name, fact in facts.items()]
+    body = ("{" + "".join(lines) + f'"state": {tree},\n').encode()
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _damage(path, error) from error
+    length = len(_seal(b""))
+    if data[-length:] != _seal(data[:-length]):
+        raise CheckpointError(f"{path} is damaged: it is not as it was written")
+    facts: dict[str, Any] = json.loads(data)
+    return facts
+
+
+def _tensors(path: Path, facts: Mapping[str, Any]) -> dict[str, Tensor]:
+    due = tensors.Seal(**facts["files"][path.name])
+    try:
+        if (num_bytes := path.stat().st_size) != due.num_bytes:
+            raise CheckpointError(f"{path} is damaged: it has {num_bytes} bytes, {due.num_bytes} were written")
+        found, _, seal = tensors.read(path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise _damage(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if seal != due:
+        raise CheckpointError(f"{path} is damaged: its sha256 is not the one that was written")
+    return found
+
+
+def _damage(path: Path, error: OSError) -> CheckpointError:
+    what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+    damage = CheckpointError(f"{path} {what}")
+    damage.errno = error.errno
+    return damage
+
+
+def _refusal(run: Path, step: int, num_bytes: int, error: OSError) -> CheckpointError:
+    stands = newest(run)
+    there = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
+    refusal = CheckpointError(
+        f"cannot write the checkpoint of step {step} to {run}: {error.strerror or error}; "
+        f"it needs {num_bytes:,} bytes, {shutil.disk_usage(there).free:,} are free; "
+        + (f"{stands.name} is whole, as it was" if stands else "there is no earlier one")
+        + "; make room or choose another folder"
+    )
+    refusal.errno = error.errno
+    return refusal

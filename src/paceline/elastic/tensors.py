@@ -1,0 +1,157 @@
+"""A safetensors file, hashed while it is written and while it is read.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: name -> dtype, shape, data_offsets (counted from the header's end); padded to 8 bytes
+    data      the tensors without gaps, row-major, widest dtype first so that each lies aligned
+
+One tensor at a time passes through memory, so a file costs no second copy of the model.
+Source: the description of the format at github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+CHUNK_BYTES = 1 << 22  # hashed while still in the processor's cache
+
+
+class Seal(NamedTuple):
+    """What a file must be to be the one that was written."""
+
+    num_bytes: int
+    sha256: str
+
+
+class Draft:
+    """A file about to be written. Raises ValueError for what a safetensors file cannot hold."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or name == "__metadata__":
+                raise ValueError(f"a tensor cannot be named {name!r}: accepted is any str but '__metadata__'")
+            if fault := unfit(tensor):
+                raise ValueError(f"tensor {name!r} {fault}")
+            if tensor.dtype not in CODES:
+                accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
+                raise ValueError(f"tensor {name!r} is {tensor.dtype}, which safetensors cannot hold; it can {accepted}")
+        # tied weights are written under each of their names: a reader need not know that they are tied
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        offsets, end = {}, 0
+        for name, tensor in self._tensors.items():
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            offsets[name] = start, end
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        for name, tensor in tensors.items():
+            entries[name] = {
+                "dtype": CODES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": offsets[name],
+            }
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._header = len(header).to_bytes(8, "little") + header
+        self.num_bytes = len(self._header) + end
+
+    def write(self, path: Path) -> Seal:
+        """The file is on the disk when this returns."""
+        digest = hashlib.sha256(self._header)
+        with path.open("wb") as file:
+            file.write(self._header)
+            for tensor in self._tensors.values():
+                _pass(as_bytes(tensor).numpy().data, file.write, digest.update)
+            file.flush()
+            os.fsync(file.fileno())
+        return Seal(self.num_bytes, digest.hexdigest())
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
+    """Tensors, metadata and seal. Raises ValueError for a file that is not whole, by its own account."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        try:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > num_bytes - 8:
+                raise ValueError(f"it ends in its header, after {num_bytes} bytes")
+            header = file.read(length)
+            entries = json.loads(header)
+            metadata = entries.pop("__metadata__", {})
+            tensors = _empty(entries, num_bytes - 8 - length)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError) as error:
+            raise ValueError(f"its header is not that of a safetensors file ({error!r})") from None
+        digest = hashlib.sha256(prefix + header)
+        for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
+            _pass(as_bytes(tensors[name]).numpy().data, file.readinto, digest.update)
+    return tensors, metadata, Seal(num_bytes, digest.hexdigest())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """*Shapes*: (bytes,) uint8, in the tensor's own memory where it is contiguous and on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # a contiguous tensor of no or one element may still have strides of its own
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def unfit(tensor: Any) -> str:
+    """Why this cannot be written as rows of numbers, or nothing."""
+    if not isinstance(tensor, Tensor):
+        return f"is a {type(tensor).__name__}, not a tensor"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return f"is {'quantized' if tensor.is_quantized else 'sparse or nested'}; make it dense"
+    return ""
+
+
+def _empty(entries: Mapping[str, Any], num_bytes: int) -> dict[str, Tensor]:
+    """Tensors for all entries, in their order. Raises where entries do not cover the data without gaps."""
+    spans = []
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        size = torch.Size(entry["shape"]).numel() * DTYPES[entry["dtype"]].itemsize
+        if size != end - start:
+            raise ValueError(f"tensor {name!r} has {end - start} bytes, its shape asks for {size}")
+        spans.append((start, end))
+    reached = 0
+    for start, end in sorted(spans):
+        if start != reached:
+            raise ValueError(f"its tensors leave a gap or overlap at byte {reached} of the data")
+        reached = end
+    if reached != num_bytes:
+        raise ValueError(f"its tensors need {reached} bytes, {num_bytes} are there")
+    return {name: torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+
+
+def _pass(memory: memoryview, move: Callable[[memoryview], int], note: Callable[[memoryview], None]) -> None:
+    for start in range(0, len(memory), CHUNK_BYTES):
+        part = memory[start : start + CHUNK_BYTES]
+        if move(part) != len(part):
+            raise ValueError("the file became shorter while it was read")
+        note(part)

@@ -1,0 +1,377 @@
+"""Whatever kills the writer or the disk refuses, the newest checkpoint is whole; what is damaged is refused by name."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import paceline
+from paceline.elastic import checkpoint, export, whole
+from paceline.elastic.checkpoint import CheckpointError, newest, read, read_newest, write
+
+SRC = Path(paceline.__file__).parent
+WEIGHTS = {"w": torch.arange(2048.0), "b": torch.ones(3)}
+FILES = (checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.TREE)
+
+
+def state(turn):
+    return {"turn": turn, "moments": [torch.full((2048,), float(turn))]}
+
+
+def names(run):
+    return sorted(path.name for path in run.iterdir())
+
+
+# Death.
+
+
+def killed(*arguments):
+    script = Path(__file__).parent / "scripts" / "killed.py"
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_sigkill_at_fifty_random_moments_never_leaves_less_than_what_was_reported(tmp_path):
+    counts = killed(str(tmp_path / "run"), "0")
+    assert counts["kills"] == 50
+    assert counts["in the middle"] >= 10, "the kills came between writes, and tested nothing"
+
+
+def test_sigkill_before_each_change_to_the_file_system_never_leaves_less(tmp_path):
+    """New step and replaced step, writing, renaming and deleting the old ones: every moment once."""
+    counts = killed(str(tmp_path / "run"))
+    assert counts["kills"] >= 30
+    assert counts["in the middle"] >= 20
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name_and_before_the_old_one_goes(tmp_path, monkeypatch):
+    events = []
+    fsync, rename, rmtree = os.fsync, os.replace, shutil.rmtree
+
+    def note_sync(handle):
+        fsync(handle)
+        events.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+
+    def note_rename(source, target):
+        rename(source, target)
+        events.append(("rename", Path(target).name))
+
+    def note_removal(path, **options):
+        rmtree(path, **options)
+        events.append(("remove", Path(path).name))
+
+    run = tmp_path / "run"
+    write(run, 1, WEIGHTS, None)
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    monkeypatch.setattr(shutil, "rmtree", note_removal)
+    write(run, 2, WEIGHTS, None, keep=1)
+    assert events == [
+        *(("sync", name) for name in FILES),
+        ("sync", "checkpoint-00000002.part"),
+        ("rename", "checkpoint-00000002"),
+        ("sync", "run"),
+        ("rename", "checkpoint-00000001.part"),
+        ("remove", "checkpoint-00000001.part"),
+    ]
+    events.clear()
+    write(run, 2, WEIGHTS, None)
+    export.export(run / "w.safetensors", WEIGHTS)
+    assert events == [
+        *(("sync", name) for name in FILES),
+        ("sync", "checkpoint-00000002.part"),
+        ("rename", "checkpoint-00000002.old"),
+        ("rename", "checkpoint-00000002"),
+        ("sync", "run"),
+        ("rename", "checkpoint-00000002.old.part"),
+        ("remove", "checkpoint-00000002.old.part"),
+        ("sync", "w.safetensors.part"),
+        ("rename", "w.safetensors"),
+        ("sync", "run"),
+    ]
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    write(tmp_path, 1, WEIGHTS, state(1))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(whole, "sync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 2, WEIGHTS, state(2))
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+# Others.
+
+
+def test_what_dead_writers_left_is_cleared_and_nothing_else(tmp_path):
+    write(tmp_path, 1, WEIGHTS, state(1))
+    for name in ("checkpoint-00000001.part", "checkpoint-00000009.part", "theirs.part", "checkpoint-00000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / checkpoint.TREE).write_text("torn")
+    assert read_newest(tmp_path).state["turn"] == 1
+    write(tmp_path, 2, WEIGHTS, state(2))
+    assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002", "theirs.part"]
+
+
+def test_a_replacement_cut_short_is_still_the_newest(tmp_path):
+    write(tmp_path, 1, WEIGHTS, state(1))
+    write(tmp_path, 2, WEIGHTS, state(2)).rename(tmp_path / "checkpoint-00000002.old")
+    assert read_newest(tmp_path).state["turn"] == 2
+    write(tmp_path, 3, WEIGHTS, state(3))
+    assert names(tmp_path) == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
+def test_two_writers_take_turns(tmp_path):
+    started = threading.Event()
+
+    def work():
+        started.set()
+        write(tmp_path, 1, WEIGHTS, state(1))
+
+    with whole.alone(tmp_path):
+        thread = threading.Thread(target=work)
+        thread.start()
+        started.wait(10)
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert names(tmp_path) == []
+    thread.join(30)
+    assert names(tmp_path) == ["checkpoint-00000001"]
+
+
+def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole, "WAIT_S", 0.1)
+    with whole.alone(tmp_path), pytest.raises(CheckpointError, match="another process has been writing there for"):
+        write(tmp_path, 1, WEIGHTS, None)
+
+
+# Refusals by the system.
+
+
+@contextlib.contextmanager
+def tmpfs(folder, options):
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+    folder.mkdir()
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=10)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+def refused(run, turn, step, number, keep=2):
+    """Whether a write was refused as it should be; if it was not, that it succeeded."""
+    before = read_newest(run)
+    try:
+        path = write(run, step, WEIGHTS, state(turn), keep)
+    except CheckpointError as error:
+        assert error.errno == number, error
+        text = str(error)
+        assert f"checkpoint of step {step} to {run}" in text
+        needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
+        assert f"needs {needed:,} bytes, {shutil.disk_usage(run).free:,} are free" in text
+        assert f"{before.path.name} is whole" in text
+        after = read_newest(run)
+        assert (after.path, after.state["turn"], after.damaged) == (before.path, before.state["turn"], ())
+        assert not [name for name in names(run) if name.endswith((".part", ".old"))]
+        return True
+    assert read(path).state["turn"] == turn
+    return False
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_full_disk_at_every_level_is_told_and_the_previous_one_stands(tmp_path, step):
+    page, outcomes = 4096, []
+    with tmpfs(tmp_path / "disk", "size=256k") as disk:
+        run = disk / "run"
+        for num_free in range(9):
+            shutil.rmtree(run, ignore_errors=True)
+            (disk / "ballast").unlink(missing_ok=True)
+            write(run, 1, WEIGHTS, state(1))
+            free = os.statvfs(disk).f_bavail
+            (disk / "ballast").write_bytes(b"\0" * page * (free - num_free))
+            assert os.statvfs(disk).f_bavail == num_free
+            outcomes.append(refused(run, 2, step, errno.ENOSPC))
+    assert outcomes == sorted(outcomes, reverse=True)
+    assert outcomes[0]
+    assert not outcomes[-1]
+
+
+@pytest.mark.parametrize("num_inodes", range(1, 6))
+def test_a_disk_without_room_for_more_names_is_told(tmp_path, num_inodes):
+    # the disk, the run and the four of its first checkpoint come before
+    with tmpfs(tmp_path / "disk", f"size=1m,nr_inodes={6 + num_inodes}") as disk:
+        write(disk / "run", 1, WEIGHTS, state(1))
+        assert refused(disk / "run", 2, 2, errno.ENOSPC) == (os.statvfs(disk).f_files - 6 < 4)
+
+
+@pytest.mark.parametrize("limit", [*range(0, 9000, 1000), 8192 + 64, 8192 + 256])
+def test_a_file_refused_at_any_length_is_told(tmp_path, limit):
+    """The limit on file sizes stands for quotas and odd disks, where nobody may mount one."""
+    write(tmp_path, 1, WEIGHTS, state(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        was_refused = refused(tmp_path, 2, 2, errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert was_refused == (limit < 8192 + 200)
+
+
+def test_a_read_only_disk_is_told(tmp_path):
+    with tmpfs(tmp_path / "disk", "size=256k") as disk:
+        write(disk / "run", 1, WEIGHTS, state(1))
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=10)
+        assert refused(disk / "run", 2, 2, errno.EROFS)
+        with pytest.raises(CheckpointError, match="Read-only.*there is no earlier one"):
+            write(disk / "new", 1, WEIGHTS, None)
+        with pytest.raises(CheckpointError, match="cannot write .* Read-only"):
+            export.export(disk / "w.safetensors", WEIGHTS)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_told(tmp_path):
+    write(tmp_path, 1, WEIGHTS, state(1))
+    tmp_path.chmod(0o555)
+    try:
+        assert refused(tmp_path, 2, 2, errno.EACCES)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_run_that_is_a_file_is_told(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(CheckpointError, match="to .*run: .*there is no earlier one"):
+        write(tmp_path / "run", 1, WEIGHTS, None)
+
+
+# Damage.
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two small checkpoints; the second is there to be damaged."""
+    for step in (1, 2):
+        write(tmp_path, step, {"w": torch.arange(5.0)}, {"turn": step, "moments": [torch.ones(9)], "name": "x"})
+    return tmp_path
+
+
+def damaged(run, name):
+    """Reading says which file, and the previous checkpoint is taken, and that is said."""
+    path = newest(run) / name
+    with pytest.raises(CheckpointError, match=name) as raised:
+        read(newest(run))
+    assert str(path) in str(raised.value)
+    found = read_newest(run)
+    assert found.state["turn"] == 1
+    assert found.damaged == (str(raised.value),)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_refused_by_name(two, name):
+    path = newest(two) / name
+    good = path.read_bytes()
+    for place in range(0, len(good), 3):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
+        assert "is damaged" in damaged(two, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_another_length_is_refused_by_name(two, name):
+    path = newest(two) / name
+    good = path.read_bytes()
+    for data in (b"", good[:1], good[: len(good) // 2], good[:-1], good + b"\0"):
+        path.write_bytes(data)
+        assert "is damaged" in damaged(two, name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_refused_by_name(two, name):
+    (newest(two) / name).unlink()
+    assert "is missing" in damaged(two, name)
+
+
+def test_a_file_of_another_checkpoint_is_refused_by_name(two):
+    for name in (checkpoint.WEIGHTS, checkpoint.STATE):
+        shutil.copy(export_of(two, name), newest(two) / name)
+        assert "sha256" in damaged(two, name)
+        write(two, 2, {"w": torch.arange(5.0)}, {"turn": 2, "moments": [torch.ones(9)], "name": "x"})
+
+
+def export_of(run, name):
+    """A whole file of the same size and form, with other values."""
+    other = run / "other"
+    path = write(other, 2, {"w": torch.zeros(5)}, {"turn": 2, "moments": [torch.zeros(9)], "name": "x"})
+    return path / name
+
+
+def test_all_damaged_is_told_one_by_one(two):
+    for path in sorted(two.iterdir()):
+        (path / checkpoint.TREE).unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole") as raised:
+        read_newest(two)
+    assert [f"{n}/checkpoint.json is missing" in str(raised.value) for n in ("00000001", "00000002")] == [True, True]
+
+
+def test_another_format_is_told_and_no_older_checkpoint_taken_for_it(two):
+    path = newest(two) / checkpoint.TREE
+    body = path.read_bytes().replace(b'"format": 1', b'"format": 2')
+    body = body[: body.rindex(b'"sha256"')]
+    path.write_bytes(body + checkpoint._seal(body))
+    for attempt in (lambda: read(newest(two)), lambda: read_newest(two)):
+        with pytest.raises(ValueError, match=r"checkpoint\.json has format 2, .*reads format 1: install"):
+            attempt()
+
+
+# Nothing of a file is ever run.
+
+
+def test_no_module_here_can_unpickle_or_evaluate():
+    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec", "compile", "load_module"}
+    forbidden |= {"torch.load", "torch.save", "np.load", "np.save", "literal_eval"}
+    for path in sorted((SRC / "elastic").glob("*.py")):
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module or "", *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Call):
+                found.add(ast.unparse(node.func))
+        found = {word for name in found for word in (name, name.split(".")[0]) if word}
+        assert not found & forbidden, path
+        assert "re.compile" in found or path.name != "checkpoint.py", "the test sees calls"
+
+
+def test_reading_runs_nothing(two):
+    read_newest(two)  # whatever is imported late is imported now
+    events, listening = [], [True]
+    sys.addaudithook(lambda event, _: events.append(event) if listening[0] else None)
+    try:
+        read_newest(two)
+    finally:
+        listening[0] = False
+    assert "open" in events
+    assert not {"exec", "compile", "import", "pickle.find_class", "marshal.loads", "subprocess.Popen"} & set(events)
