@@ -26,7 +26,7 @@ RULES = {
     "world": (),
     "report.record": (),
     "probe.clock": (),
-    "models*": (),
+    "models*": ("models.*",),
     "engine*": ("contract", "engine.*"),
     "link*": ("contract", "link.*"),
     "exchange*": ("contract", "exchange.*"),
