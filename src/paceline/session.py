@@ -368,7 +368,7 @@ def join(
     forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
     engine              how this node computes; else PACELINE_ENGINE, else the plan kept for this job, else threads
     exchange, codec     how nodes agree, and what a gradient looks like on the wire
-    folder, keep        the run's folder (record, checkpoints), and how many checkpoints stay
+    folder, keep        the run's folder (record, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
@@ -397,6 +397,7 @@ def join(
         parts[0].forward = forward
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
+    folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
     pace.row = row
     pace.record.write(
