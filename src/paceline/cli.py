@@ -13,7 +13,6 @@ import psutil
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from paceline import __version__, find
 from paceline import plan as planning
@@ -84,7 +83,7 @@ def train(
     )
     if engine == "auto":
         made = _plan(command)
-        engine = made.engine
+        engine = made.chosen
         console.print(f"plan: [bold]{engine}[/bold] ({made.reason})")
     command = [sys.executable, *command, "--out", str(settings.out)]
     code = local.start(command, engine)
@@ -95,17 +94,8 @@ def train(
 
 def _plan(command: list[str]) -> planning.Plan:
     with console.status("measuring") as status:
-        made = planning.make(command, lambda trial: status.update(f"measured {trial.engine}"))
-    table = Table("candidate", "s/step", "samples/s", "speedup", "", box=None, pad_edge=False)
-    for row in made.rows:
-        trial = row.trial
-        if trial.error:
-            table.add_row(trial.engine, "", "", "", row.reason)
-            continue
-        arrow = "<- chosen" if row.reason == "chosen" else row.reason
-        spread = f"{trial.step_s:.4f} ± {trial.spread_s:.4f}"
-        table.add_row(trial.engine, spread, f"{trial.per_s:.0f}", f"{row.speedup:.2f}x", arrow)
-    console.print(table)
+        made = planning.make(command, show=status.update)
+    console.print(planning.table(made))
     return made
 
 
@@ -123,7 +113,7 @@ def run(
     _check_script(command)
     if engine == "auto":
         made = _plan(command)
-        engine = made.engine
+        engine = made.chosen
         console.print(f"plan: [bold]{engine}[/bold] ({made.reason})")
     else:
         find.parse("engine", engine)

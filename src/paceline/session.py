@@ -8,6 +8,7 @@ import itertools
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from paceline.data.order import Seat
 from paceline.find import find, parse
 from paceline.job import Job
 from paceline.loop import Loop
-from paceline.probe.trial import Stopwatch
+from paceline.probe import examine, layers
+from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
 
@@ -117,6 +119,8 @@ class Pace:
             self.witness.begin(engine.state())
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
+        self.form = examine.asked()
+        self.epochs = 0
         self.record = Record(folder if self.leader and not self.stopwatch else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
@@ -129,6 +133,7 @@ class Pace:
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True) -> Iterator[feed.Batch]:
         """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share."""
         job = self.job
+        self.epochs = epochs
         if self.stopwatch:
             epochs = sys.maxsize  # a trial ends when it has enough steps, however small the data
         for batch in feed.batches(dataset, job.batch_size, epochs, job.seed, self.loop.seat, shuffle):
@@ -143,6 +148,10 @@ class Pace:
         """
         if not hasattr(batch, "share"):
             batch = feed.Given(batch, float(self.job.batch_size))
+        if self.form:
+            self._examine(batch, self.form)
+        if self.stopwatch:
+            batch = self._part(batch, self.stopwatch)
         if self.witness:
             batch = self.witness.cast(batch)
         try:
@@ -158,6 +167,30 @@ class Pace:
         if self.witness:
             self.witness.step(loss, self.engine.state() if self.leader else None)
         return loss
+
+    def _part(self, batch: Any, stopwatch: Stopwatch) -> Any:
+        """The whole batch, or as much of it as the trial wants to see."""
+        rows = stopwatch.part(int(batch.weight))
+        if rows == int(batch.weight):
+            return batch
+        return feed.Given(layers.part(batch.share(self.loop.seat), rows, int(batch.weight)), float(rows))
+
+    def _examine(self, batch: Any, form: Path) -> None:
+        """Answers the form instead of training, and ends the process."""
+        job, start = self.job, time.perf_counter()
+        rows = batch.share(self.loop.seat)
+        input_s = time.perf_counter() - start
+
+        def compute(rows: Any) -> Tensor:
+            *inputs, target = rows
+            loss = job.loss(job.model(*inputs), target)
+            return loss[0] if isinstance(loss, tuple) else loss  # type: ignore[no-any-return]
+
+        steps = self.epochs * getattr(batch, "num_steps", 0)
+        what = examine.Examined(
+            job.model, job.optimizer, self.engine, compute, rows, int(batch.weight), steps, job.clip, input_s
+        )
+        examine.answer(form, what)
 
     def evaluate(self, dataset: Any, metric: Callable[[Any, Any], Any] | None = None, rows: int = 256) -> float:
         """Mean of ``metric`` (a sum over rows; the job's by default) over a dataset, every sample once.
