@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -103,8 +103,9 @@ def train(
 
     paceline train --resume runs/photos
     """
-    given = {field.name: locals().get(field.name) for field in dataclasses.fields(Settings) if field.name in locals()}
-    settings = Settings.read(resume) if resume else Settings(**given, json=as_json)
+    asked: dict[str, Any] = {**locals(), "json": as_json}
+    given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
+    settings = Settings.read(resume) if resume else Settings(**given)
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if "RANK" in os.environ:
         from paceline import train as job
@@ -367,5 +368,3 @@ def _check_script(command: list[str]) -> None:
             raise ValueError("-m needs a module name, as in: paceline run -m package.module")
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
-
-

@@ -23,8 +23,8 @@ ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "
 def _texts(room: str) -> dict[str, ast.Module]:
     """The room's modules, read and not imported: a list should not cost the import of torch."""
     package = importlib.util.find_spec(f"paceline.{room}")
-    assert package and package.submodule_search_locations
-    paths = (path for folder in package.submodule_search_locations for path in Path(folder).glob("*.py"))
+    folders = package.submodule_search_locations if package else None
+    paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
     return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,8 @@ from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
-from paceline.probe.trial import Stopwatch
+from paceline.probe import examine, layers
+from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
 from paceline.scaler import Scaler
@@ -82,7 +84,9 @@ class Pace:
             self.witness.begin(engine.state())
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
-        watched = self.stopwatch or self.witness
+        self.form = examine.asked()
+        self.asked_epochs = 0
+        watched = self.stopwatch or self.form or self.witness
         self.record = Record(folder if self.leader and not watched else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
@@ -108,6 +112,7 @@ class Pace:
         ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
         `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
         """
+        self.asked_epochs = epochs
         if not self._resumed:
             self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
             self.began = self.epoch
@@ -141,6 +146,10 @@ class Pace:
 
     def _step(self, batch: Any, gradient: Any = None) -> float:
         where = getattr(batch, "epoch", self.epoch), getattr(batch, "step", None)
+        if self.form:
+            self._examine(batch, self.form, gradient)
+        if self.stopwatch and not gradient:
+            batch = self._part(batch, self.stopwatch)
         ends = getattr(batch, "ends_epoch", False)
         rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
         try:
@@ -161,6 +170,32 @@ class Pace:
         if ballot.stop:
             self._end(ballot.stop)
         return loss
+
+    def _part(self, batch: Any, stopwatch: Stopwatch) -> Any:
+        """The whole batch, or as much of it as the trial wants to see."""
+        rows = stopwatch.part(int(batch.weight))
+        if rows == int(batch.weight):
+            return batch
+        return feed.Given(layers.part(batch.share(self.loop.seat), rows, int(batch.weight)), float(rows))
+
+    def _examine(self, batch: Any, form: Path, gradient: Any) -> None:
+        """Answers the form instead of training, and ends the process; a loop of one's own cannot be looked into."""
+        if gradient:
+            raise SystemExit(0)
+        job, start = self.job, time.perf_counter()
+        rows = batch.share(self.loop.seat)
+        input_s = time.perf_counter() - start
+        forward = job.forward or batches_.call
+
+        def compute(rows: Any) -> torch.Tensor:
+            total, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
+            return total / weight
+
+        steps = self.asked_epochs * (getattr(batch, "num_steps", 0) or 0)
+        what = examine.Examined(
+            job.model, job.optimizer, self.engine, compute, rows, int(batch.weight), steps, job.clip, input_s
+        )
+        examine.answer(form, what)
 
     def backward(self, loss: Any, rows: int | None = None) -> None:
         """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).

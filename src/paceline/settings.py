@@ -1,4 +1,4 @@
-"""What `paceline train` was asked for. Read and written without importing torch, so that a cached plan starts at once."""
+"""What `paceline train` was asked for. Imports no torch, so that a plan once made starts at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class Settings:
         """Those of an earlier run. Raises ValueError where there are none."""
         path = run / "settings.json"
         if not path.is_file():
-            raise ValueError(f"there is no run to resume in {run}; accepted: the folder that an earlier run was told --out")
+            raise ValueError(
+                f"there is no run to resume in {run}; accepted: the folder that an earlier run was told --out"
+            )
         return cls.from_json(path.read_text(), str(path))
 
 

@@ -33,9 +33,7 @@ def sources(settings: Settings) -> tuple[Any, Any]:
     if settings.data is None:
         return sample.load()
     load = shard.load if shard.is_packed(Path(settings.data)) else images.load
-    return load(
-        Path(settings.data), settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken
-    )
+    return load(Path(settings.data), settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken)
 
 
 def check(settings: Settings) -> None:

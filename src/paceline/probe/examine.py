@@ -1,0 +1,292 @@
+"""Inside the job: takes its profile instead of training, at the first step, and ends the process.
+
+Copies are forked first and time the settings that are shared by several; then this process times the others. Whatever
+the time does not suffice for is left out, and predicted from what was measured (`probe.predict`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import contract
+from paceline.contract import Agreement, Ballot, Piece, Rule, Verdict
+from paceline.probe import shelf
+from paceline.probe.copies import Copies
+from paceline.probe.layers import Layers, autocast, now, part
+from paceline.probe.profile import Profile, Setting
+from paceline.probe.rows import Facts, candidates, split
+from paceline.probe.survey import survey
+
+MAX_PASSES = 7
+COPY_BYTES = 32 << 20
+PINGS = 30
+ENGINES = ("sequential", "threads", "replicas", "processes")
+
+
+@dataclass
+class Examined:
+    """What a step has at hand. ``compute(batch)`` is the scalar to differentiate; ``input_s`` to fetch a batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: contract.Engine
+    compute: Callable[[Any], Tensor]
+    batch: Any
+    rows: int
+    steps: int = 0
+    clip: float | None = None
+    input_s: float = 0.0
+
+
+def asked() -> Path | None:
+    path = os.environ.get("PACELINE_PROFILE")
+    return Path(path) if path else None
+
+
+def answer(form: Path, job: Examined) -> None:
+    """Writes the profile beside the form. Raises SystemExit."""
+    said = json.loads(form.read_text())
+    begun = time.time()
+    torch.set_num_threads(1)
+    profile = _Examination(job, said["cores"], said["level"], said["budget_s"]).profile(begun - said["begun"])
+    profile.write(form.with_name("answer.json"))
+    raise SystemExit(0)
+
+
+@dataclass
+class _Examination:
+    job: Examined
+    cores: int
+    level: str
+    budget_s: float
+    layers_s: dict[str, float] = field(default_factory=dict)
+    layers: Layers | None = None
+
+    def __post_init__(self) -> None:
+        self.start = time.monotonic()
+        job = self.job
+        self.absorbs = bool(getattr(job.engine, "absorbs", False))
+        parameters = dict(job.model.named_parameters())
+        self.parameters = parameters
+        self.device = next(iter(parameters.values())).device.type
+
+    @property
+    def spent(self) -> float:
+        return (time.monotonic() - self.start) / self.budget_s
+
+    def profile(self, start_s: float) -> Profile:
+        job = self.job
+        facts = self._facts()
+        settings = self._settings(facts)
+        most = max((one.copies for one in settings), default=1)
+        copies = Copies(
+            most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
+        )
+        copy_per_s = message_s = 0.0
+        try:
+            base = next(one for one in settings if one.copies == one.threads == 1)
+            whole_s, base = self._whole(base)
+            if copies.pids:
+                copy_per_s = min(copies.ask(most, "copy"))
+                message_s = self._message_s(copies, most)
+            self._together(copies, [one for one in settings if one.copies > 1])
+        finally:
+            copies.close()
+        for one in settings:
+            if one.copies == 1 and (self.spent < 1 or one == base):
+                self._alone(one)
+        self._alone(base)
+        num_calls = self.layers.num_calls if self.layers else 0
+        return Profile(
+            facts,
+            shelf.fingerprint(job.model, job.optimizer, job.rows, self.level),
+            job.steps,
+            self.absorbs,
+            str(base),
+            whole_s,
+            self.layers_s,
+            num_calls,
+            self._updates(facts),
+            self._dense_bytes(),
+            copy_per_s,
+            message_s,
+            job.input_s,
+            start_s,
+            time.monotonic() - self.start,
+        )
+
+    def _facts(self) -> Facts:
+        job = self.job
+        layers = Layers(job.model, lambda: job.compute(job.batch), (), set())
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        gradients = sum(p.nbytes for p in trainable)
+        states = 0 if type(job.optimizer) is torch.optim.SGD else 1
+        groups = job.optimizer.param_groups
+        states += any(group.get("momentum") for group in groups) or "betas" in groups[0]
+        return Facts(
+            job.rows,
+            self.device,
+            any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
+            any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
+            "fused" in groups[0] and not any(group["fused"] for group in groups),
+            sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
+            gradients,
+            states * gradients,
+            2 * layers.input_bytes,
+        )
+
+    def _settings(self, facts: Facts) -> list[Setting]:
+        """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
+        found: dict[Setting, None] = {}
+        for row in candidates(self.level, survey(), facts, ENGINES):
+            found[Setting.of(split(row, self.cores), facts.rows, self.absorbs)] = None
+        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
+
+    def _absorbed(self, setting: Setting) -> set[int]:
+        names = {spec.names[0] for spec in self.job.engine.specs if spec.linear and spec.fits(self.job.rows)}
+        return {id(self.parameters[name]) for name in names} if setting.factors else set()
+
+    def _record(self, setting: Setting) -> Layers:
+        torch.set_num_threads(setting.threads)
+        batch = part(self.job.batch, setting.rows, self.job.rows, setting.words)
+
+        def forward() -> None:
+            with autocast(setting.words, list(self.parameters.values())[:1]):
+                self.job.compute(batch)
+
+        self.layers = Layers(self.job.model, forward, setting.words, self._absorbed(setting))
+        return self.layers
+
+    def _alone(self, setting: Setting) -> None:
+        if str(setting) in self.layers_s:
+            return
+        layers = self._record(setting)
+        passes = _passes(layers.time, self.budget_s / 12)
+        self.layers_s[str(setting)] = layers.total_s(passes)
+
+    def _together(self, copies: Copies, settings: Sequence[Setting]) -> None:
+        """Every pass starts on all copies at once; the slowest copy is the step's."""
+        for one in settings:
+            if self.spent > 0.6:
+                return
+            copies.ask(one.copies, "record", setting=vars(one))
+            passes = _passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            weights = copies.ask(1, "counts")[0]
+            middle = torch.tensor(passes, dtype=torch.float64).median(0).values  # (copies, calls)
+            self.layers_s[str(one)] = float((middle @ torch.tensor(weights, dtype=torch.float64)).max())
+
+    def _work(self, what: str, options: dict[str, Any]) -> Any:
+        """In a copy."""
+        if what == "record":
+            given = options["setting"]
+            self._record(Setting(**{**given, "words": tuple(given["words"])}))
+        if what == "copy":
+            return _copy_per_s()
+        assert self.layers or what != "time"
+        if what == "time" and self.layers:
+            return self.layers.time()
+        return [call.count for call in self.layers.calls] if what == "counts" and self.layers else None
+
+    def _message_s(self, copies: Copies, most: int) -> float:
+        start = time.perf_counter()
+        for _ in range(PINGS):
+            copies.ask(most, "ping")
+        return (time.perf_counter() - start) / PINGS / 2
+
+    def _whole(self, setting: Setting) -> tuple[float, Setting]:
+        """The model as it is, at one thread; from part of the batch where the whole takes long."""
+        torch.set_num_threads(1)
+        weights = [p for p in self.parameters.values() if p.requires_grad]
+        absorbed = self._absorbed(setting)
+        kept = [p for p in weights if id(p) not in absorbed]
+
+        def step(rows: int) -> float:
+            batch = part(self.job.batch, rows, self.job.rows)
+            for p in weights:
+                p.requires_grad_(id(p) not in absorbed)
+            start = now(weights)
+            torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
+            return now(weights) - start
+
+        try:
+            probe = max(1, self.job.rows // 8)
+            step(probe)
+            about_s = step(probe) * self.job.rows / probe
+            rows = self.job.rows if about_s < self.budget_s / 12 else max(1, self.job.rows // 4)
+            passes = _passes(lambda: [step(rows)], self.budget_s / 8)
+        finally:
+            for p in weights:
+                p.requires_grad_(True)
+        whole_s = float(torch.tensor(passes).median())
+        return whole_s, Setting(1, rows, 1, (), setting.factors)
+
+    def _updates(self, facts: Facts) -> dict[str, float]:
+        """The engine's own update, on made-up pieces; learning rates are zero meanwhile, and nothing is kept."""
+        found = {}
+        kinds = [""] + ["factors"] * self.absorbs + ["fused"] * facts.can_fuse
+        for threads in sorted({1, self.cores}):
+            torch.set_num_threads(threads)
+            for kind in kinds:
+                pieces = [self._piece(spec, kind == "factors") for spec in self.job.engine.specs]
+                for group in self.job.optimizer.param_groups:
+                    group["lr"] = 0.0
+                    if kind == "fused" or group.get("fused"):
+                        group["fused"], group["foreach"] = kind == "fused", False if kind == "fused" else None
+                passes = _passes(lambda pieces=pieces: [self._update(pieces)], self.budget_s / 40)  # type: ignore[misc]
+                found[f"{threads}/{kind}" if kind else str(threads)] = float(torch.tensor(passes).median())
+        return found
+
+    def _piece(self, spec: contract.Spec, factors: bool) -> Piece:
+        weight = self.parameters[spec.names[0]]
+        if factors and spec.linear and spec.fits(self.job.rows):
+            out_features, in_features = spec.shapes[0]
+            return Piece(
+                spec, None, weight.new_ones(self.job.rows, out_features), weight.new_ones(self.job.rows, in_features)
+            )
+        return Piece(spec, weight.new_ones(spec.numel))
+
+    def _update(self, pieces: list[Piece]) -> float:
+        engine = self.job.engine
+        ballot = Ballot(weight=float(self.job.rows), used=bytes([1] * len(engine.weights)))
+        values = [engine.weights[0]]
+        start = now(values)
+        engine.update(Agreement(Verdict.APPLY, pieces, ballot), Rule(1.0, self.job.clip))
+        return now(values) - start
+
+    def _dense_bytes(self) -> int:
+        """Of gradients that exist as such, where the optimizer absorbs factors."""
+        return sum(
+            spec.numel * self.parameters[spec.names[0]].element_size()
+            for spec in self.job.engine.specs
+            if not (self.absorbs and spec.linear and spec.fits(self.job.rows))
+        )
+
+
+def _passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
+    """One to warm up, then as many as the time allows; the first itself where it has taken it all."""
+    start = time.perf_counter()
+    first = once()
+    found: list[Any] = []
+    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < limit_s:
+        found.append(once())
+    return found or [first]
+
+
+def _copy_per_s() -> float:
+    """Bytes copied per second, from memory to memory."""
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    passes = []
+    for _ in range(8):
+        start = time.perf_counter()
+        target.copy_(source)
+        passes.append(time.perf_counter() - start)
+    return COPY_BYTES / sorted(passes)[len(passes) // 2]
