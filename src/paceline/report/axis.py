@@ -46,8 +46,11 @@ class Axis:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             low, high = (0.0, 1.0) if high == 0 else (low - 0.5 * abs(low), high + 0.5 * abs(high))
         gap = _round(high - low)
+        whole = math.ceil(high / gap - 1e-9) * gap
         if rounded:
-            low, high = math.floor(low / gap + 1e-9) * gap, math.ceil(high / gap - 1e-9) * gap
+            low, high = math.floor(low / gap + 1e-9) * gap, whole
+        elif whole - high < 0.05 * gap:
+            high = whole  # 599 steps end at a tick that says 600
         first, last = math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9)
         ticks = tuple(round(i * gap, 12) for i in range(first, last + 1))
         return cls(low, high, label.replace("{}", word), per, ticks)

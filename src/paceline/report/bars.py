@@ -28,20 +28,28 @@ def speedup(run: Run) -> float:
     return next((value for value in found if value), math.nan)
 
 
-def speedups(index: int, run: Run, several: bool) -> str:
-    """A pair of bars for each row of the run's plan: measured, and below it predicted. Nothing without a plan."""
-    rows = _rows(run)
-    base_s = _base_s(rows)
+def speedups(runs: Sequence[Run]) -> str:
+    """For each plan, a pair of bars for each row: measured, and below it predicted. Equal plans show once."""
+    plans: list[tuple[list[Mapping[str, Any]], list[int]]] = []
+    for i, run in enumerate(runs):
+        rows = _rows(run)
+        same = next((indices for known, indices in plans if known == rows), None)
+        if same is not None:
+            same.append(i)
+        elif rows:
+            plans.append((rows, [i]))
+    return "".join(_plan(runs, rows, indices) for rows, indices in plans)
+
+
+def _plan(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> str:
+    run, base_s = runs[indices[0]], _base_s(rows)
     pairs = [(_gain(row, base_s), _ratio(base_s, row.get("predicted_s"))) for row in rows]
-    if not rows:
-        return ""
-    most = max(1.0, *(value for pair in pairs for value in pair))
-    items = "".join(
-        _bars(row, *pair, most, row.get("engine") == run.plan.get("chosen"))
-        for row, pair in zip(rows, pairs, strict=True)
-    )
-    of = f": {run.name}" if several else ""
-    return f"""<figure class="card bars speedups run-{index}" style="--one:{100 / most:.2f}%">
+    most = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
+    chosen = run.plan.get("chosen")
+    items = "".join(_bars(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(rows, pairs, strict=True))
+    of = f": {', '.join(runs[i].name for i in indices)}" if len(runs) > 1 else ""
+    kind = f"run-{indices[0]}" if len(indices) == 1 else ""
+    return f"""<figure class="card bars speedups {kind}" style="--one:{100 / most:.2f}%">
 <figcaption><h3>Speedup{escape(of)}</h3><p>{escape(_about(run, rows))}</p></figcaption>
 <ul class="key"><li class="measured">measured</li><li class="predicted">predicted</li></ul>
 <ol>{items}</ol>
@@ -66,9 +74,10 @@ def times(runs: Sequence[Run]) -> str:
             f'<li class="{part}"><span>{name}</span><b>{quantity(s, "s")}</b><i>{100 * s / whole:.0f} %</i></li>'
             for part, name, s in shown
         )
-        title = run.name if len(runs) > 1 else "A step"
+        of = f": {run.name}" if len(runs) > 1 else ""
         cards.append(
-            f'<figure class="card bars times run-{i}"><figcaption><h3>{escape(title)}</h3>'
+            f'<figure class="card bars times run-{i}"><figcaption>'
+            f"<h3>Where a step's time goes{escape(of)}</h3>"
             f"<p>mean of {len(run.steps):,} steps: {quantity(whole, 's')}</p></figcaption>"
             f'<div class="stack" style="width:{100 * whole / longest:.3g}%">{bar}</div><ul>{items}</ul></figure>\n'
         )

@@ -47,7 +47,7 @@ class Thin:
         if len(x) <= num_points:
             return cls(x, y, y, y)
         parts = np.array_split(np.arange(len(x)), num_points)
-        rows = [(x[p].mean(), y[p].min(), float(np.median(y[p])), y[p].max()) for p in parts]
+        rows = [(x[p[len(p) // 2]], y[p].min(), float(np.median(y[p])), y[p].max()) for p in parts]
         return cls(*np.array(rows).T)
 
     @property

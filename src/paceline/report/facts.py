@@ -35,14 +35,14 @@ def facts(run: Run) -> dict[str, str]:
     test, seconds, sent = (
         _known(column) for column in (run.epochs["test_accuracy"], run.steps["seconds"], run.steps["sent_bytes"])
     )
-    held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.usage["cpu_percent"])
+    held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
     gain = bars.speedup(run)
     return {
         "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
         "final loss": "" if np.isnan(loss(run)) else number(loss(run)),
         "samples/s": "" if np.isnan(throughput(run)) else number(throughput(run)),
         "speedup": "" if math.isnan(gain) else f"{gain:.2f}x",
-        "a step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
+        "median step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
         "time": quantity(run.time_s, "s"),
         "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
         "engine": str(run.join.get("engine", "")),
@@ -52,7 +52,7 @@ def facts(run: Run) -> dict[str, str]:
         "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
         "epochs": str(len(run.epochs) or ""),
         "peak memory": quantity(held.max(), "B") if len(held) else "",
-        "processors": f"{cpu.mean():.0f} % of one core" if len(cpu) else "",
+        "processors": f"{number(cpu.mean())} cores busy" if len(cpu) else "",
         "sent": quantity(sent.sum(), "B") if len(sent) else "",
         "resumed": f"{len(run.resumed)} times" if run.resumed else "",
         "steps done again": str(run.num_redone or ""),
@@ -63,15 +63,16 @@ def facts(run: Run) -> dict[str, str]:
 
 def lead(runs: Sequence[Run]) -> str:
     """What is to be known first: the choice and its reason, and hints."""
-    several = len(runs) > 1
-    words = []
+    words: dict[str, list[str]] = {}  # the same words once, whoever they are about
     for run in runs:
-        who = f"{run.name}: " if several else ""
         if run.plan.get("chosen"):
             reason = f", {run.plan['reason']}" if run.plan.get("reason") else ""
-            words.append(f"<p>{escape(who)}<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}.</p>")
-        words += [f'<p class="hint">{escape(who + hint)}</p>' for hint in run.hints]
-    return "".join(words)
+            chosen = f"<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}."
+            words.setdefault(f"<p>{{}}{chosen}</p>", []).append(run.name)
+        for hint in run.hints:
+            words.setdefault(f'<p class="hint">{{}}{escape(hint)}</p>', []).append(run.name)
+    several = len(runs) > 1
+    return "".join(text.replace("{}", f"{escape(', '.join(who))}: " * several, 1) for text, who in words.items())
 
 
 def tiles(run: Run) -> str:

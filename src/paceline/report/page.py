@@ -40,10 +40,9 @@ def render(runs: Sequence[Run]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
     sections = [
-        ("Result", "wide" if several else "", facts.compared(runs) if several else facts.tiles(runs[0])),
+        ("Result", "wide", facts.compared(runs) if several else facts.tiles(runs[0])),
         ("Training", "", "".join(charts(TRAINING, runs))),
-        ("Plan", "", "".join(bars.speedups(i, run, several) for i, run in enumerate(runs))),
-        ("Where a step's time goes", "", bars.times(runs)),
+        ("Speed", "", bars.speedups(runs) + bars.times(runs)),
         ("Machine", "", "".join(charts(MACHINE, runs))),
     ]
     body = "".join(

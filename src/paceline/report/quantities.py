@@ -36,7 +36,14 @@ class Chart:
 TRAINING = (
     Chart("loss", "Loss", "mean over the global batch", "loss", "", "steps", {"loss": "loss"}, from_zero=False),
     Chart(
-        *("accuracy", "Accuracy", "after each epoch; solid: test data, dashed: training data", "{}", "share", "epochs"),
+        *(
+            "accuracy",
+            "Accuracy",
+            "after each epoch; solid: test data, dashed: training data",
+            "{} right",
+            "share",
+            "epochs",
+        ),
         {"test": "test_accuracy", "training": "accuracy"},
         from_zero=False,
     ),
@@ -47,8 +54,8 @@ TRAINING = (
 )
 MACHINE = (
     Chart(
-        *("cpu", "Processors", "solid: the run, 100 % is one core; dashed: the machine, 100 % is all cores", "%", ""),
-        *("usage", {"run": "cpu_percent", "machine": "machine_cpu_percent"}),
+        *("cpu", "Processors", "solid: the run; dashed: the whole machine", "cores busy", ""),
+        *("usage", {"run": "run_cores", "machine": "machine_cores"}),
     ),
     Chart(
         *("memory", "Memory", "solid: the run, shared pages counted once; dashed: in use on the machine", "{}", "B"),

@@ -17,7 +17,7 @@ from paceline.report.record import events
 STEP = ("step", "loss", "weight", "seconds", "compute_seconds", "wait_seconds", "exchange_seconds", "update_seconds")
 EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
 USAGE = (
-    *("cpu_percent", "machine_cpu_percent", "rss_bytes", "pss_bytes", "memory_used_bytes", "swap_used_bytes"),
+    *("run_cores", "machine_cores", "rss_bytes", "pss_bytes", "memory_used_bytes", "swap_used_bytes"),
     *("disk_read_bytes_per_s", "disk_written_bytes_per_s", "net_sent_bytes_per_s", "net_received_bytes_per_s"),
     *("context_switches_per_s", "gpu_percent", "gpu_memory_bytes"),
 )
@@ -99,7 +99,7 @@ def load(folder: Path, name: str = "") -> Run:
         elif kind == "epoch":
             run.epochs.add(time_s, {**event, "step": last_step, **_means(event)})
         elif kind == "usage":
-            run.usage.add(time_s, {**event, **_gpu_sums(event.get("gpus") or [])})
+            run.usage.add(time_s, {**event, **_cores(event), **_gpu_sums(event.get("gpus") or [])})
         elif kind == "join":
             if run.join:
                 run.resumed.append((last_step, time_s))
@@ -139,6 +139,17 @@ def _means(event: Mapping[str, Any]) -> dict[str, float]:
     rows = event.get("rows") or 0
     sums = {"loss": event.get("loss_sum"), "accuracy": event.get("right")}
     return {name: total / rows for name, total in sums.items() if rows and total is not None and name not in event}
+
+
+def _cores(event: Mapping[str, Any]) -> dict[str, float]:
+    """How many cores were busy: percent of one core, and of all of them, on one scale."""
+    run, machine, num_cores = (
+        event.get("cpu_percent"),
+        event.get("machine_cpu_percent"),
+        len(event.get("core_percents") or ()),
+    )
+    found = {"run_cores": run / 100} if run is not None else {}
+    return found | ({"machine_cores": machine / 100 * num_cores} if machine is not None and num_cores else {})
 
 
 def _gpu_sums(gpus: list[Mapping[str, Any]]) -> dict[str, float]:
