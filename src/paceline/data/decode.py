@@ -32,9 +32,10 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def decode(data: bytes, short_side: int | None = SHORT_SIDE) -> Pixels:
-    """*Shapes*: (height, width, 3), upright, the first frame. JPEGs may come 2, 4 or 8 times smaller, but not below ``short_side``.
+    """*Shapes*: (height, width, 3), upright, the first frame; 16-bit grey scaled to 8 bits.
 
-    16-bit grey is scaled to 8 bits. Raises whatever the decoder raises for damaged files.
+    JPEGs may come 2, 4 or 8 times smaller, but not below ``short_side``. Raises whatever the decoder raises
+    for damaged files.
     """
     if not data:
         raise ValueError("the file is empty")
@@ -48,7 +49,7 @@ def decode(data: bytes, short_side: int | None = SHORT_SIDE) -> Pixels:
         except ValueError:
             pass  # it is stricter than Pillow, which has the last word
     with _opened(data) as file:
-        file.draft("RGB", _reduced(*file.size, short_side))
+        file.draft("RGB", _reduced(file.width, file.height, short_side))
         upright = ImageOps.exif_transpose(file) if _ORIENTATION in file.getexif() else file
         return np.array(_to_rgb(upright))
 
@@ -64,7 +65,7 @@ def _is_upright(data: bytes) -> bool:
     if data.find(b"Exif\0\0", 0, 1 << 17) < 0:
         return True
     with _opened(data) as file:
-        return file.getexif().get(_ORIENTATION, 1) == 1
+        return bool(file.getexif().get(_ORIENTATION, 1) == 1)
 
 
 def _reduced(width: int, height: int, short_side: int | None) -> tuple[int, int]:

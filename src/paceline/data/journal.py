@@ -28,7 +28,8 @@ class Journal:
                 break
             self._file.close()
         self._file.seek(0)
-        whole, self.done = 0, []
+        self.done: list[dict[str, Any]] = []
+        whole = 0
         for line in self._file.readlines():
             entry = _parsed(line)
             if entry is None or (not self.done and entry != {"job": job}):

@@ -45,7 +45,8 @@ def permutation(seed: int, epoch: int, size: int) -> Indices:
     bits = np.uint64(size.bit_length())
     words = (words >> bits << bits) | np.arange(size, dtype=np.uint64)
     words.sort()
-    return (words & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+    order: Indices = (words & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+    return order
 
 
 def num_steps(size: int, batch_size: int) -> int:

@@ -85,7 +85,7 @@ def pack(
             )
         train, test = folders.find(root, test_fraction, seed, broken)
         done = _Done(progress, len(paths) - len(broken))
-        parts = {
+        parts: dict[str, dict[str, Any]] = {
             name: {
                 "counts": [len(members) for members in part.values()],
                 "shards": list(_shards(name, part, target, shard_bytes, size, journal, num_threads, done)),
