@@ -97,7 +97,9 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, out: Path | None) ->
             pace.step(batch)
             tally.add(pace.agreement.ballot)
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
-            progress.update(bar, advance=1, total=epochs * batch.num_steps, description=words)
+            progress.update(
+                bar, advance=1, total=epochs * batch.num_steps if batch.num_steps else None, description=words
+            )
             if batch.ends_epoch:
                 accuracy = pace.evaluate(test)
                 pace.record.write("epoch", epoch=batch.epoch, test_accuracy=accuracy, **vars(tally))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from paceline.data import decode
 
@@ -57,8 +58,9 @@ class Pictures:
             except Exception as error:  # decoders of damaged files raise almost anything
                 faults.add(f"- {self.name(index)}: {error}")
 
-        if self._threads > 1 < len(indices):
-            with ThreadPoolExecutor(min(self._threads, len(indices))) as pool:
+        threads = 1 if get_worker_info() else self._threads  # one of several processes has one core
+        if threads > 1 < len(indices):
+            with ThreadPoolExecutor(min(threads, len(indices))) as pool:
                 list(pool.map(place, range(len(indices))))
         else:
             for slot in range(len(indices)):
