@@ -204,19 +204,26 @@ def pack(
     """
     from paceline.data import pack as packing
 
-    columns = TextColumn("packing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, disable=not sys.stdout.isatty()) as progress:
         bar = progress.add_task("packing", total=None)
-        report = packing.pack(
+        made = packing.pack(
             folder,
             out,
             skip_broken=skip_broken,
             size=size,
             test_fraction=test_fraction,
             seed=seed,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+            progress=lambda doing, done, total: progress.update(
+                bar, description=doing, completed=done, total=total
+            ),
         )
-    console.print(str(report))
+    for path, why in made.skipped.items():
+        print(f"left out {path}: {why}", file=sys.stderr)
+    console.print(
+        f"{out}: {made.num_train} images to train on, {made.num_test} to test, {made.num_shards} shards, "
+        f"{made.num_bytes / 1e6:.0f} MB{f', {len(made.skipped)} broken images left out' if made.skipped else ''}"
+    )
 
 
 @app.command()

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from paceline import schedule
 from paceline.contract import Ballot
-from paceline.data import images, sample, shard
+from paceline.data import images, sample
 from paceline.lars import LARS
 from paceline.network import Network, network
 from paceline.session import Pace, join
 from paceline.settings import Settings
 
+GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and everybody else's
 RATES = {"adam": 0.001, "adamw": 0.001}
 
 
@@ -32,14 +33,15 @@ def sources(settings: Settings) -> tuple[Any, Any]:
     """What to train on, and what to test on. Raises ValueError."""
     if settings.data is None:
         return sample.load()
-    load = shard.load if shard.is_packed(Path(settings.data)) else images.load
-    return load(Path(settings.data), settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken)
+    return images.load(
+        settings.data, settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken
+    )
 
 
 def check(settings: Settings) -> None:
     """Raises ValueError for what cannot be trained, before any process is started."""
     net = network(settings.model_name)
-    given = sample.SHAPE if settings.data is None else images.SHAPE
+    given = GREY if settings.data is None else COLOUR
     if net.input and given != net.input:
         remedy = "add --data FOLDER" if settings.data is None else "use --model alexnet"
         raise ValueError(
@@ -101,7 +103,7 @@ def run(settings: Settings) -> dict[str, Any]:
         keep=settings.keep,
     )
     with pace:
-        shape = list(net.input or (sample.SHAPE if settings.data is None else images.SHAPE))
+        shape = list(net.input or (GREY if settings.data is None else COLOUR))
         pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
         if pace.folder:
             pace.restore()

@@ -1,0 +1,224 @@
+"""A folder of images becomes shards: many small files, few large ones, the same training.
+
+First every image is decoded, so that all broken ones are told at once; then their bytes are copied as
+they are, class by class, and the manifest comes last. What is done is in a journal and every file is
+renamed when it is whole, so an interrupted pack goes on where it was and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from array_record.python.array_record_module import ArrayRecordWriter  # type: ignore[import-untyped]
+from PIL import Image
+
+from paceline.data import folder as folders
+from paceline.data import shard
+from paceline.data.decode import decode
+from paceline.data.folder import Part, Progress
+from paceline.data.journal import Journal
+from paceline.data.parallel import in_order
+from paceline.data.pictures import listing
+
+SHARD_BYTES = 256 << 20
+QUALITY = 92  # of images made smaller
+OPTIONS = "group_size:1,uncompressed"  # one hashed block per record; encoded images do not shrink
+
+
+@dataclass
+class Report:
+    """What was packed. ``skipped``: broken files left out, and why."""
+
+    num_train: int
+    num_test: int
+    num_shards: int
+    num_bytes: int
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def pack(
+    folder: Path | str,
+    out: Path | str,
+    *,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    skip_broken: bool = False,
+    size: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Packs what `images.load` would find with the same ``test_fraction`` and ``seed``; call it again to go on.
+
+    ``size``: larger images become JPEGs with this short side, in pixels (training needs 256, or more where
+    crops vary); otherwise training from the shards is that from the folder, to the bit. ``progress`` is called with
+    ("check" | "pack", images done, images). Raises ValueError naming the broken images, and for an ``out`` that
+    holds something else.
+    """
+    root, target, num_threads = Path(folder), Path(out), threads or len(os.sched_getaffinity(0))
+    if size is not None and size < 1:
+        raise ValueError(f"size is the short side in pixels, 1 or more, got {size}; 256 is what training needs")
+    if root.resolve() == target.resolve() or root.resolve() in target.resolve().parents:
+        raise ValueError(f"the shards would lie in the folder they are made of: {target}; choose a place outside")
+    train, test = folders.find(root, test_fraction, seed)
+    paths = sorted(folders.members(train) + folders.members(test))
+    job = folders.digest(root, paths, test_fraction, seed, size, shard_bytes)
+    if (target / shard.MANIFEST).exists():
+        return _already(target, job)
+    if target.is_dir() and not (target / shard.JOURNAL).exists() and any(target.iterdir()):
+        raise ValueError(f"{target} holds something else; choose an empty or a new folder")
+    with Journal(target / shard.JOURNAL, job) as journal:
+        if (target / shard.MANIFEST).exists():  # another process has just finished
+            return _already(target, job)
+        broken = folders.check(root, paths, journal, num_threads, progress)
+        if broken and not skip_broken:
+            faults = {f"- {path.relative_to(root)}: {reason}" for path, reason in broken.items()}
+            raise ValueError(
+                f"{len(broken)} of {len(paths)} images in {root} cannot be read:\n{listing(faults)}\n"
+                f"Remove these files, create them again, or leave them out with skip_broken."
+            )
+        train, test = folders.find(root, test_fraction, seed, broken)
+        done = _Done(progress, len(paths) - len(broken))
+        parts: dict[str, dict[str, Any]] = {
+            name: {
+                "counts": [len(members) for members in part.values()],
+                "shards": list(_shards(name, part, target, shard_bytes, size, journal, num_threads, done)),
+            }
+            for name, part in (("train", train), ("test", test))
+        }
+        manifest: dict[str, Any] = {
+            "format": shard.FORMAT,
+            "version": shard.VERSION,
+            "classes": list(train),
+            "parts": parts,
+            "size": size,
+            "skipped": {str(path.relative_to(root)): reason for path, reason in broken.items()},
+            "job": job,
+        }
+        manifest["hash"] = shard.hash_of(manifest)
+        names = {entry["name"] for part in parts.values() for entry in part["shards"]}
+        for path in target.glob(f"*{shard.SUFFIX}*"):
+            if path.name not in names:  # of an interrupted pack of an earlier state of the folder
+                path.unlink()
+        aside = target / f"{shard.MANIFEST}.part"
+        aside.write_text(json.dumps(manifest, indent=1))
+        _keep(aside, target / shard.MANIFEST)
+        journal.remove()
+    return _report(manifest)
+
+
+def _shards(
+    part_name: str,
+    part: Part,
+    target: Path,
+    shard_bytes: int,
+    size: int | None,
+    journal: Journal,
+    threads: int,
+    done: _Done,
+) -> Iterator[dict[str, Any]]:
+    """Writes what the journal does not know to be written."""
+    whole = {entry["name"]: entry for entry in journal.done if "name" in entry}
+    for number, paths in enumerate(_cut(folders.members(part), shard_bytes)):
+        name = f"{part_name}-{number:05}{shard.SUFFIX}"
+        entry = whole.get(name)
+        if entry is None or not (target / name).exists():
+            entry = {"name": name, **_write(target / name, paths, size, threads, done)}
+            journal.write(**entry)
+        else:
+            done.add(len(paths))
+        yield entry
+
+
+def _cut(paths: Sequence[Path], shard_bytes: int) -> Iterator[list[Path]]:
+    """By the sizes of the files, so that the cuts are known before anything is written."""
+    cut: list[Path] = []
+    total = 0
+    for path in paths:
+        num_bytes = path.stat().st_size
+        if cut and total + num_bytes > shard_bytes:
+            yield cut
+            cut, total = [], 0
+        cut.append(path)
+        total += num_bytes
+    if cut:
+        yield cut
+
+
+def _write(path: Path, images: Sequence[Path], size: int | None, threads: int, done: _Done) -> dict[str, Any]:
+    aside = path.with_name(f"{path.name}.part")
+    writer = ArrayRecordWriter(os.fspath(aside), OPTIONS)
+    try:
+        for data in in_order(lambda image: _encoded(image.read_bytes(), size), images, threads):
+            writer.write(data)
+            done.add(1)
+    finally:
+        writer.close()
+    entry = shard.entry_of(aside)
+    if entry["records"] != len(images):
+        raise OSError(f"{aside} holds {entry['records']} of {len(images)} records; is the disk full?")
+    _keep(aside, path)
+    return entry
+
+
+def _encoded(data: bytes, size: int | None) -> bytes:
+    """As it is, or with a short side of ``size`` where that is smaller."""
+    if size is None:
+        return data
+    with Image.open(io.BytesIO(data)) as header:
+        if min(header.size) <= size:
+            return data
+    image = Image.fromarray(decode(data, size))
+    short = min(image.size)
+    shrunk = image.resize(
+        (round(image.width * size / short), round(image.height * size / short)), Image.Resampling.BILINEAR
+    )
+    buffer = io.BytesIO()
+    shrunk.save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()
+
+
+def _keep(aside: Path, path: Path) -> None:
+    """Renamed when its bytes are on the disk."""
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _already(target: Path, job: str) -> Report:
+    manifest = shard.read_manifest(target)
+    if manifest["job"] != job:
+        raise ValueError(
+            f"{target} holds shards of another folder, of an earlier state of it, or with other settings; "
+            f"choose another place or remove it"
+        )
+    return _report(manifest)
+
+
+def _report(manifest: dict[str, Any]) -> Report:
+    parts, entries = manifest["parts"], [e for part in manifest["parts"].values() for e in part["shards"]]
+    return Report(
+        sum(parts["train"]["counts"]),
+        sum(parts["test"]["counts"]),
+        len(entries),
+        sum(entry["bytes"] for entry in entries),
+        manifest["skipped"],
+    )
+
+
+class _Done:
+    """Counts images for ``progress``."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.total, self.count = progress, total, 0
+
+    def add(self, count: int) -> None:
+        self.count += count
+        if self.progress:
+            self.progress("pack", self.count, self.total)
