@@ -191,7 +191,7 @@ def refused(run, turn, step, number):
         assert f"checkpoint of step {step} to {run}" in text
         needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
         assert f"needs {needed:,} bytes, {shutil.disk_usage(run).free:,} are free" in text
-        assert f"{before.path.name} is whole" in text
+        assert f"{before.path.name} is untouched" in text
         after = read_newest(run)
         assert (after.path, after.state["turn"], after.damaged) == (before.path, before.state["turn"], ())
         assert not [name for name in names(run) if name.endswith((".part", ".old"))]
