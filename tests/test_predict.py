@@ -14,7 +14,8 @@ from paceline.data import sample
 from paceline.elastic.checkpoint import CheckpointError, write
 from paceline.elastic.export import export
 from paceline.models import small
-from paceline.predict import ROWS, network, predict
+from paceline.network import network
+from paceline.predict import ROWS, predict
 
 FACTS = {"model": "small", "classes": list(sample.CLASSES), "input": [1, 28, 28]}
 TINY = """
@@ -237,4 +238,4 @@ def test_no_images_or_no_answers_wanted_is_told(run, pictures, count, top):
 )
 def test_a_wrong_network_is_told(tiny, name, what):
     with pytest.raises(ValueError, match=what):
-        network(name)(3)
+        network(name).build(3)

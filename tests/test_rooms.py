@@ -22,6 +22,8 @@ RULES = {
     "schedule": (),
     "lars": (),
     "scaler": (),
+    "settings": (),
+    "network": ("find",),
     "interrupt": (),
     "world": (),
     "report.record": (),
@@ -45,11 +47,14 @@ RULES = {
         *("exchange.*", "codec.*", "data.*", "report.*", "probe.*", "elastic.*", "plan"),
         *("own", "compare", "resume", "interrupt", "scaler", "world"),
     ),
-    "predict": ("find", "data.*", "elastic.*", "models.*"),
+    "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
-    "train": ("contract", "find", "job", "models.*", "data.*", "report.*", "session"),
-    "": ("contract", "session"),  # the package itself: the public names
+    "train": (
+        *("contract", "find", "job", "models.*", "data.*", "report.*", "session"),
+        *("schedule", "lars", "network", "settings"),
+    ),
+    "": ("contract", "session", "interrupt"),  # the package itself: the public names
     "cli": ("*",),
     "__main__": ("cli",),
 }

@@ -10,13 +10,11 @@ if TYPE_CHECKING:
 __all__ = ["LinkError", "Pace", "Stopped", "__version__", "join"]
 __version__ = "0.2.0"
 
-_HOMES = {"LinkError": "contract", "Stopped": "interrupt", "Pace": "session", "join": "session"}
-
 
 def __getattr__(name: str) -> Any:
     # the command line starts at once: torch is imported by whoever computes
-    if name in _HOMES:
-        import importlib
+    if name in __all__:
+        from paceline import contract, interrupt, session
 
-        return getattr(importlib.import_module(f"paceline.{_HOMES[name]}"), name)
+        return next(getattr(home, name) for home in (session, contract, interrupt) if hasattr(home, name))
     raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -214,9 +214,7 @@ def pack(
             size=size,
             test_fraction=test_fraction,
             seed=seed,
-            progress=lambda doing, done, total: progress.update(
-                bar, description=doing, completed=done, total=total
-            ),
+            progress=lambda doing, done, total: progress.update(bar, description=doing, completed=done, total=total),
         )
     for path, why in made.skipped.items():
         print(f"left out {path}: {why}", file=sys.stderr)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,11 +12,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from paceline import find
 from paceline.data import images as folders
 from paceline.data import sample
 from paceline.elastic.checkpoint import TREE, read, read_newest
 from paceline.elastic.export import load
+from paceline.network import network
 
 ROWS = 32  # images at a time
 COLOUR, GREY = (3, 224, 224), (1, 28, 28)
@@ -67,36 +64,6 @@ def predict(checkpoint: Path, images: Sequence[Path], top: int = 3) -> list[Pred
     return found
 
 
-def network(name: str) -> Callable[[int], nn.Module]:
-    """What makes the network of this name for a number of classes: one of ours, or ``package.module:function``.
-
-    The module is imported from here or the current folder. Raises ValueError.
-    """
-    if ":" not in name:
-        build: Callable[[int], nn.Module] = find.module("models", name).build
-        return build
-    module, _, function = name.partition(":")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        factory: Any = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"cannot get model {name!r}: {error}; accepted: package.module:function with a function of the number of "
-            f"classes, importable in {here} or by PYTHONPATH; or one of {', '.join(find.names('models'))}"
-        ) from error
-    if not callable(factory):
-        raise ValueError(f"model {name!r} is a {type(factory).__name__}, not a function of the number of classes")
-
-    def made(num_classes: int) -> nn.Module:
-        model = factory(num_classes)
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model {name!r} gives a {type(model).__name__}; it must give a torch.nn.Module")
-        return model
-
-    return made
-
-
 def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and facts, all that is needed among them."""
     if path.is_file():
@@ -118,7 +85,7 @@ def _open(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _filled(name: str, num_classes: int, weights: Mapping[str, Tensor], checkpoint: Path) -> nn.Module:
-    model = network(name)(num_classes)
+    model = network(name).build(num_classes)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

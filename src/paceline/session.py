@@ -31,10 +31,12 @@ from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
+from paceline.plan import Plan
 from paceline.probe import examine, layers
 from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
+from paceline.report.usage import Usage
 from paceline.scaler import Scaler
 from paceline.world import World
 
@@ -100,6 +102,7 @@ class Pace:
         self.epoch = self.next_step = self.began = 0
         self._resumed = False
         self._own: OwnStep | None = None
+        self._usage = Usage(self.record).start() if self.record.folder else None
         self._interrupt = Interrupt(self._heard) if folder and not watched else None
         if link:
             atexit.register(_leave, link)
@@ -355,6 +358,8 @@ class Pace:
         self.engine.close()
         if self.link:
             self.link.close()
+        if self._usage:
+            self._usage.stop()
         self.record.close()
 
     def __enter__(self) -> Pace:
@@ -435,6 +440,8 @@ def join(
     folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
     pace.row = row
+    if pace.record.folder and (pace.record.folder / "plan.toml").exists():
+        pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
     pace.record.write(
         "join",
         engine=row,

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +32,7 @@ def sources(settings: Settings) -> tuple[Any, Any]:
     """What to train on, and what to test on. Raises ValueError."""
     if settings.data is None:
         return sample.load()
-    return images.load(
-        settings.data, settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken
-    )
+    return images.load(settings.data, settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken)
 
 
 def check(settings: Settings) -> None:
@@ -124,9 +121,10 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, settings: Settings) 
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
             tally.add(pace.agreement.ballot)
-            done = batch.epoch * batch.num_steps + batch.step + 1
+            steps = batch.num_steps or 1
+            done = batch.epoch * steps + batch.step + 1
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
-            progress.update(bar, completed=done, total=epochs * batch.num_steps, description=words)
+            progress.update(bar, completed=done, total=epochs * steps, description=words)
             if batch.ends_epoch:
                 accuracy = pace.evaluate(test)
                 result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}
