@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -49,7 +49,7 @@ class Batch:
         self.source, self.indices, self.epoch, self.step = source, indices, epoch, step
         self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
         self.weight = float(len(indices))
-        self._ahead: tuple[Seat, Callable[[], Any]] | None = None
+        self._ahead: tuple[Seat, Callable[[Batch], Any]] | None = None
 
     @property
     def next(self) -> Position:
@@ -60,7 +60,7 @@ class Batch:
         """The seat's rows, or None if it has none."""
         start = time.perf_counter()
         is_coming = self._ahead is not None and self._ahead[0] == seat
-        rows = self._ahead[1]() if self._ahead and is_coming else self.fetch(seat)
+        rows = self._ahead[1](self) if self._ahead and is_coming else self.fetch(seat)
         self.wait_s += time.perf_counter() - start
         return rows
 
@@ -74,8 +74,8 @@ class Batch:
         mine: list[int] = self.indices[rows.start : rows.stop].tolist()
         return mine
 
-    def expect(self, seat: Seat, take: Callable[[], Any]) -> None:
-        """``take`` gives this seat's rows, which somebody is fetching already."""
+    def expect(self, seat: Seat, take: Callable[[Batch], Any]) -> None:
+        """``take(batch)`` gives this seat's rows, which somebody is fetching already."""
         self._ahead = seat, take
 
 
@@ -152,7 +152,7 @@ def _by_thread(plain: Iterator[Batch], seat: Seat, ahead: int) -> Iterator[Batch
     pool = ThreadPoolExecutor(1, "paceline feed")
     try:
         for batch in plain:
-            batch.expect(seat, pool.submit(batch.fetch, seat).result)
+            batch.expect(seat, partial(_result, pool.submit(batch.fetch, seat)))
             queue.append(batch)
             if len(queue) > ahead:
                 yield queue.pop(0)
@@ -160,6 +160,10 @@ def _by_thread(plain: Iterator[Batch], seat: Seat, ahead: int) -> Iterator[Batch
         pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(future: Future[Any], batch: Batch) -> Any:
+    return future.result()
 
 
 def _by_processes(
@@ -179,7 +183,7 @@ def _by_processes(
 
     try:
         for number, batch in enumerate(dealt):
-            batch.expect(seat, partial(take, number, batch))
+            batch.expect(seat, partial(take, number))
             yield batch
     except BaseException:
         rows.close()
@@ -207,15 +211,14 @@ def _of_stream(
     try:
         began = time.perf_counter()
         here = next(windows, None)
-        step = start[1]
         while here is not None:
             # reading one window further tells whether this one is the last of its epoch
             following = next(windows, None)
-            epoch, items = here
+            epoch, step, items = here
             ends = following is None or following[0] != epoch
             wait_s = time.perf_counter() - began
             yield Batch(Window(items, stream.collate), np.arange(len(items)), epoch, step, steps, ends, wait_s)
             began = time.perf_counter()
-            here, step = following, 0 if ends else step + 1
+            here = following
     finally:
         windows.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from paceline.data import order
 from paceline.data.dice import Dice
@@ -66,7 +66,7 @@ class Order:
 
 def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int) -> Order:
     """Raises ValueError where the loader's batches are not the job's."""
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    if loader.batch_size is None and loader.batch_sampler is not None:
         return Order(size, batch_size, seed, False, False, loader.batch_sampler, True)
     check_batch_size(loader, batch_size)
     sampler: Any = loader.sampler

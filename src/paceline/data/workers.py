@@ -35,6 +35,7 @@ class Rows:
             batch_size=None,
             sampler=requests,
             num_workers=num_processes,
+            generator=torch.Generator(),  # not the global one, which is the training's
             collate_fn=_as_is if _has_room() else _to_pipe,
             **settings,
         )
@@ -44,7 +45,11 @@ class Rows:
     def __next__(self) -> Any:
         if self._rows is None:
             raise StopIteration
-        return _from_pipe(next(self._rows))
+        try:
+            return _from_pipe(next(self._rows))
+        except BaseException:
+            self.close()
+            raise
 
     def has(self, number: int) -> bool:
         """Whether the rows of this request are here or will come."""
@@ -58,6 +63,9 @@ class Rows:
 
     def close(self) -> None:
         """Ends the processes."""
+        # a traceback may hold the iterator, whose own end would come too late
+        if shut_down := getattr(self._rows, "_shutdown_workers", None):
+            shut_down()
         self._rows = None
 
 
@@ -89,7 +97,7 @@ class Seeded(Dataset[Any]):
 
 
 class Windows(IterableDataset[Any]):
-    """(epoch, samples) of every global batch of a stream. Resuming reads what was used before and drops it."""
+    """(epoch, step, samples) of every global batch of a stream. Resuming reads what was used before and drops it."""
 
     def __init__(
         self, stream: Stream, seed: int, batch_size: int, start: tuple[int, int], epochs: int, drop_last: bool
@@ -97,12 +105,13 @@ class Windows(IterableDataset[Any]):
         self.stream, self.seed, self.batch_size = stream, seed, batch_size
         self.start, self.epochs, self.drop_last = start, epochs, drop_last
 
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
         for epoch in range(self.start[0], self.epochs):
+            step = self.start[1] if epoch == self.start[0] else 0
             dice = Dice(self.seed, epoch)
             with dice:
                 items = self.stream.items(epoch)
-                used = self.start[1] * self.batch_size if epoch == self.start[0] else 0
+                used = step * self.batch_size
                 found = sum(1 for _ in zip(range(used), items, strict=False))
             if found <= used - self.batch_size:
                 raise ValueError(
@@ -115,7 +124,8 @@ class Windows(IterableDataset[Any]):
                     window = [item for _, item in zip(range(self.batch_size), items, strict=False)]
                 found += len(window)
                 if len(window) == self.batch_size or (window and not self.drop_last):
-                    yield epoch, window
+                    yield epoch, step, window
+                step += 1
             if found < (self.batch_size if self.drop_last else 1):
                 raise ValueError(f"the stream gave {found} samples in epoch {epoch}; one batch is the least")
 
