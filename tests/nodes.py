@@ -152,7 +152,9 @@ class Rank:
         self.engine = Engine()
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
-        self.exchange.open(self.engine.specs, link, parse("codec", codec), -(-batch // link.size))
+        self.exchange.open(
+            self.engine.specs, link, parse("codec", codec), -(-batch // link.size), absorbs=self.engine.absorbs
+        )
         seat = Seat(link.rank, link.size, shares=shares)
         self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
 

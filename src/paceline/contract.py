@@ -178,6 +178,7 @@ class Engine:
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
     buffers: Sequence[Tensor] = ()
+    absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
 
     def open(
@@ -298,7 +299,16 @@ class Exchange:
     uses_codec = True
     link: Link
 
-    def open(self, specs: Sequence[Spec], link: Link, codec: Codec, rows: int = 1, seed: int = 0) -> None:
+    def open(
+        self,
+        specs: Sequence[Spec],
+        link: Link,
+        codec: Codec,
+        rows: int = 1,
+        seed: int = 0,
+        absorbs: bool = False,
+    ) -> None:
+        """``absorbs``: the engine's optimizer takes factors, so that they pay even where nothing is sent."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:

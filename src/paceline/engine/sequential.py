@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import Agreement, Ballot, Piece, Rule
 from paceline.engine.backward import Backward
-from paceline.engine.update import Factored, finish, takes_factors
+from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
 
@@ -38,6 +38,8 @@ class Engine(contract.Engine):
         loss: Callable[..., Any],
         metric: Callable[..., Any] | None = None,
     ) -> None:
+        refuse_closures(optimizer)
+        self.absorbs = takes_factors(optimizer)
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.backward = Backward(model)
@@ -108,7 +110,9 @@ class Engine(contract.Engine):
         if takes_factors(self.optimizer):
             factored.append(Factored(parameter, left, right))
             return
-        product = self._products.setdefault(id(parameter), torch.empty_like(parameter))
+        product = self._products.get(id(parameter))
+        if product is None:
+            product = self._products[id(parameter)] = torch.empty_like(parameter, requires_grad=False)
         parameter.grad = torch.mm(left.T, right, out=product)
         dense.append(parameter)
 
