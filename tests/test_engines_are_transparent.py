@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
-from paceline.engine.processes import ELEMENTWISE
 from paceline.engine.sequential import Engine as Sequential
+from paceline.engine.shares import ELEMENTWISE
 from paceline.engine.threads import Engine as Threads
 
 HERE = Path(__file__).parent
+PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
 START = (
     "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[3:], sys.argv[1], int(sys.argv[2])))"
 )
@@ -33,7 +34,7 @@ def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
         timeout=100,

@@ -177,7 +177,6 @@ class Engine:
     specs: tuple[Spec, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
-    buffers: Sequence[Tensor] = ()
     absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
 
@@ -189,6 +188,16 @@ class Engine:
         metric: Callable[..., Any] | None = None,
     ) -> None:
         raise NotImplementedError
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The model's buffers as they are now: forward may have put other tensors in their place."""
+        raise NotImplementedError
+
+    @property
+    def division(self) -> str:
+        """How the optimizer's work is divided on this node: "one process", "slices" or "whole tensors"."""
+        return "one process"
 
     def relay(self, exchange: Exchange) -> Exchange:
         """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
@@ -209,6 +218,14 @@ class Engine:
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's whole ``state_dict``. Every process of the node must call it."""
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes a whole ``state_dict``, the same on every process of the node."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -149,9 +149,8 @@ class Leader(_Relay):
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.exchange.spread(tensors)
-        for tensor in tensors:
-            if (place := self.places.twin(tensor)) is not None:
-                place.copy_(tensor)
+        for tensor, place in self.places.twins(tensors):
+            place.copy_(tensor)
         self.crew.barrier("spreading")
         self.crew.barrier("spreading")
 
@@ -204,9 +203,8 @@ class Follower(_Relay):
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.crew.barrier("spreading")
-        for tensor in tensors:
-            if (place := self.places.twin(tensor)) is not None:
-                tensor.copy_(place)
+        for tensor, place in self.places.twins(tensors):
+            tensor.copy_(place)
         self.crew.barrier("spreading")
 
     def rebuild(self, link: contract.Link) -> None:
@@ -251,7 +249,7 @@ class _Inbox:
                     if kind == b"p":
                         self.mark(key.data, *struct.unpack("<Ii", body))
                     else:
-                        assert kind == b"v", kind
+                        crew.check(key.data, kind, b"v", "computing the step")
                         self.ballots[key.data] = Ballot.unpack(body)
                         eyes.unregister(key.fileobj)
 

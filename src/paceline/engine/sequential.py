@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import Agreement, Ballot, Piece, Rule
 from paceline.engine.backward import Backward
+from paceline.engine.buffers import solidify
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
@@ -39,13 +40,17 @@ class Engine(contract.Engine):
         metric: Callable[..., Any] | None = None,
     ) -> None:
         refuse_closures(optimizer)
+        solidify(model)
         self.absorbs = takes_factors(optimizer)
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.backward = Backward(model)
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
-        self.buffers = list(model.buffers())
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return list(self.model.buffers())
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
@@ -133,6 +138,12 @@ class Engine(contract.Engine):
 
     def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
     def close(self) -> None:
         self.backward.close()
