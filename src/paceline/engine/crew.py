@@ -26,6 +26,7 @@ KINDS = {
     b"b": "a barrier",
     b"f": "the forms of pieces",
     b"g": "adding numbers up",
+    b"h": "joining",
     b"m": "sharing memory",
     b"p": "a piece of the gradient",
     b"s": "gathering the optimizer's state",
@@ -45,10 +46,15 @@ class Crew:
         self.lines: dict[int, socket.socket] = {}
         address = f"\0paceline-{name}"
         end = time.monotonic() + JOIN_S
-        if rank == 0:
-            self._gather(address, end)
-        else:
-            self._reach(address, end)
+        try:
+            if rank == 0:
+                self._gather(address, end)
+            else:
+                self._reach(address, end)
+            self._welcome()
+        except BaseException:
+            self.close()
+            raise
         for line in self.lines.values():
             line.settimeout(PATIENCE_S)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
@@ -126,11 +132,21 @@ class Crew:
         self.lines[0] = line
         self.send(0, b"h", HELLO.pack(self.rank, self.size))
 
+    def _welcome(self) -> None:
+        """All are here and the door is closed: only now may anyone go on, or a next join would meet this one."""
+        if self.rank == 0:
+            for peer in self.lines:
+                self.send(peer, b"h")
+        else:
+            self.lines[0].settimeout(2 * JOIN_S)
+            self.expect(0, b"h", "joining")
+
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
         try:
             self.lines[peer].send(kind + body)
         except OSError as error:
-            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node ({error})") from None
+            why = f"local rank {self.rank} lost local rank {peer} of this node ({error})"
+            raise self._lost(self._last_word(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
         """(kind, body). Raises CrewError when the other end died, gave up, or says nothing for PATIENCE_S."""
@@ -142,6 +158,8 @@ class Crew:
             message, files, _, _ = socket.recv_fds(self.lines[peer], MESSAGE_BYTES, num_files)
         except OSError as error:
             message, files, why = b"", [], str(error)
+            if isinstance(error, ConnectionResetError) and (word := self._last_word(peer)):
+                raise self._lost(word) from None
         else:
             why = "its process ended"
         if not message:
@@ -149,6 +167,16 @@ class Crew:
         if message[:1] == b"E":
             raise CrewError(message[1:].decode())
         return message[:1], message[1:], files
+
+    def _last_word(self, peer: int) -> str:
+        """Why the other end gave up, if it said so: a reset comes before what was said."""
+        line = self.lines[peer]
+        line.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while message := line.recv(MESSAGE_BYTES):
+                if message[:1] == b"E":
+                    return message[1:].decode()
+        return ""
 
     def expect(self, peer: int, kind: bytes, doing: str) -> bytes:
         got, body = self.recv(peer, doing)

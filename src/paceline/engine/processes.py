@@ -56,24 +56,25 @@ class Engine(sequential.Engine):
                 f"{size}; start the script with: paceline run --engine processes:{self.num_processes} SCRIPT"
             )
         self.seat = (rank, size)
+        node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
+        self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
         self._cpus = os.sched_getaffinity(0)
         self._mine, self.num_threads = cores.share(rank, size, self._cpus)
         cores.move(self._cpus, self._mine)
         try:
             super().open(model, optimizer, loss, metric)
-            self._join(rank, size)
+            self._share()
         except BaseException:
+            self.crew.close()
             cores.move(self._mine, self._cpus)
             raise
 
-    def _join(self, rank: int, size: int) -> None:
-        node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
-        self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
+    def _share(self) -> None:
         parameters = self.backward.parameters
         self.places = Places(self.crew, self.specs, {name: parameters[name] for name in self.names}, self.buffers)
         for name in self.names:
             shared = self.places.weight(name)
-            if rank == 0:
+            if self.seat[0] == 0:
                 shared.copy_(parameters[name].data)
             parameters[name].data = shared
         self.weights = [parameters[name].data for name in self.names]
