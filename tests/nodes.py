@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline import contract
 from paceline.contract import Exchange, Link
 from paceline.data.order import Seat
 from paceline.engine.sequential import Engine
@@ -146,13 +147,16 @@ class Rank:
         loss: Callable[..., Any] = F.cross_entropy,
         rejoin: Callable[[Any], Any] = lambda seat: seat,
         batch: int = 24,
+        engine: contract.Engine | None = None,
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
-        self.engine = Engine()
+        self.engine = engine or Engine()
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
-        self.exchange.open(self.engine.specs, link, parse("codec", codec), -(-batch // link.size))
+        self.exchange.open(
+            self.engine.specs, link, parse("codec", codec), -(-batch // link.size), absorbs=self.engine.absorbs
+        )
         seat = Seat(link.rank, link.size, shares=shares)
         self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
 

@@ -72,7 +72,7 @@ class Pace:
             compare(link, job, engine, exchange, codec)
         rows = -(-job.batch_size // world.num_nodes)
         if world.local_rank == 0:
-            exchange.open(engine.specs, link or _alone(), codec, rows, job.seed)
+            exchange.open(engine.specs, link or _alone(), codec, rows, job.seed, engine.absorbs)
         else:
             exchange.link = contract.Link()
             exchange.link.size = world.num_nodes

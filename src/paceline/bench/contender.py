@@ -34,7 +34,7 @@ def mlp(num_classes: int) -> nn.Module:
 def made(name: str, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     if name == "mlp":
-        model, shape = mlp(CLASSES), (64,)
+        model, shape = mlp(CLASSES), tuple[int, ...]((64,))
     else:
         from paceline.network import network
 

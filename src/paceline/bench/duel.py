@@ -76,7 +76,7 @@ class Duel:
     def memory(self, more: str, less: str, what: str = "peak_bytes") -> float:
         """Median bytes of ``less`` over those of ``more``."""
         one, other = (statistics.median(getattr(t, what) for t in self.turns[name]) for name in (less, more))
-        return one / other
+        return float(one / other)
 
 
 def fight(
@@ -109,7 +109,9 @@ def turn(contender: Contender, model: str, batch: int, steps: int) -> Turn:
         code = local.start(command, engine, environment=environment)
         said = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if code or not said:
-        raise ValueError(f"{contender.name} failed on {model} with batch {batch} (exit code {code}); its error is above")
+        raise ValueError(
+            f"{contender.name} failed on {model} with batch {batch} (exit code {code}); its error is above"
+        )
     return Turn(
         max(one["step_s"] for one in said),
         said[0]["loss"],

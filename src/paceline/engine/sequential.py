@@ -20,8 +20,9 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
 from paceline.engine import randomness
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, judged, leaves, mapped, split, target
+from paceline.engine.buffers import solidify
 from paceline.engine.numerics import Numerics
-from paceline.engine.update import Factored, finish, takes_factors
+from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
 
@@ -45,6 +46,9 @@ class Engine(contract.Engine):
         loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
+        refuse_closures(optimizer)
+        solidify(model)
+        self.absorbs = takes_factors(optimizer) and self.numerics.precision == "fp32"
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.numerics.prepare(model, optimizer)
@@ -52,7 +56,10 @@ class Engine(contract.Engine):
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
         self.device = self.weights[0].device
-        self.buffers = list(model.buffers())
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return list(self.model.buffers())
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
@@ -158,7 +165,9 @@ class Engine(contract.Engine):
         if takes_factors(self.optimizer):
             factored.append(Factored(parameter, left, right))
             return
-        product = self._products.setdefault(id(parameter), torch.empty_like(parameter))
+        product = self._products.get(id(parameter))
+        if product is None:
+            product = self._products[id(parameter)] = torch.empty_like(parameter, requires_grad=False)
         parameter.grad = torch.mm(left.T, right, out=product)
         dense.append(parameter)
 
