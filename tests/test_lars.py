@@ -1,5 +1,7 @@
 """LARS is its equation, does not mind the size of a gradient, and is plain SGD where it has no layers."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from paceline.lars import LARS
 
 
 def parameter(*shape, seed=0, dtype=torch.float64):
-    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
 
 
 def gradient(p, seed):
@@ -130,7 +132,7 @@ def test_resumes_bit_by_bit():
     with torch.no_grad():
         q.copy_(p)
     again = LARS([q], lr=9.0)
-    again.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(2, 5):
         p.grad, q.grad = gradient(p, step), gradient(p, step)
         optimizer.step()

@@ -48,8 +48,8 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         active = self.preactivation(x)
-        shortcut: torch.Tensor = self.shortcut(active if self.widens else x)
-        return shortcut + self.residual(active)
+        output: torch.Tensor = self.shortcut(active if self.widens else x) + self.residual(active)
+        return output
 
 
 def _stage(num_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
