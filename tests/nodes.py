@@ -15,6 +15,7 @@ from paceline.contract import Exchange, Link
 from paceline.data.order import Seat
 from paceline.engine.sequential import Engine
 from paceline.find import parse
+from paceline.lars import LARS
 from paceline.loop import Loop
 from paceline.report.record import Record
 
@@ -107,6 +108,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "lars": lambda p: LARS(p, lr=1.0, trust=0.05, weight_decay=0.01),
 }
 
 

@@ -1,5 +1,7 @@
 """LARS is its equation, does not mind the size of a gradient, and is plain SGD where it has no layers."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from paceline.lars import LARS
 
 
 def parameter(*shape, seed=0, dtype=torch.float64):
-    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+    return nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype))
 
 
 def gradient(p, seed):
@@ -32,6 +34,7 @@ def test_three_steps_in_closed_form(shape, decay, momentum):
         w = w - lr * buffer
         torch.testing.assert_close(p.detach(), w, rtol=1e-13, atol=1e-15)
         assert torch.equal(g, kept), "the gradient is the caller's"
+    assert bool(optimizer.state) == bool(momentum)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 0.5, 3.0, 1e6])
@@ -84,10 +87,10 @@ def test_a_norm_of_zero_means_a_trust_of_one(zero_weight, zero_gradient, eps):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_norms_beyond_sixteen_bits_are_safe(dtype):
-    # 256 * 256 values of 300: the norm, 76,800, is beyond float16; the sum of squares far beyond
+    # 256 * 256 values of 300: both norms, 76,800, are beyond float16
     p, exact = (nn.Parameter(torch.full((256, 256), 300.0, dtype=d)) for d in (dtype, torch.float64))
     for q in (p, exact):
-        q.grad = torch.full_like(q, 4.0)
+        q.grad = torch.full_like(q, 300.0)
         LARS([q], lr=1.0, trust=0.5, weight_decay=0.0).step()
     torch.testing.assert_close(p.detach().double(), exact.detach(), rtol=0.01, atol=0)
 
@@ -130,7 +133,7 @@ def test_resumes_bit_by_bit():
     with torch.no_grad():
         q.copy_(p)
     again = LARS([q], lr=9.0)
-    again.load_state_dict(optimizer.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for step in range(2, 5):
         p.grad, q.grad = gradient(p, step), gradient(p, step)
         optimizer.step()

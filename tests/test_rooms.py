@@ -55,6 +55,7 @@ RULES = {
         *("schedule", "lars", "network", "settings"),
     ),
     "": ("contract", "session", "interrupt"),  # the package itself: the public names
+    "bench*": ("network", "launch.*", "plan", "probe.*", "bench.*", ""),
     "cli": ("*",),
     "__main__": ("cli",),
 }

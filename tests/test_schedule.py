@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -95,8 +96,8 @@ def test_rises_to_the_target_meets_it_exactly_and_never_rises_again(decay, warmu
         return
     found = rates(total + 3, warmup_steps=warmup, decay=decay, total_steps=total, start=start)
     assert found[warmup] == PEAK
-    assert all(a < b for a, b in zip(found[:warmup], found[1 : warmup + 1], strict=True))
-    assert all(a >= b for a, b in zip(found[warmup:], found[warmup + 1 :], strict=False))
+    assert all(a < b for a, b in pairwise(found[: warmup + 1]))
+    assert all(a >= b for a, b in pairwise(found[warmup:]))
     assert min(found) >= 0
 
 

@@ -3,8 +3,8 @@
 trust = c |w| / (|g| + decay |w| + eps), buffer = momentum buffer + trust (g + decay w), w = w - lr buffer
 
 *Use*: global batches of thousands, with warm-up and the "poly" decay (`schedule`). *Start*: the learning rate is of
-another scale than SGD's; the paper has 2 to 15. *Clashes with*: weights of which a process holds only slices, since
-their norms are needed.
+another scale than SGD's: at 1 and trust 0.001 a gradient moves a layer by a thousandth of its norm. *Clashes with*:
+weights of which a process holds only slices, since their norms are needed.
 
 *Source*: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", arXiv 1708.03888 (2017).
 We differ: the learning rate is outside the momentum, as in torch.optim.SGD, so its changes need no correction; biases

@@ -48,9 +48,8 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         active = self.preactivation(x)
-        shortcut: torch.Tensor = self.shortcut(active if self.widens else x)
-        residual: torch.Tensor = self.residual(active)
-        return shortcut + residual
+        output: torch.Tensor = self.shortcut(active if self.widens else x) + self.residual(active)
+        return output
 
 
 def _stage(num_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
@@ -61,14 +60,14 @@ def _stage(num_in: int, width: int, depth: int, stride: int) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def network(depths: Sequence[int], num_classes: int, widths: Sequence[int] = WIDTHS) -> nn.Sequential:
-    """``depths``: blocks per stage, as many as ``widths``. (n, 3, h, w) images to (n, num_classes) logits."""
+def network(depths: Sequence[int], num_classes: int) -> nn.Sequential:
+    """``depths``: blocks in each of the four stages. (n, 3, h, w) images to (n, num_classes) logits."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    layers["conv1"] = nn.Conv2d(3, widths[0], 7, stride=2, padding=3)
+    layers["conv1"] = nn.Conv2d(3, WIDTHS[0], 7, stride=2, padding=3)
     layers["pool1"] = nn.Sequential(nn.ZeroPad2d(1), nn.MaxPool2d(3, stride=2))
-    num_in = widths[0]
-    for index, (width, depth) in enumerate(zip(widths, depths, strict=True)):
-        stride = 1 if index == len(widths) - 1 else 2
+    num_in = WIDTHS[0]
+    for index, (width, depth) in enumerate(zip(WIDTHS, depths, strict=True)):
+        stride = 1 if index == len(WIDTHS) - 1 else 2
         layers[f"conv{index + 2}"] = _stage(num_in, width, depth, stride)
         num_in = 4 * width
     layers["norm"] = _norm(num_in)

@@ -1,8 +1,8 @@
-"""ResNet-50 version 2 for 224x224 colour images: 16 blocks that normalise first, 25,613,800 parameters at 1000 classes.
+"""ResNet-50 version 2 for 224x224 colour images: 16 blocks that normalise first, 25,613,800 parameters.
 
-Layers: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016), as Keras
-has them; the parameters are counted as Keras counts, with moving means and variances. Learning rate: 0.1 per 256
-images, Goyal et al., arXiv 1706.02677 (2017); batch size and number of epochs are our own choice.
+Layers: He, Zhang, Ren and Sun, "Identity Mappings in Deep Residual Networks", arXiv 1603.05027 (2016), in Keras's
+form; parameters are counted as Keras does, at 1000 classes and with moving means and variances. Learning rate: 0.1
+per 256 images, Goyal et al., arXiv 1706.02677 (2017); batch size and number of epochs are our own choice.
 """
 
 from torch import nn
