@@ -318,6 +318,31 @@ def list_() -> None:
             print(f"{room:10}{name:14}{find.describe(room, name)}")
 
 
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="local: this machine against torch by hand and DDP.")],
+    only: Annotated[str | None, typer.Option(help="Tasks, separated by commas; see the record's table.")] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 7,
+    out: Annotated[Path | None, typer.Option(help="Folder for the record.")] = None,
+) -> None:
+    """The benchmark suite: contenders by turns in fresh processes, kept as a record.
+
+    Example: paceline bench local --only exact,factors --out benchmarks/mine
+    """
+    from paceline.bench import local as suites
+
+    if suite != "local":
+        raise ValueError(f"no suite named {suite!r}; known: local")
+    with Console(stderr=True).status("measuring") as status:
+        findings = suites.run(only.split(",") if only else [], rounds, status.update)
+    for finding in findings:
+        mark = "reached" if finding.reached else "NOT reached"
+        console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
+    if out:
+        suites.write(findings, rounds, out)
+        console.print(f"record: {out}")
+
+
 def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -> Plan:
     """The plan asked for: a file's, a row by itself, the one kept for this command, or a new one."""
     if wanted != "auto":
@@ -325,7 +350,7 @@ def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -
     screen = Console(stderr=quiet, highlight=False, soft_wrap=True)
     machine = survey()
     if not quiet:
-        screen.print(str(machine))
+        screen.print(f"machine: {machine}, torch {importlib.metadata.version('torch')}")
     made, stale = planning.cached(command, fidelity, machine)
     if stale:
         screen.print(stale)

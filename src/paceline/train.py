@@ -81,7 +81,14 @@ def run(settings: Settings) -> dict[str, Any]:
     optimizer = make_optimizer(settings, net, model, batch_size)
     steps = -(-len(train) // batch_size)
     scheduler = schedule.make(
-        optimizer, warmup_steps=round(settings.warmup * steps), decay=settings.decay, total_steps=epochs * steps
+        optimizer,
+        warmup_steps=round(settings.warmup * steps),
+        decay=settings.decay,
+        total_steps=epochs * steps,
+        # from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
+        start=min(1.0, schedule.scaled(1.0, net.batch_size, batch_size, settings.lr_scaling))
+        if settings.lr_scaling != "none"
+        else None,
     )
     pace = join(
         model,
@@ -120,6 +127,9 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, settings: Settings) 
         bar, tally = progress.add_task("first step", total=None), Tally()
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
+            if os.environ.get("PACELINE_FIRST_STEP") and pace.leader:
+                print(time.time())
+                sys.exit(0)
             tally.add(pace.agreement.ballot)
             steps = batch.num_steps or 1
             done = batch.epoch * steps + batch.step + 1
