@@ -25,7 +25,7 @@ from paceline.probe.trial import Trial, measure, merge
 __all__ = ["Plan", "Row", "cached", "confirm", "fingerprint", "make", "store", "table"]
 
 LEAST_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
-PROFILE_SHARE = 1 / 3
+PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
 PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
 MAX_ROUNDS = 4  # of timing the top two by turns
@@ -52,7 +52,8 @@ def make(
     start = time.monotonic()
     machine = survey()
     show("profiling")
-    profile = take(command, fidelity, (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE, machine)
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
+    profile = take(command, fidelity, profile_s, machine)
     facts = profile.facts if profile else Facts()
     if profile and not thorough and not rows and (found := shelf.by_fingerprint(profile.fingerprint, machine)):
         store(found, command, machine)

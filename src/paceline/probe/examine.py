@@ -101,10 +101,11 @@ class _Examination:
             self._together(copies, [one for one in settings if one.copies > 1])
         finally:
             copies.close()
-        for one in settings:
-            if one.copies == 1 and (self.spent < 1 or one == base):
-                self._alone(one)
         self._alone(base)
+        for one in settings:
+            scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
+            if one.copies == 1 and not scaled and self.spent < 1:
+                self._alone(one)
         num_calls = self.layers.num_calls if self.layers else 0
         return Profile(
             facts,
@@ -126,7 +127,8 @@ class _Examination:
 
     def _facts(self) -> Facts:
         job = self.job
-        layers = Layers(job.model, lambda: job.compute(job.batch), (), set())
+        few = max(1, job.rows // 8)
+        layers = Layers(job.model, lambda: job.compute(part(job.batch, few, job.rows)), (), set())
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         gradients = sum(p.nbytes for p in trainable)
         states = 0 if type(job.optimizer) is torch.optim.SGD else 1
@@ -137,12 +139,18 @@ class _Examination:
             self.device,
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
             any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
-            "fused" in groups[0] and not any(group["fused"] for group in groups),
+            self._can_fuse(gradients),
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
             states * gradients,
-            2 * layers.input_bytes,
+            2 * layers.input_bytes * job.rows // few,
         )
+
+    def _can_fuse(self, gradient_bytes: int) -> bool:
+        """Where the optimizer offers it, does not do it yet, and factors leave it something to do."""
+        groups = self.job.optimizer.param_groups
+        offered = "fused" in groups[0] and not any(group["fused"] for group in groups)
+        return offered and 2 * self._dense_bytes() > gradient_bytes
 
     def _settings(self, facts: Facts) -> list[Setting]:
         """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
@@ -232,7 +240,8 @@ class _Examination:
     def _updates(self, facts: Facts) -> dict[str, float]:
         """The engine's own update, on made-up pieces; learning rates are zero meanwhile, and nothing is kept."""
         found = {}
-        kinds = [""] + ["factors"] * self.absorbs + ["fused"] * facts.can_fuse
+        rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
+        kinds = ["factors"] * self.absorbs + [""] * (rounds or not self.absorbs) + ["fused"] * facts.can_fuse
         for threads in sorted({1, self.cores}):
             torch.set_num_threads(threads)
             for kind in kinds:
@@ -272,12 +281,14 @@ class _Examination:
 
 
 def _passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
-    """One to warm up, then as many as the time allows; the first itself where it has taken it all."""
+    """One to warm up, then as many as the time allows, and one at least unless it would take far too long."""
     start = time.perf_counter()
     first = once()
     found: list[Any] = []
-    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < limit_s:
+    allowed_s = 4 * limit_s
+    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < allowed_s:
         found.append(once())
+        allowed_s = limit_s
     return found or [first]
 
 

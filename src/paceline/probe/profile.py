@@ -78,9 +78,7 @@ class Profile:
         aside.replace(path)
 
 
-def take(
-    command: Sequence[str], level: str, budget_s: float, machine: Machine, engines: Sequence[str] = ()
-) -> Profile | None:
+def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> Profile | None:
     """Profiles ``command`` (what follows `paceline run`); None where the model cannot be profiled.
 
     Raises ValueError where the command itself fails: no row would fare better.
