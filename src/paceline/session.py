@@ -26,7 +26,7 @@ from paceline.data.order import Seat
 from paceline.find import find, parse
 from paceline.job import Job
 from paceline.loop import Loop
-from paceline.probe import examine, layers
+from paceline.probe import examine, layers, shelf
 from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
@@ -120,6 +120,8 @@ class Pace:
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
         self.form = examine.asked()
+        if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
+            print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
         self.epochs = 0
         self.record = Record(folder if self.leader and not self.stopwatch else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
@@ -188,7 +190,16 @@ class Pace:
 
         steps = self.epochs * getattr(batch, "num_steps", 0)
         what = examine.Examined(
-            job.model, job.optimizer, self.engine, compute, rows, int(batch.weight), steps, job.clip, input_s
+            job.model,
+            job.optimizer,
+            self.engine,
+            compute,
+            rows,
+            int(batch.weight),
+            job.batch_size,
+            steps,
+            job.clip,
+            input_s,
         )
         examine.answer(form, what)
 
