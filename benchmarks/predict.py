@@ -70,9 +70,9 @@ def residual(blocks: int = 6, width: int = 64) -> tuple[Any, tuple[int, ...]]:
 
 def compare(job: str, budget_s: float, timed_s: float, wanted: list[str]) -> list[dict[str, Any]]:
     command, machine = [__file__, "--job", job], survey()
-    profile = take(command, "rounded", budget_s, machine)
+    profile, unknown = take(command, "rounded", budget_s, machine)
     if profile is None:
-        raise SystemExit(f"{job} could not be profiled")
+        raise SystemExit(f"{job}: {unknown}")
     rows = wanted or candidates("rounded", machine, profile.facts, ENGINES)
     print(f"\n{job}: profiled in {profile.spent_s:.1f} s")
     found = []

@@ -74,10 +74,17 @@ def test_another_script_is_noticed(command, tmp_path):
     assert shelf.cached(command, "exact", MACHINE) == (None, "the cached plan is stale: the script has changed")
 
 
-def test_another_model_is_noticed_and_the_entry_forgotten(command):
-    shelf.store(PLAN, command, MACHINE)
-    assert shelf.confirm(PLAN, "feed", command) == ""
-    assert "another model, optimizer or batch size" in shelf.confirm(PLAN, "food", command)
+def test_another_model_is_noticed_and_the_entry_forgotten(command, monkeypatch):
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    assert shelf.confirm(network, optimizer, 8) == "", "nothing was promised"
+    plan = dataclasses.replace(PLAN, fingerprint=mark(network))
+    shelf.store(plan, command, MACHINE)
+    for name, value in shelf.promise(plan, command).items():
+        monkeypatch.setenv(name, value)
+    assert shelf.confirm(network, optimizer, 8) == ""
+    assert shelf.cached(command, "exact", MACHINE) == (plan, "")
+    assert "another model, optimizer or batch size" in shelf.confirm(network, optimizer, 9)
     assert shelf.cached(command, "exact", MACHINE) == (None, "")
 
 

@@ -204,7 +204,8 @@ def test_a_script_that_does_not_get_on_is_ended_whatever_it_ignores(script, tmp_
 
 def test_an_interrupted_trial_leaves_no_process(script, tmp_path):
     """Ctrl-C in the measuring process, in the middle of a trial that would not end by itself."""
-    code = f"from paceline.probe.trial import measure; measure([{script(HANGS)!r}, {str(tmp_path / 'pid')!r}], 'threads:1')"
+    command = [script(HANGS), str(tmp_path / "pid")]
+    code = f"from paceline.probe.trial import measure; measure({command!r}, 'threads:1')"
     planner = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
     while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):

@@ -85,7 +85,7 @@ def test_a_wrong_file_is_told_what_is_wrong(text, told, tmp_path):
 
 
 def test_no_file_is_told_by_name(tmp_path):
-    with pytest.raises(ValueError, match="cannot read the plan .*none.toml"):
+    with pytest.raises(ValueError, match=r"cannot read the plan .*none\.toml"):
         Plan.read(tmp_path / "none.toml")
 
 

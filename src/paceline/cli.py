@@ -352,8 +352,10 @@ def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -
     if not quiet:
         screen.print(f"machine: {machine}, torch {importlib.metadata.version('torch')}")
     made, stale = planning.cached(command, fidelity, machine)
+    if made:
+        os.environ.update(planning.promise(made, command))
     if stale:
-        screen.print(stale)
+        screen.print(f"{stale}; measuring again")
     if made is None:
         with Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)

@@ -18,14 +18,14 @@ from paceline.probe.predict import predicted_s
 from paceline.probe.profile import Profile, take
 from paceline.probe.rows import BASELINE, Facts, allowed, candidates, needed_bytes
 from paceline.probe.sheet import Plan, Row, table
-from paceline.probe.shelf import cached, confirm, fingerprint, store
+from paceline.probe.shelf import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.probe.survey import Machine, survey
 from paceline.probe.trial import Trial, measure, merge
 
-__all__ = ["Plan", "Row", "cached", "confirm", "fingerprint", "make", "store", "table"]
+__all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
 
 LEAST_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
-PROFILE_SHARE = 1 / 3
+PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
 PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
 MAX_ROUNDS = 4  # of timing the top two by turns
@@ -52,9 +52,10 @@ def make(
     start = time.monotonic()
     machine = survey()
     show("profiling")
-    profile = take(command, fidelity, (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE, machine)
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
+    profile, unknown = take(command, fidelity, profile_s, machine)
     facts = profile.facts if profile else Facts()
-    if profile and not thorough and not rows and (found := shelf.by_fingerprint(profile.fingerprint, machine)):
+    if profile and not thorough and not rows and (found := by_fingerprint(profile.fingerprint, machine)):
         store(found, command, machine)
         return dataclasses.replace(found, reason=f"{found.reason} (measured before)")
     names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
@@ -67,6 +68,7 @@ def make(
         entry.trial = budget.trial(command, entry)
     _settle(command, entries, fidelity, budget, show)
     chosen, reason, told = choose(entries, fidelity, facts)
+    reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
     plan = Plan(
         chosen,
         reason,

@@ -32,7 +32,7 @@ from paceline.job import Job
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
 from paceline.plan import Plan
-from paceline.probe import examine, layers
+from paceline.probe import examine, layers, shelf
 from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
@@ -90,6 +90,9 @@ class Pace:
         self.asked_epochs = 0
         watched = self.stopwatch or self.form or self.witness
         self.record = Record(folder if self.leader and not watched else None)
+        if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
+            print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
+            self.record.write("hint", text=stale)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
@@ -196,7 +199,16 @@ class Pace:
 
         steps = self.asked_epochs * (getattr(batch, "num_steps", 0) or 0)
         what = examine.Examined(
-            job.model, job.optimizer, self.engine, compute, rows, int(batch.weight), steps, job.clip, input_s
+            job.model,
+            job.optimizer,
+            self.engine,
+            compute,
+            rows,
+            int(batch.weight),
+            job.batch_size,
+            steps,
+            job.clip,
+            input_s,
         )
         examine.answer(form, what)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Piece, Rule, Verdict
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, autocast, now, part
 from paceline.probe.profile import Profile, Setting
 from paceline.probe.rows import Facts, candidates, split
 from paceline.probe.survey import survey
+from paceline.probe.updates import Updates, passes
 
-MAX_PASSES = 7
 COPY_BYTES = 32 << 20
 PINGS = 30
 ENGINES = ("sequential", "threads", "replicas", "processes")
@@ -42,6 +43,7 @@ class Examined:
     compute: Callable[[Any], Tensor]
     batch: Any
     rows: int
+    batch_size: int
     steps: int = 0
     clip: float | None = None
     input_s: float = 0.0
@@ -53,12 +55,15 @@ def asked() -> Path | None:
 
 
 def answer(form: Path, job: Examined) -> None:
-    """Writes the profile beside the form. Raises SystemExit."""
+    """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
     said = json.loads(form.read_text())
-    begun = time.time()
+    start_s = time.time() - said["begun"]
     torch.set_num_threads(1)
-    profile = _Examination(job, said["cores"], said["level"], said["budget_s"]).profile(begun - said["begun"])
-    profile.write(form.with_name("answer.json"))
+    try:
+        examination = _Examination(job, said["cores"], said["level"], said["budget_s"])
+        examination.profile(start_s).write(form.with_name("answer.json"))
+    except Exception as error:  # whatever a model may raise: trials will show whether it trains
+        print(f"paceline: not profiled: {type(error).__name__}: {error}", file=sys.stderr)
     raise SystemExit(0)
 
 
@@ -74,10 +79,10 @@ class _Examination:
     def __post_init__(self) -> None:
         self.start = time.monotonic()
         job = self.job
-        self.absorbs = bool(getattr(job.engine, "absorbs", False))
-        parameters = dict(job.model.named_parameters())
-        self.parameters = parameters
-        self.device = next(iter(parameters.values())).device.type
+        self.parameters = dict(job.model.named_parameters())
+        self.updates = Updates(job.engine, job.optimizer, self.parameters, job.rows, job.clip)
+        self.absorbs = self.updates.absorbs
+        self.device = next(iter(self.parameters.values())).device.type
 
     @property
     def spent(self) -> float:
@@ -91,32 +96,34 @@ class _Examination:
         copies = Copies(
             most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
         )
+        whole_s, base = self._whole(settings[0].factors)
         copy_per_s = message_s = 0.0
         try:
-            base = next(one for one in settings if one.copies == one.threads == 1)
-            whole_s, base = self._whole(base)
             if copies.pids:
                 copy_per_s = min(copies.ask(most, "copy"))
                 message_s = self._message_s(copies, most)
-            self._together(copies, [one for one in settings if one.copies > 1])
+                self._together(copies, [one for one in settings if one.copies > 1])
+        except (RuntimeError, TimeoutError) as error:  # then predictions do without
+            print(f"paceline: copies not timed: {error}", file=sys.stderr)
         finally:
             copies.close()
-        for one in settings:
-            if one.copies == 1 and (self.spent < 1 or one == base):
-                self._alone(one)
         self._alone(base)
+        for one in settings:
+            scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
+            if one.copies == 1 and not scaled and self.spent < 1:
+                self._alone(one)
         num_calls = self.layers.num_calls if self.layers else 0
         return Profile(
             facts,
-            shelf.fingerprint(job.model, job.optimizer, job.rows, self.level),
+            shelf.fingerprint(job.model, job.optimizer, job.batch_size, self.level),
             job.steps,
             self.absorbs,
             str(base),
             whole_s,
             self.layers_s,
             num_calls,
-            self._updates(facts),
-            self._dense_bytes(),
+            self._update_s(facts),
+            self.updates.dense_bytes(),
             copy_per_s,
             message_s,
             job.input_s,
@@ -126,7 +133,8 @@ class _Examination:
 
     def _facts(self) -> Facts:
         job = self.job
-        layers = Layers(job.model, lambda: job.compute(job.batch), (), set())
+        few = max(1, job.rows // 8)
+        layers = Layers(job.model, lambda: job.compute(part(job.batch, few, job.rows)), (), set())
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         gradients = sum(p.nbytes for p in trainable)
         states = 0 if type(job.optimizer) is torch.optim.SGD else 1
@@ -137,11 +145,11 @@ class _Examination:
             self.device,
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
             any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
-            "fused" in groups[0] and not any(group["fused"] for group in groups),
+            self.updates.can_fuse(),
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
             states * gradients,
-            2 * layers.input_bytes,
+            2 * layers.input_bytes * job.rows // few,
         )
 
     def _settings(self, facts: Facts) -> list[Setting]:
@@ -152,8 +160,7 @@ class _Examination:
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
 
     def _absorbed(self, setting: Setting) -> set[int]:
-        names = {spec.names[0] for spec in self.job.engine.specs if spec.linear and spec.fits(self.job.rows)}
-        return {id(self.parameters[name]) for name in names} if setting.factors else set()
+        return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
 
     def _record(self, setting: Setting) -> Layers:
         torch.set_num_threads(setting.threads)
@@ -170,8 +177,7 @@ class _Examination:
         if str(setting) in self.layers_s:
             return
         layers = self._record(setting)
-        passes = _passes(layers.time, self.budget_s / 12)
-        self.layers_s[str(setting)] = layers.total_s(passes)
+        self.layers_s[str(setting)] = layers.total_s(passes(layers.time, self.budget_s / 12))
 
     def _together(self, copies: Copies, settings: Sequence[Setting]) -> None:
         """Every pass starts on all copies at once; the slowest copy is the step's."""
@@ -179,10 +185,12 @@ class _Examination:
             if self.spent > 0.6:
                 return
             copies.ask(one.copies, "record", setting=vars(one))
-            passes = _passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
-            weights = copies.ask(1, "counts")[0]
-            middle = torch.tensor(passes, dtype=torch.float64).median(0).values  # (copies, calls)
-            self.layers_s[str(one)] = float((middle @ torch.tensor(weights, dtype=torch.float64)).max())
+            taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            counts = torch.tensor(copies.ask(1, "counts")[0], dtype=torch.float64)
+            middle = (
+                torch.tensor(taken, dtype=torch.float64).median(0).values
+            )  # (passes, copies, calls) -> (copies, calls)
+            self.layers_s[str(one)] = float((middle @ counts).max())
 
     def _work(self, what: str, options: dict[str, Any]) -> Any:
         """In a copy."""
@@ -202,17 +210,17 @@ class _Examination:
             copies.ask(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
-    def _whole(self, setting: Setting) -> tuple[float, Setting]:
+    def _whole(self, factors: bool) -> tuple[float, Setting]:
         """The model as it is, at one thread; from part of the batch where the whole takes long."""
         torch.set_num_threads(1)
         weights = [p for p in self.parameters.values() if p.requires_grad]
-        absorbed = self._absorbed(setting)
+        absorbed = self._absorbed(Setting(1, self.job.rows, factors=factors))
         kept = [p for p in weights if id(p) not in absorbed]
+        for p in weights:
+            p.requires_grad_(id(p) not in absorbed)
 
         def step(rows: int) -> float:
             batch = part(self.job.batch, rows, self.job.rows)
-            for p in weights:
-                p.requires_grad_(id(p) not in absorbed)
             start = now(weights)
             torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
             return now(weights) - start
@@ -222,71 +230,28 @@ class _Examination:
             step(probe)
             about_s = step(probe) * self.job.rows / probe
             rows = self.job.rows if about_s < self.budget_s / 12 else max(1, self.job.rows // 4)
-            passes = _passes(lambda: [step(rows)], self.budget_s / 8)
+            whole_s = statistics.median(passes(lambda: step(rows), self.budget_s / 8))
         finally:
             for p in weights:
                 p.requires_grad_(True)
-        whole_s = float(torch.tensor(passes).median())
-        return whole_s, Setting(1, rows, 1, (), setting.factors)
+        return whole_s, Setting(1, rows, factors=factors)
 
-    def _updates(self, facts: Facts) -> dict[str, float]:
-        """The engine's own update, on made-up pieces; learning rates are zero meanwhile, and nothing is kept."""
-        found = {}
-        kinds = [""] + ["factors"] * self.absorbs + ["fused"] * facts.can_fuse
-        for threads in sorted({1, self.cores}):
-            torch.set_num_threads(threads)
-            for kind in kinds:
-                pieces = [self._piece(spec, kind == "factors") for spec in self.job.engine.specs]
-                for group in self.job.optimizer.param_groups:
-                    group["lr"] = 0.0
-                    if kind == "fused" or group.get("fused"):
-                        group["fused"], group["foreach"] = kind == "fused", False if kind == "fused" else None
-                passes = _passes(lambda pieces=pieces: [self._update(pieces)], self.budget_s / 40)  # type: ignore[misc]
-                found[f"{threads}/{kind}" if kind else str(threads)] = float(torch.tensor(passes).median())
-        return found
-
-    def _piece(self, spec: contract.Spec, factors: bool) -> Piece:
-        weight = self.parameters[spec.names[0]]
-        if factors and spec.linear and spec.fits(self.job.rows):
-            out_features, in_features = spec.shapes[0]
-            return Piece(
-                spec, None, weight.new_ones(self.job.rows, out_features), weight.new_ones(self.job.rows, in_features)
-            )
-        return Piece(spec, weight.new_ones(spec.numel))
-
-    def _update(self, pieces: list[Piece]) -> float:
-        engine = self.job.engine
-        ballot = Ballot(weight=float(self.job.rows), used=bytes([1] * len(engine.weights)))
-        values = [engine.weights[0]]
-        start = now(values)
-        engine.update(Agreement(Verdict.APPLY, pieces, ballot), Rule(1.0, self.job.clip))
-        return now(values) - start
-
-    def _dense_bytes(self) -> int:
-        """Of gradients that exist as such, where the optimizer absorbs factors."""
-        return sum(
-            spec.numel * self.parameters[spec.names[0]].element_size()
-            for spec in self.job.engine.specs
-            if not (self.absorbs and spec.linear and spec.fits(self.job.rows))
-        )
-
-
-def _passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
-    """One to warm up, then as many as the time allows; the first itself where it has taken it all."""
-    start = time.perf_counter()
-    first = once()
-    found: list[Any] = []
-    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < limit_s:
-        found.append(once())
-    return found or [first]
+    def _update_s(self, facts: Facts) -> dict[str, float]:
+        rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
+        kinds = ["factors"] * self.absorbs + [""] * (rounds or not self.absorbs) + ["fused"] * facts.can_fuse
+        return {
+            f"{threads}/{kind}" if kind else str(threads): self.updates.seconds(threads, kind, self.budget_s / 40)
+            for threads in sorted({1, self.cores})
+            for kind in kinds
+        }
 
 
 def _copy_per_s() -> float:
     """Bytes copied per second, from memory to memory."""
     source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    passes = []
+    taken = []
     for _ in range(8):
         start = time.perf_counter()
         target.copy_(source)
-        passes.append(time.perf_counter() - start)
-    return COPY_BYTES / sorted(passes)[len(passes) // 2]
+        taken.append(time.perf_counter() - start)
+    return COPY_BYTES / statistics.median(taken)

@@ -53,7 +53,7 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
             if other.words == setting.words and elsewhere in found and plain_s:
                 return plain_s * worded_s / found[elsewhere]
         return None
-    if setting.copies == 1 and setting.threads == 1 and profile.base in found:
+    if setting.threads == 1 and profile.base in found:
         base = _setting(profile.base)
         return found[profile.base] * setting.rows / base.rows if base.factors == setting.factors else None
     return None

@@ -78,10 +78,8 @@ class Profile:
         aside.replace(path)
 
 
-def take(
-    command: Sequence[str], level: str, budget_s: float, machine: Machine, engines: Sequence[str] = ()
-) -> Profile | None:
-    """Profiles ``command`` (what follows `paceline run`); None where the model cannot be profiled.
+def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
+    """Profiles ``command`` (what follows `paceline run`); or None and why there is none.
 
     Raises ValueError where the command itself fails: no row would fare better.
     """
@@ -96,7 +94,9 @@ def take(
         )
         answer = form.with_name("answer.json")
         if answer.exists():
-            return Profile.read(answer)
+            return Profile.read(answer), ""
         if ended.code:
             raise ValueError(f"no candidate could be run: {ended.last_words}")
-    return None
+    if ended.code is None:
+        return None, "the first step was not reached in time"
+    return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"

@@ -104,12 +104,25 @@ def store(plan: Plan, command: Sequence[str], machine: Machine | None = None) ->
         write_whole(_entry(command, plan.fidelity), json.dumps(entry))
 
 
-def confirm(plan: Plan, mark: str, command: Sequence[str]) -> str:
-    """With the model at hand: "" if the plan was made for it; else the plan is forgotten, and a line says so."""
-    if not plan.fingerprint or plan.fingerprint == mark:
+def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
+    """Environment for processes that start with a cached plan, so that they can `confirm` it."""
+    try:
+        entry = str(_entry(command, plan.fidelity))
+    except OSError:
+        return {}
+    return {"PACELINE_PROMISE": json.dumps([plan.fingerprint, plan.fidelity, entry])}
+
+
+def confirm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> str:
+    """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
+    promised = os.environ.get("PACELINE_PROMISE")
+    if not promised:
+        return ""
+    mark, fidelity, entry = json.loads(promised)
+    if mark == fingerprint(model, optimizer, batch_size, fidelity):
         return ""
     with contextlib.suppress(OSError):
-        _entry(command, plan.fidelity).unlink(missing_ok=True)
+        Path(entry).unlink(missing_ok=True)
     return "the cached plan is stale: it was made for another model, optimizer or batch size"
 
 
