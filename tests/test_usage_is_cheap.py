@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -71,6 +72,8 @@ def test_the_machine_is_seen(record, busy_child):
         assert event["context_switches_per_s"] > 0
         assert event["net_sent_bytes_per_s"] >= 0
     assert whole
+    told = (Path(__file__).parent.parent / "docs" / "record.md").read_text()
+    assert [name for name in set().union(*events) if f"`{name}`" not in told] == []
 
 
 def test_memory_grows_by_what_is_taken(record):
