@@ -45,9 +45,8 @@ def speedups(runs: Sequence[Run]) -> str:
 
 
 def _plan(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> str:
-    run, base_s = runs[indices[0]], _base_s(rows)
-    shown = _foremost(rows, base_s)
-    pairs = [(_gain(row), _ratio(base_s, row.get("predicted_s"))) for row in shown]
+    run, shown = runs[indices[0]], _foremost(rows)
+    pairs = [(_gain(row), _predicted(row, rows[0])) for row in shown]
     most = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
     chosen = run.plan.get("chosen")
     items = "".join(
@@ -109,8 +108,10 @@ def _known(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
 
 
-def _ratio(base_s: float, seconds: Any) -> float:
-    return base_s / _known(seconds) if _known(seconds) else 0.0
+def _predicted(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    """Prediction over prediction, so that what all predictions have wrong alike drops out."""
+    seconds = _known(row.get("predicted_s"))
+    return (_known(base.get("predicted_s")) or _known(base.get("measured_s"))) / seconds if seconds else 0.0
 
 
 def _gain(row: Mapping[str, Any]) -> float:
@@ -118,21 +119,14 @@ def _gain(row: Mapping[str, Any]) -> float:
     return _known(row.get("speedup")) if _known(row.get("measured_s")) else 0.0
 
 
-def _foremost(rows: Sequence[Mapping[str, Any]], base_s: float) -> list[Mapping[str, Any]]:
+def _foremost(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The baseline, what was tried, and the most promising of the rest, in the plan's order."""
 
     def promise(i: int) -> tuple[bool, bool, float]:
-        return i == 0, bool(_known(rows[i].get("measured_s"))), _ratio(base_s, rows[i].get("predicted_s"))
+        return i == 0, bool(_known(rows[i].get("measured_s"))), _predicted(rows[i], rows[0])
 
     best = sorted(range(len(rows)), key=promise, reverse=True)[:MOST_BARS]
     return [rows[i] for i in sorted(best)]
-
-
-def _base_s(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds per step of the baseline, which every speedup is over."""
-    found = [_known(row.get("speedup")) * _known(row.get("measured_s")) for row in rows]
-    found += [_known(row.get("measured_s")) for row in rows]
-    return next((value for value in found if value), 0.0)
 
 
 def _bars(row: Mapping[str, Any], measured: float, predicted: float, most: float, chosen: bool) -> str:
@@ -153,9 +147,9 @@ def _bars(row: Mapping[str, Any], measured: float, predicted: float, most: float
     reason = str(row.get("reason", ""))
     name = escape(str(row.get("engine", ""))).replace("+", "<wbr>+").replace("/", "<wbr>/")
     return (
-        f'<li{" class=chosen" if chosen else ""}><span class="name">{name}</span>'
-        f'<span class="tracks">{tracks}</span><span class="value">{words}</span>'
-        f'<span class="reason">{escape(reason)}</span></li>'
+        f'<li{" class=chosen" if chosen else ""}><span class="head"><span class="name">{name}</span>'
+        f'<span class="reason">{escape(reason)}</span></span>'
+        f'<span class="tracks">{tracks}</span><span class="value">{words}</span></li>'
     )
 
 
