@@ -8,7 +8,7 @@ PLAN = {
     "chosen": "processes:2",
     "reason": "fastest of 3 measured",
     "batch_size": 64,
-    "machine": {"host": "box", "cores": 2},
+    "machine": {"name": "box", "cpu": "AMD EPYC", "cores": 2},
     "rows": [
         {
             "engine": "sequential",

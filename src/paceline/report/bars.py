@@ -21,10 +21,13 @@ PARTS = {  # of a step, in its order
 }
 
 
+MOST_BARS = 8  # of a plan: its other rows are in the table
+
+
 def speedup(run: Run) -> float:
     """Of the chosen row over the baseline, as measured; NaN where there is none."""
     chosen = run.plan.get("chosen")
-    found = [_known(row.get("speedup")) for row in _rows(run) if row.get("engine") == chosen]
+    found = [_gain(row) for row in _rows(run) if row.get("engine") == chosen]
     return next((value for value in found if value), math.nan)
 
 
@@ -42,18 +45,20 @@ def speedups(runs: Sequence[Run]) -> str:
 
 
 def _plan(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> str:
-    run, base_s = runs[indices[0]], _base_s(rows)
-    pairs = [(_gain(row, base_s), _ratio(base_s, row.get("predicted_s"))) for row in rows]
+    run, shown = runs[indices[0]], _foremost(rows)
+    pairs = [(_gain(row), _predicted(row, rows[0])) for row in shown]
     most = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
     chosen = run.plan.get("chosen")
-    items = "".join(_bars(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(rows, pairs, strict=True))
+    items = "".join(
+        _bars(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(shown, pairs, strict=True)
+    )
     of = f": {', '.join(runs[i].name for i in indices)}" if len(runs) > 1 else ""
     kind = f"run-{indices[0]}" if len(indices) == 1 else ""
     return f"""<figure class="card bars speedups {kind}" style="--one:{100 / most:.2f}%">
 <figcaption><h3>Speedup{escape(of)}</h3><p>{escape(_about(run, rows))}</p></figcaption>
 <ul class="key"><li class="measured">measured</li><li class="predicted">predicted</li></ul>
 <ol>{items}</ol>
-<details><summary>Values</summary>{_table(rows, base_s)}</details>
+<details><summary>{"Values" if len(shown) == len(rows) else f"All {len(rows)} rows"}</summary>{_table(rows)}</details>
 </figure>
 """
 
@@ -103,19 +108,25 @@ def _known(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
 
 
-def _ratio(base_s: float, seconds: Any) -> float:
-    return base_s / _known(seconds) if _known(seconds) else 0.0
+def _predicted(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    """Prediction over prediction, so that what all predictions have wrong alike drops out."""
+    seconds = _known(row.get("predicted_s"))
+    return (_known(base.get("predicted_s")) or _known(base.get("measured_s"))) / seconds if seconds else 0.0
 
 
-def _gain(row: Mapping[str, Any], base_s: float) -> float:
-    return _known(row.get("speedup")) or _ratio(base_s, row.get("measured_s"))
+def _gain(row: Mapping[str, Any]) -> float:
+    """As measured. A row that was not tried may have a speedup too, but a predicted one."""
+    return _known(row.get("speedup")) if _known(row.get("measured_s")) else 0.0
 
 
-def _base_s(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds per step of the baseline, which every speedup is over."""
-    found = [_known(row.get("speedup")) * _known(row.get("measured_s")) for row in rows]
-    found += [_known(row.get("measured_s")) for row in rows]
-    return next((value for value in found if value), 0.0)
+def _foremost(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The baseline, what was tried, and the most promising of the rest, in the plan's order."""
+
+    def promise(i: int) -> tuple[bool, bool, float]:
+        return i == 0, bool(_known(rows[i].get("measured_s"))), _predicted(rows[i], rows[0])
+
+    best = sorted(range(len(rows)), key=promise, reverse=True)[:MOST_BARS]
+    return [rows[i] for i in sorted(best)]
 
 
 def _bars(row: Mapping[str, Any], measured: float, predicted: float, most: float, chosen: bool) -> str:
@@ -131,13 +142,14 @@ def _bars(row: Mapping[str, Any], measured: float, predicted: float, most: float
         for name, value, extra in (("measured", measured, whisker), ("predicted", predicted, ""))
         if value
     )
-    words = f"{measured:.2f}x" if measured else NONE
+    words = f"{measured:.2f}x" if measured else "" if predicted else NONE
     words += f"<small>{predicted:.2f}x</small>" if predicted else ""
     reason = str(row.get("reason", ""))
+    name = escape(str(row.get("engine", ""))).replace("+", "<wbr>+").replace("/", "<wbr>/")
     return (
-        f'<li{" class=chosen" if chosen else ""}><span class="name">{escape(str(row.get("engine", "")))}</span>'
-        f'<span class="tracks">{tracks}</span><span class="value">{words}</span>'
-        f'<span class="reason">{escape(reason)}</span></li>'
+        f'<li{" class=chosen" if chosen else ""}><span class="head"><span class="name">{name}</span>'
+        f'<span class="reason">{escape(reason)}</span></span>'
+        f'<span class="tracks">{tracks}</span><span class="value">{words}</span></li>'
     )
 
 
@@ -147,11 +159,12 @@ def _about(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
         words.append(f"global batch {run.plan['batch_size']}")
     machine = run.plan.get("machine")
     if isinstance(machine, Mapping):
-        words += [f"{name} {value}" for name, value in machine.items() if isinstance(value, str | int | float)][:4]
+        words += [str(machine[key]) for key in ("name", "cpu") if machine.get(key)]
+        words += [f"{machine['cores']} cores"] if machine.get("cores") else []
     return ", ".join(words)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], base_s: float) -> str:
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = (
         "candidate",
         "predicted",
@@ -166,7 +179,7 @@ def _table(rows: Sequence[Mapping[str, Any]], base_s: float) -> str:
     lines = []
     for row in rows:
         seconds = [_known(row.get(name)) for name in ("predicted_s", "measured_s", "spread_s")]
-        per_s, gain, peak = _known(row.get("per_s")), _gain(row, base_s), _known(row.get("peak_bytes"))
+        per_s, gain, peak = _known(row.get("per_s")), _gain(row), _known(row.get("peak_bytes"))
         lines.append(
             [
                 str(row.get("engine", "")),

@@ -52,7 +52,7 @@ def facts(run: Run) -> dict[str, str]:
         "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
         "epochs": str(len(run.epochs) or ""),
         "peak memory": quantity(held.max(), "B") if len(held) else "",
-        "processors": f"{number(cpu.mean())} cores busy" if len(cpu) else "",
+        "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
         "sent": quantity(sent.sum(), "B") if len(sent) else "",
         "resumed": f"{len(run.resumed)} times" if run.resumed else "",
         "steps done again": str(run.num_redone or ""),

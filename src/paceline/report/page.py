@@ -14,7 +14,7 @@ from paceline.report import bars, facts
 from paceline.report.quantities import MACHINE, TRAINING, charts
 from paceline.report.run import Run, load
 
-MAX_RUNS = 7  # colours that colour-blind people tell apart too, on white and on black
+MAX_RUNS = 6  # colours that colour-blind people tell apart too, on white and on black
 
 
 def write(runs: Sequence[Path], out: Path) -> None:

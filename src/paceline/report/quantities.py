@@ -31,6 +31,7 @@ class Chart:
     rows: str
     of: Mapping[str, str]
     from_zero: bool = True
+    if_varied: bool = False
 
 
 TRAINING = (
@@ -51,6 +52,8 @@ TRAINING = (
         *("throughput", "Throughput", "samples of a step over its seconds", "samples/s", "", "steps"),
         {"samples/s": "samples_per_s"},
     ),
+    Chart("rate", "Learning rate", "of the first group", "rate", "", "steps", {"rate": "lr"}, if_varied=True),
+    Chart("norm", "Gradient norm", "of all gradients, before clipping", "norm", "", "steps", {"norm": "norm"}),
 )
 MACHINE = (
     Chart(
@@ -90,6 +93,8 @@ def charts(wanted: Sequence[Chart], runs: Sequence[Run]) -> Iterator[str]:
         ]
         shown = [row for row in shown if np.isfinite(row[-1]).any()]
         if not shown or (spec.from_zero and not any(np.nanmax(values) > 0 for *_, values in shown)):
+            continue
+        if spec.if_varied and all(np.nanmax(values) == np.nanmin(values) for *_, values in shown):
             continue
         y_axis = Axis.up(np.concatenate([row[-1] for row in shown]), spec.label, spec.unit, spec.from_zero)
         for along in ("time_s",) if spec.rows == "usage" else ("step", "time_s"):

@@ -6,6 +6,7 @@ off again before the next line. docs/record.md names the events and their fields
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -57,13 +58,15 @@ class Record:
                 os.ftruncate(file, before)
                 raise OSError("the disk took only a part of a line")
         except OSError as error:
+            words = (
+                f"paceline: {self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, "
+                f"events are missing from the record until it can\n"
+            )
             if not self._said:
                 self._said = True
-                print(
-                    f"paceline: {self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, "
-                    f"events are missing from the record until it can",
-                    file=sys.stderr,
-                )
+                with contextlib.suppress(OSError, ValueError):  # a log on the same disk is as full
+                    sys.stderr.write(words)
+                    sys.stderr.flush()
 
     def _cut_torn_line(self) -> None:
         """What a killed run left without its newline would spoil the first line of this one."""

@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from paceline.report.record import events
 
-STEP = ("step", "loss", "weight", "seconds", "compute_seconds", "wait_seconds", "exchange_seconds", "update_seconds")
+STEP = (
+    "step",
+    "loss",
+    "weight",
+    "seconds",
+    "compute_seconds",
+    "wait_seconds",
+    "exchange_seconds",
+    "update_seconds",
+    "lr",
+    "norm",
+)
 EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
 USAGE = (
     *("run_cores", "machine_cores", "rss_bytes", "pss_bytes", "memory_used_bytes", "swap_used_bytes"),

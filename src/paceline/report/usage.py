@@ -73,7 +73,8 @@ class Usage:
                 self._look()
             self._look()
         except Exception as error:
-            print(f"paceline: no more usage in the record: {error!r}", file=sys.stderr)
+            with contextlib.suppress(OSError, ValueError):
+                print(f"paceline: no more usage in the record: {error!r}", file=sys.stderr)
 
     def _look(self) -> None:
         now, seen = time.monotonic(), Fields()
