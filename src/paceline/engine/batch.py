@@ -135,7 +135,7 @@ def _is_weight(value: Any) -> bool:
 
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}".replace("torch.", "")
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name!r}: {_described(part)}" for name, part in value.items()) + "}"
     if isinstance(value, tuple):
