@@ -196,6 +196,7 @@ class Engine:
     absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
+    terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
 
     def open(

@@ -46,6 +46,8 @@ class Job:
             faults.append(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if isinstance(optimizer, torch.optim.LBFGS):
             faults.append("LBFGS computes the loss several times per step, which a step here does not; use another")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            faults.append("SparseAdam takes sparse gradients alone, and here they are added up dense; use Adam")
         functions: tuple[tuple[str, Any], ...] = (
             ("loss", self.loss),
             ("metric", self.metric),

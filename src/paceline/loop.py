@@ -9,6 +9,7 @@ reconcile  what the scheme does to weights after an update (averaging every k st
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,12 @@ from paceline.report.record import Record
 from paceline.scaler import Scaler
 
 MAX_REDOS = 20
+
+
+class NotFinite(FloatingPointError):
+    """Raised by every process, with the same words: the step's loss or gradient has no value."""
+
+
 Gradient = Callable[[Any, float, Sequence[str], Callable[[Piece], None]], Ballot]
 
 
@@ -39,16 +46,19 @@ class Loop:
         self.engine, self.exchange, self.seat, self.record = engine, exchange, seat, record
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
         self.who, self.num_steps = who, 0
+        self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
 
     def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
-        """One step on a global batch. Raises LinkError, naming who lost whom where, and FloatingPointError."""
+        """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
         start, self._spent = time.perf_counter(), dict[str, float]()
         try:
             agreement = self._step(batch, gradient or self.engine.gradient)
         except LinkError as error:
             raise LinkError(f"{self.who} at step {self.num_steps}: {error}", error.peer) from error
         ballot = agreement.ballot
+        means = zip(self.engine.terms, ballot.terms, strict=False)  # a process without rows knows no names
+        self.terms = {name: total / ballot.weight if ballot.weight else math.nan for name, total in means}
         self.record.write(
             "step",
             step=self.num_steps,
@@ -60,6 +70,7 @@ class Loop:
             verdict=agreement.verdict.value,
             drift=agreement.drift,
             norm=self.engine.norm,
+            **({"terms": self.terms} if self.terms else {}),
             **facts,
         )
         self.num_steps += 1
@@ -68,14 +79,15 @@ class Loop:
     def _step(self, batch: Any, gradient: Gradient) -> Agreement:
         agreement, kept = self._agree(batch, gradient)
         ballot, begin = agreement.ballot, time.perf_counter()
-        if not ballot.finite and not self.scaler.moves:
-            self.engine.rollback(kept)
-            raise FloatingPointError(self._explain(batch, ballot))
+        if not ballot.finite and not self.scaler.can_shrink:
+            raise self._lost(batch, ballot, kept, "loss")
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
             if not self.engine.update(agreement, Rule(scale, self.clip, self.scaler.moves)):
                 agreement.verdict = Verdict.SKIP
+                if not self.scaler.can_shrink:
+                    raise self._lost(batch, ballot, kept, "gradient")
             elif self.schedule:
                 self.schedule.step()
             self.scaler.move(agreement.verdict is Verdict.APPLY)
@@ -106,13 +118,17 @@ class Loop:
             self.seat = self.rejoin(self.seat)
         raise LinkError(f"{self.who}: step {self.num_steps} was refused {MAX_REDOS} times; giving up")
 
-    def _explain(self, batch: Any, ballot: Ballot) -> str:
-        mine = self.engine.diagnose(batch.share(self.seat)).encode()
+    def _lost(self, batch: Any, ballot: Ballot, kept: Any, what: str) -> NotFinite:
+        """The step has never been; looking for the cause computes it again, and leaves no trace either."""
+        self.engine.rollback(kept)
+        found = self.engine.diagnose(batch.share(self.seat))
+        self.engine.rollback(kept)
+        mine = f"{found} ({self.who})".encode() if found else b""
         first = next((words.decode() for words in self.exchange.gather(mine) if words), "")
         where = f"; the first number that is not finite: {first}" if first else ""
         rates = sorted({float(group["lr"]) for group in self.engine.optimizer.param_groups})
-        return (
-            f"the loss is not finite at step {self.num_steps} ({self.who}): loss sum {ballot.loss_sum} over weight "
+        return NotFinite(
+            f"the {what} is not finite at step {self.num_steps}: loss sum {ballot.loss_sum} over weight "
             f"{ballot.weight:g}, learning rate {', '.join(f'{rate:g}' for rate in rates)}{where}. Weights are those "
             f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
         )

@@ -33,6 +33,9 @@ class OwnStep:
                 f"backward() was given losses over {self.ballot.weight:g} and over {weight:g} in one step; all must "
                 f"count the same rows: one (sum, weight) of them all is what can be divided once"
             )
+        if not (isinstance(total, Tensor) and total.numel() == 1):
+            shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise ValueError(f"backward() takes one number (a mean over rows) or (sum, weight), got {shape}")
         self.begun = True
         self.ballot.weight = weight
         self.ballot.loss_sum += float(total.detach())

@@ -22,6 +22,7 @@ def state(pace: Any) -> dict[str, Any]:
         "began": pace.began,
         "seed": pace.job.seed,
         "batch_size": pace.job.batch_size,
+        "optimizer_kind": type(pace.job.optimizer).__name__,
         "optimizer": pace.engine.optimizer_state(),
         "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
         "scaler": dict(vars(pace.loop.scaler)),
@@ -35,12 +36,13 @@ def state(pace: Any) -> dict[str, Any]:
 def restore(pace: Any, kept: Checkpoint) -> None:
     """Every process must call it. Raises ValueError for a checkpoint of another model or job."""
     said, job = kept.state, pace.job
-    for name, mine in (("seed", job.seed), ("batch_size", job.batch_size)):
-        if said[name] != mine:
-            raise ValueError(
-                f"the checkpoint {kept.path} was made with {name} {said[name]}, this run has {mine}; give the same, or "
-                f"begin from the weights alone: model.load_state_dict(safetensors.torch.load_file(...))"
-            )
+    mine = {"seed": job.seed, "batch_size": job.batch_size, "optimizer_kind": type(job.optimizer).__name__}
+    if different := [name for name, value in mine.items() if said[name] != value]:
+        faults = ", ".join(f"{name.removesuffix('_kind')} {said[name]} (here {mine[name]})" for name in different)
+        raise ValueError(
+            f"the checkpoint {kept.path} was made with {faults}; give the same, or "
+            f"begin from the weights alone: model.load_state_dict(safetensors.torch.load_file(...))"
+        )
     _load(job.model, kept.weights, kept.path)
     try:
         pace.engine.load_optimizer_state(said["optimizer"])
@@ -48,7 +50,8 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         raise ValueError(f"the checkpoint {kept.path} is of another optimizer: {error}") from None
     if job.scheduler and said["schedule"]:
         job.scheduler.load_state_dict(said["schedule"])
-    vars(pace.loop.scaler).update(said["scaler"])
+    if pace.loop.scaler.moves and said["scaler"]["moves"]:
+        vars(pace.loop.scaler).update(said["scaler"])
     if pace.world.local_rank == 0:
         pace.exchange.load(said["exchange"])
     place = pace.world.node * pace.world.local_size + pace.world.local_rank

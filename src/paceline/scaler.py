@@ -19,6 +19,11 @@ class Scaler:
     moves: bool = False
     good_steps: int = 0
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a step that is not finite may only mean that the scale is too large."""
+        return self.moves and self.scale > 1.0
+
     def move(self, applied: bool) -> None:
         if not self.moves:
             return

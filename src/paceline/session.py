@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,13 +23,14 @@ from paceline.contract import LinkError
 from paceline.data import feed
 from paceline.data.order import Seat
 from paceline.elastic import checkpoint
+from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.engine import batch as batches_
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
-from paceline.loop import Loop
+from paceline.loop import Loop, NotFinite
 from paceline.own import OwnStep, Spent
 from paceline.plan import Plan
 from paceline.probe import examine, layers, shelf
@@ -105,7 +106,7 @@ class Pace:
         self.epoch = self.next_step = self.began = 0
         self._resumed = False
         self._own: OwnStep | None = None
-        self._usage = Usage(self.record).start() if self.record.folder else None
+        self._usage: Usage | None = None
         self._interrupt = Interrupt(self._heard) if folder and not watched else None
         if link:
             atexit.register(_leave, link)
@@ -133,10 +134,16 @@ class Pace:
 
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
-        share = batch.share(self.loop.seat)
+        shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
+        share = shared.share(self.loop.seat)
         self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
         device = self.engine.weights[0].device
         return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Each named part of the last step's loss, as a global mean, where the loss is a dict."""
+        return self.loop.terms
 
     # the step
 
@@ -144,7 +151,8 @@ class Pace:
         """Forward, backward, agree, update. Returns the mean loss over the global batch.
 
         ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
-        Raises LinkError, FloatingPointError, and `Stopped` (a SystemExit) after a signal, once all is saved.
+        Raises LinkError, NotFinite (a FloatingPointError), and `Stopped` (a SystemExit) after a signal, once all
+        is saved.
         """
         if not hasattr(batch, "share"):
             batch = feed.Given(batch, float(self.job.batch_size))
@@ -164,6 +172,9 @@ class Pace:
         except LinkError:
             # a thread still inside the network library when Python ends would abort the process
             self.exchange.close()
+            raise
+        except NotFinite as error:
+            error.told = not self.leader  # type: ignore[attr-defined]  # everyone has the same words: one prints them
             raise
         if where[1] is not None:
             self.epoch, self.next_step = (where[0] + 1, 0) if ends else (where[0], where[1] + 1)
@@ -220,9 +231,12 @@ class Pace:
         """
         own = self._own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), rows)
         if not own.begun:
-            for parameter in self.job.model.parameters():
-                parameter.grad = None
+            self._forget()
         own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
+
+    def _forget(self) -> None:
+        for parameter in self.job.model.parameters():
+            parameter.grad = None
 
     def clip(self, norm: float) -> None:
         """Clips the next `update` by the global norm of everyone's gradient."""
@@ -233,6 +247,8 @@ class Pace:
     def update(self) -> float:
         """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
         own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
+        if not own.begun:
+            self._forget()  # without rows here, what the last step left in .grad would count again
         kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
         self._own = self._clip = None
         try:
@@ -262,8 +278,26 @@ class Pace:
         chosen = self.world.local_rank == 0
         if work is None:
             return chosen
-        result = work(*args) if chosen else None
-        self.exchange.gather(b"")
+        return self._alone(chosen, lambda: work(*args))
+
+    def _alone(self, chosen: bool, work: Callable[[], Any]) -> Any:
+        """``work`` in the chosen processes while the others wait. An error there is raised everywhere."""
+        result = error = None
+        if chosen:
+            try:
+                result = work()
+            except Exception as caught:
+                error = caught
+        refused = isinstance(error, CheckpointError)
+        mine = json.dumps([refused, str(error) if refused else repr(error)]).encode() if error else b""
+        everyone = self.exchange.gather(mine)
+        if error:
+            raise error
+        for words in filter(None, everyone):
+            refused, text = json.loads(words)
+            other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
+            other.told = True  # type: ignore[attr-defined]
+            raise other
         return result
 
     def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int = 256) -> Any:
@@ -277,21 +311,22 @@ class Pace:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.exchange.spread(self.engine.buffers)
         source, model = feed.as_source(dataset), self.job.model
-        mine, was_training = self.loop.seat.rows(len(source)), model.training
+        mine = self.loop.seat.rows(len(source))
+        training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
         sums: dict[str, list[float]] = {}
         model.eval()
         try:
             with torch.no_grad():
                 for start in range(mine.start, mine.stop, rows):
                     batch, output = self.engine.run(source.fetch(range(start, min(start + rows, mine.stop)), 0))
-                    said = metric(output, batches_.target(metric, batch))
-                    for name, part in said.items() if isinstance(said, Mapping) else [("", said)]:
-                        value, weight = part if isinstance(part, tuple) else (part, batches_.count(batch))
+                    said = batches_.counted(metric(output, batches_.target(metric, batch)), batch)
+                    for name, (value, weight) in said.items():
                         total = sums.setdefault(name, [0.0, 0.0])
-                        total[0] += float(value)
-                        total[1] += float(weight)
+                        total[0] += value
+                        total[1] += weight
         finally:
-            model.train(was_training)
+            for module in training:
+                module.training = True
         whole: dict[str, list[float]] = {}
         for words in self.exchange.gather(json.dumps(sums).encode()):
             for name, (value, weight) in json.loads(words).items():
@@ -311,11 +346,11 @@ class Pace:
         run = self._run_folder(folder, "save")
         self.exchange.spread(self.engine.buffers)
         state = resume.state(self)
-        path = None
-        if self.leader:
-            path = checkpoint.write(run, self.loop.num_steps, self.engine.state(), state, keep=self.keep)
-            self.record.write("checkpoint", step=self.loop.num_steps, path=str(path))
-        self.exchange.gather(b"")
+        step = self.loop.num_steps
+        path: Path | None = self._alone(
+            self.leader, lambda: checkpoint.write(run, step, self.engine.state(), state, keep=self.keep)
+        )
+        self.record.write("checkpoint", step=step, path=str(path))
         return path
 
     row = ""  # the plan's row that this run obeys
@@ -327,20 +362,27 @@ class Pace:
         Raises ValueError for a checkpoint of another model or a damaged one, naming what differs.
         """
         run = self._run_folder(folder, "restore")
-        kept = checkpoint.read_newest(run)
+        one = checkpoint.NAME.fullmatch(run.name) is not None
+        kept = checkpoint.read(run) if one else checkpoint.read_newest(run)
+        steps = [json.loads(words) for words in self.exchange.gather(json.dumps(kept and kept.step).encode())]
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"restore: the processes found different checkpoints in {run}, of steps {steps} (None: none); put the "
+                f"run's folder where every node sees it"
+            )
         if kept is None:
             return False
         resume.restore(self, kept)
         self._resumed = True
-        self.record.write("restore", step=kept.step, path=str(kept.path))
+        if kept.damaged and self.leader:
+            print(f"paceline: passed over {'; '.join(kept.damaged)}; restored {kept.path}", file=sys.stderr)
+        self.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(kept.damaged))
         return True
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
         self.exchange.spread(self.engine.buffers)
-        if self.leader:
-            export(Path(path), self.engine.state(), self.facts)
-        self.exchange.gather(b"")
+        self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         if folder is None and self.folder is None:
@@ -354,24 +396,27 @@ class Pace:
 
     def _end(self, number: int) -> None:
         path = self.save() if self.folder else None
-        self.record.write("end", reason=f"signal {number}")
         if path:
             print(
                 f"paceline: stopped by signal {number} after step {self.loop.num_steps}; saved {path}", file=sys.stderr
             )
-        self.close()
+        self.close(f"signal {number}")
         raise Stopped(number)
 
-    def close(self) -> None:
-        """Leaves the others in peace. Called at the end of a ``with`` block."""
-        if self._interrupt:
-            self._interrupt.close()
+    def close(self, reason: str = "finished") -> None:
+        """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
+        self._leave(reason)
         self.exchange.close()
         self.engine.close()
         if self.link:
             self.link.close()
+
+    def _leave(self, reason: str) -> None:
+        if self._interrupt:
+            self._interrupt.close()
         if self._usage:
             self._usage.stop()
+        self.record.write("end", reason=reason)
         self.record.close()
 
     def __enter__(self) -> Pace:
@@ -382,6 +427,8 @@ class Pace:
     ) -> None:
         if kind is None:
             self.close()
+        elif not isinstance(error, Stopped):
+            self._leave(f"{kind.__name__}: {error}")  # the others hear of it as this process ends
 
 
 def join(
@@ -462,6 +509,8 @@ def join(
         num_nodes=world.num_nodes,
         batch_size=batch_size,
     )
+    if pace.record.folder:
+        pace._usage = Usage(pace.record).start()
     return pace
 
 
@@ -500,7 +549,9 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show.failed = True  # type: ignore[attr-defined]
-        if isinstance(error, LinkError | FloatingPointError):
+        if getattr(error, "told", False):
+            return  # another process of this run prints the same words
+        if isinstance(error, LinkError | NotFinite | CheckpointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         else:
             hook(kind, error, trace)

@@ -213,7 +213,7 @@ class Backward:
         if state.forms[spec.index] == FACTORS:
             state.offer(self._factors(state, spec))
             return
-        grads = [self.parameters[name].grad for name in spec.names]
+        grads = [self._grad(name) for name in spec.names]
         state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
         if len(grads) == 1 and grads[0] is not None:
             state.offer(Piece(spec, flat=grads[0].reshape(-1)))
@@ -225,6 +225,10 @@ class Backward:
             ]
         )
         state.offer(Piece(spec, flat=flat))
+
+    def _grad(self, name: str) -> Tensor | None:
+        grad = self.parameters[name].grad
+        return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
     def _factors(self, state: Pass, spec: Spec) -> Piece:
         out_features, in_features = spec.shapes[0]

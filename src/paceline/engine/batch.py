@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +33,8 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
 def whole(function: Callable[..., Any]) -> bool:
     """Whether a loss or metric asks for the whole batch."""
     try:
-        return "batch" in inspect.signature(function).parameters
+        called = function.forward if isinstance(function, torch.nn.Module) else function
+        return "batch" in inspect.signature(called).parameters
     except (TypeError, ValueError):
         return False
 
@@ -93,25 +96,51 @@ def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Te
     ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``.
     """
     said = _own_loss(output) if loss is None else loss(output, target(loss, batch))
-    if isinstance(said, tuple):
-        if len(said) != 2:
-            raise ValueError(f"the loss returned a tuple of {len(said)}; return a mean over rows, or (sum, weight)")
-        total, weight, terms = said[0], float(said[1]), {}
-    elif isinstance(said, Mapping):
-        if not said:
-            raise ValueError("the loss returned an empty dict; return its parts by name, each a mean over rows")
-        weight = float(count(batch))
-        total = sum(said.values()) * weight
-        terms = {str(name): float(part) * weight for name, part in said.items()}
-    else:
-        weight = float(count(batch))
-        total, terms = said * weight, {}
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise ValueError(f"the loss must be one number (a mean over rows, or a (sum, weight)), got {shape}")
-    if weight < 0 or not math.isfinite(weight):
-        raise ValueError(f"the loss's weight must be a number >= 0, got {weight}")
-    return total, weight, terms
+    if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
+        return said[0], float(said[1]), {}
+    rows = float(count(batch))
+    if _is_number(said):
+        return said * rows, rows, {}
+    if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
+        terms = {str(name): float(part.detach()) * rows for name, part in said.items()}
+        return reduce(operator.add, said.values()) * rows, rows, terms
+    raise ValueError(
+        f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
+        f"weight) with a finite weight >= 0, or a dict of means by name"
+    )
+
+
+def counted(said: Any, batch: Any) -> dict[str, tuple[float, float]]:
+    """What a metric returned as (sum, weight) by name: a sum over rows, a (sum, weight), or a dict of these."""
+    try:
+        return {
+            str(name): (float(part[0]), float(part[1])) if isinstance(part, tuple) else (float(part), count(batch))
+            for name, part in (said.items() if isinstance(said, Mapping) else [("", said)])
+        }
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        raise ValueError(
+            f"the metric returned {_described(said)}; return a sum over rows, a pair (sum, weight), or a dict of these"
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_described(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_described, value)) + ")"
+    return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
 
 
 def _own_loss(output: Any) -> Any:

@@ -19,7 +19,7 @@ from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
 from paceline.engine import randomness
 from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, judged, leaves, mapped, split, target
+from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
 from paceline.engine.buffers import solidify
 from paceline.engine.numerics import Numerics
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
@@ -29,8 +29,6 @@ HASH_VALUES = 1 << 12
 
 class Engine(contract.Engine):
     """What a batch and a loss may be: `engine/batch.py`."""
-
-    terms: tuple[str, ...] = ()  # the names of the loss's parts
 
     def __init__(self) -> None:
         self.num_threads = 1
@@ -80,7 +78,8 @@ class Engine(contract.Engine):
             ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
-                ballot.metric_sum += float(self.metric(output, target(self.metric, part)))
+                said = counted(self.metric(output, target(self.metric, part)), part)
+                ballot.metric_sum += said.get("", (0.0, 0.0))[0]
             return total * scale
 
         parts = [] if batch is None else split(batch, self.accumulate)
@@ -110,24 +109,31 @@ class Engine(contract.Engine):
             if not found and not all(leaf.isfinite().all() for leaf in leaves(output) if leaf.is_floating_point()):
                 found.append(f"{name or 'the model'} ({type(module).__name__})")
 
-        if batch is None:
-            return ""
-        if not all(leaf.isfinite().all() for leaf in leaves(batch) if leaf.is_floating_point()):
-            return "the input itself"
-        for name, weight in self.model.named_parameters():
-            if not weight.isfinite().all():
-                return f"parameter {name!r} itself"
         hooks = [
             module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
             for name, module in self.model.named_modules()
         ]
         try:
-            with torch.no_grad():
-                self.run(batch)
+            if batch is None or self._is_finite(batch):
+                return ""
         finally:
             for hook in hooks:
                 hook.remove()
+        if not all(leaf.isfinite().all() for leaf in leaves(batch) if leaf.is_floating_point()):
+            return "the input itself"
+        for name, weight in self.model.named_parameters():
+            if not weight.isfinite().all():
+                return f"parameter {name!r} itself"
         return f"the output of {found[0]}" if found else "the loss, of a finite output"
+
+    @torch.no_grad()
+    def _is_finite(self, batch: Any) -> bool:
+        for rows in split(batch, self.accumulate):
+            part, output = self.run(rows)
+            with self.numerics.forward(self.device):
+                if not math.isfinite(judged(self.loss, output, part)[0]):
+                    return False
+        return True
 
     def _hash(self) -> int:
         """A checksum of a slice of one parameter, another one each step."""

@@ -1,0 +1,21 @@
+"""Trains tables of cases, joining anew for each: laws.py FOLDER ROWS TABLE..."""
+
+import os
+import sys
+from pathlib import Path
+
+import cases
+
+
+def main(folder, rows, *tables):
+    for table in tables:
+        for name, case in cases.TABLES[table].items():
+            if case.alone:
+                continue
+            result = case.train(int(rows))
+            if os.environ["RANK"] == "0":
+                cases.write(Path(folder), f"{table} {name}", result)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

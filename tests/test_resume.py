@@ -1,0 +1,128 @@
+"""A run gone on with is, bit for bit, the run that was never interrupted; what is not its own is refused by name."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+import resuming
+from launching import launch
+
+
+@pytest.mark.parametrize("name", resuming.KINDS)
+def test_from_every_step_of_one_process(name, tmp_path):
+    assert resuming.check(resuming.KINDS[name], tmp_path, "sequential") == []
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "fp16"])
+def test_from_every_step_of_two_threads(name, tmp_path):
+    assert resuming.check(resuming.KINDS[name], tmp_path, "threads:2") == []
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resumed")
+    launch("resumed.py", folder, engine="processes:2")
+    return json.loads((folder / "faults.json").read_text())
+
+
+@pytest.mark.parametrize("name", resuming.KINDS)
+def test_from_every_step_of_two_processes(two_processes, name):
+    assert two_processes[name] == []
+
+
+def test_processes_that_see_different_folders_are_told(two_processes):
+    assert "found different checkpoints" in two_processes["apart"]
+    assert "of steps [0, None]" in two_processes["apart"]
+
+
+def test_the_runs_are_not_all_alike(tmp_path):
+    """Else the law would hold of anything: seeds matter, and steps were skipped where a scale was too large."""
+    for name in ("dropout", "randomness in the dataset"):
+        kind = resuming.KINDS[name]
+        assert kind.run(tmp_path, "sequential")[0] != kind.run(tmp_path, "sequential", seed=2)[0]
+    _, state = resuming.KINDS["fp16"].run(tmp_path, "sequential")
+    assert 1 < state[-1][0] < 2.0**23
+
+
+def joined(folder=None, model=None, optimizer=torch.optim.SGD, **options):
+    model = model or nn.Linear(4, 3)
+    options = {"batch_size": 8, "seed": 0, **options}
+    return paceline.join(
+        model, optimizer(model.parameters(), lr=0.1), F.cross_entropy, folder=folder, engine="sequential", **options
+    )
+
+
+def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path):
+    with joined(tmp_path / "new") as pace:
+        assert pace.restore() is False
+        assert pace.restore(tmp_path / "other") is False
+        assert (pace.epoch, pace.next_step, pace.loop.num_steps) == (0, 0, 0)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    with joined(tmp_path) as pace:
+        for step in range(3):
+            pace.step((torch.full((8, 4), float(step)), torch.arange(8) % 3))
+            pace.save()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"seed": 1}, r"was made with seed 0 \(here 1\); give the same"),
+        ({"batch_size": 16}, r"was made with batch_size 8 \(here 16\)"),
+        ({"optimizer": torch.optim.Adam}, r"was made with optimizer SGD \(here Adam\)"),
+        ({"seed": 2, "batch_size": 4}, r"seed 0 \(here 2\), batch_size 8 \(here 4\)"),
+        ({"model": nn.Linear(4, 5)}, r"is of another model: .*weight.*\[3, 4\].*\[5, 4\].*build the model"),
+        ({"model": nn.Linear(4, 3, bias=False)}, "is of another model: .*bias"),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_refused_by_name(kept, changed, words):
+    with joined(kept, **changed) as pace:
+        before = [tensor.clone() for tensor in pace.job.model.state_dict().values()]
+        with pytest.raises(ValueError, match=words):
+            pace.restore()
+        if "model" not in changed:
+            assert all(torch.equal(a, b) for a, b in zip(before, pace.job.model.state_dict().values(), strict=True))
+
+
+def test_other_groups_are_refused(kept):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=8) as pace:
+        with pytest.raises(ValueError, match="is of another optimizer: .*parameter group"):
+            pace.restore(kept)
+
+
+def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
+    newest = kept / "checkpoint-00000003" / "weights.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    with joined(kept) as pace:
+        assert pace.restore()
+        assert pace.loop.num_steps == 2
+    said = capsys.readouterr().err
+    assert "paceline: passed over" in said
+    assert "checkpoint-00000003" in said
+    assert said.endswith("checkpoint-00000002\n")
+
+
+def test_one_checkpoint_of_several_can_be_chosen(kept):
+    with joined(kept) as pace:
+        assert pace.restore(kept / "checkpoint-00000002")
+        assert pace.loop.num_steps == 2
+        with pytest.raises(ValueError, match="there is no checkpoint"):
+            pace.restore(kept / "checkpoint-00000009")
+
+
+def test_weights_alone_go_into_a_plain_model(kept):
+    from safetensors.torch import load_file
+
+    nn.Linear(4, 3).load_state_dict(load_file(kept / "checkpoint-00000003" / "weights.safetensors"))
