@@ -42,19 +42,23 @@ RULES = {
     "resume": ("engine.randomness", "elastic.*"),
     "loop": ("contract", "scaler", "report.record"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
+    "evaluate": ("contract", "data.*", "engine.batch"),
+    "pace": (
+        *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
+        *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world"),
+    ),
     "session": (
-        *("contract", "find", "job", "schedule", "loop", "models.*", "engine.*", "link.*"),
-        *("exchange.*", "codec.*", "data.*", "report.*", "probe.*", "elastic.*", "plan"),
-        *("own", "compare", "resume", "interrupt", "scaler", "world"),
+        *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": (
-        *("contract", "find", "job", "models.*", "data.*", "report.*", "session"),
+        *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),
         *("schedule", "lars", "network", "settings"),
     ),
-    "": ("contract", "session", "interrupt"),  # the package itself: the public names
+    "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
     "bench*": ("network", "launch.*", "plan", "probe.*", "bench.*", ""),
     "cli": ("*",),
     "__main__": ("cli",),

@@ -360,14 +360,18 @@ def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -
         with Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
-            _show(made)
+            _show(made, "tried")
     elif not quiet:
         screen.print(f"plan: [bold]{made.chosen}[/bold] ({made.reason}; measured {made.date})")
     return made
 
 
-def _show(made: Plan) -> None:
-    console.print(planning.table(made))
+def _show(made: Plan, which: str = "all") -> None:
+    rows = [row for row in made.rows if which == "all" or row.measured_s is not None]
+    screen = console if console.is_terminal else Console(highlight=False, width=160)
+    screen.print(planning.table(dataclasses.replace(made, rows=tuple(rows))))
+    if others := len(made.rows) - len(rows):
+        console.print(f"{others} others were not tried; `paceline plan` measures them too")
     console.print(f"plan: [bold]{made.chosen}[/bold] ({made.reason})")
 
 

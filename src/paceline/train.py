@@ -21,7 +21,8 @@ from paceline.contract import Ballot
 from paceline.data import images, sample
 from paceline.lars import LARS
 from paceline.network import Network, network
-from paceline.session import Pace, join
+from paceline.pace import Pace
+from paceline.session import join
 from paceline.settings import Settings
 
 GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and everybody else's
