@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paceline import contract
 from paceline.contract import Agreement, Ballot, Piece, Rule
 from paceline.engine.backward import Backward
 from paceline.engine.buffers import solidify
+from paceline.engine.norm import Everyone, Layers
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
@@ -31,6 +33,8 @@ class Engine(contract.Engine):
         self.num_threads = 1
         self._turn = 0
         self._products: dict[int, Tensor] = {}
+        self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+        self._norms: list[tuple[Layers, Everyone]] = []
 
     def open(
         self,
@@ -73,7 +77,8 @@ class Engine(contract.Engine):
             scaled: Tensor = loss * (factor * scale)
             return scaled
 
-        state = self.backward.run(forms, offer, compute)
+        with self._in_step(batch is not None):
+            state = self.backward.run(forms, offer, compute)
         ballot.used = bytes(name in state.used for name in self.names)
         ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
         ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
@@ -145,8 +150,20 @@ class Engine(contract.Engine):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
+    def sync_norm(self, link: contract.Link | None) -> None:
+        self._sum_norms(Everyone(None, link))
+
+    def _sum_norms(self, everyone: Everyone) -> None:
+        layers = Layers(self.model)
+        layers.convert(everyone.total, everyone.inside)
+        everyone.hear, self._in_step = layers.hear, everyone.step
+        self._norms.append((layers, everyone))
+
     def close(self) -> None:
         self.backward.close()
+        for layers, everyone in self._norms:
+            layers.restore()
+            everyone.close()
 
 
 def random_state() -> Any:
