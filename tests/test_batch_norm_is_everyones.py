@@ -17,7 +17,8 @@ import ranks
 from nodes import Rank, build, gap, reference, rows
 from paceline.contract import LinkError
 from paceline.engine.crew import Crew, CrewError
-from paceline.engine.norm import Everyone, Layers
+from paceline.engine.everyone import Everyone
+from paceline.engine.norm import Layers
 from paceline.engine.replicas import Engine as Replicas
 from paceline.link.memory import world
 
@@ -203,6 +204,23 @@ def test_an_error_in_one_replica_ends_those_who_wait_for_its_rows():
     want, _ = reference(build(Failing), [(x, y)], optimizer)
     assert gap(rank.state(), want) < 1e-10
     rank.engine.close()
+
+
+def test_a_process_whose_layer_sees_no_rows_adds_nothing():
+    """A branch that no row of this process takes, but the layer is called: 6 rows of zeros and ones elsewhere."""
+    layer, sums = nn.BatchNorm2d(3).double(), []
+
+    def total(vector):
+        sums.append(vector)
+        elsewhere = [1.0, float(vector[1]), *([6.0] if len(vector) == 9 else []), *[3.0] * 6]
+        return vector + torch.tensor(elsewhere, dtype=torch.float64)
+
+    Layers(layer).convert(total)
+    x = torch.zeros(0, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    layer(x).sum().backward()
+    assert [vector[2:].tolist() for vector in sums] == [[0.0] * 7, [0.0] * 6]
+    assert torch.allclose(layer.running_mean, torch.full((3,), 0.05, dtype=torch.float64))
+    assert layer.weight.grad.tolist() == [0.0] * 3
 
 
 def test_float32_and_bfloat16_rows():

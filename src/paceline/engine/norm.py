@@ -3,17 +3,14 @@
     forward     count, sum and sum of squares per channel, added over all processes of all nodes
     backward    two sums per channel of the output's gradient, added likewise
 
-*Cost*: two sums of about 2 C numbers in each layer and step, each waiting for the slowest; one vote per
-step on who has rows. Whoever has none adds nothing.
+*Cost*: two sums of about 2 C numbers in each layer and step, each waiting for the slowest.
 *Laws*: float64 equal to one process on the whole batch, running statistics included.
 *Source*: Ioffe & Szegedy 2015 (arXiv 1502.03167), equations of section 3, summed over processes.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,11 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline import contract
-from paceline.engine.crew import PATIENCE_S, Crew, CrewError
+from paceline.engine.crew import CrewError
 
 Total = Callable[[Tensor], Tensor]
-DOING = "adding up batch statistics"
 
 
 class Layers:
@@ -86,7 +81,7 @@ def _normalise(layer: _BatchNorm, x: Tensor, total: _Tagged) -> Tensor:
     count = x.numel() // x.shape[1]
     with torch.no_grad():
         wide = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
-        variance, mean = torch.var_mean(wide, dims, correction=0)
+        variance, mean = torch.var_mean(wide, dims, correction=0) if count else wide.new_zeros(2, x.shape[1])
         mean, variance = mean.double(), variance.double()
         # (1 + C + C): the counts of all, their sums and their sums of squares
         sums = total(torch.cat([mean.new_tensor([count]), count * mean, count * (variance + mean * mean)]), 0)
@@ -143,9 +138,11 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, variance = ctx.saved_tensors
         inverse = torch.rsqrt(variance + ctx.eps)
         # sum of dy, and of dy (x - mean) / deviation: those of this process's rows are its parameters' gradients
-        _, dot, plain = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
-        )
+        dot = plain = torch.zeros_like(mean)
+        if x.numel():  # PyTorch's kernel divides by it
+            _, dot, plain = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
         sums = ctx.total(torch.cat([plain, dot]), 1).view(2, -1) / ctx.whole
         mean_dy, mean_dot = sums.to(mean.dtype)
         scale = inverse if weight is None else weight.to(inverse.dtype) * inverse
@@ -156,131 +153,3 @@ class _Normalise(torch.autograd.Function):
         dx = torch.addcmul(offset.view(shape), x.to(mean.dtype), slope.view(shape)).addcmul_(dy, scale.view(shape))
         grads = (dot.to(weight.dtype), plain.to(weight.dtype)) if weight is not None else (None, None)
         return dx.to(x.dtype), *grads, None, None, None, None, None
-
-
-class Everyone:
-    """Sums over the processes of this node, and over the nodes through local rank 0's link."""
-
-    def __init__(self, crew: Crew | None = None, link: contract.Link | None = None):
-        self.crew = crew
-        self.leads = crew is None or crew.rank == 0
-        self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
-        self.hear: Callable[[Tensor], None] = lambda vector: None
-        self._inside = False
-
-    def inside(self) -> bool:
-        return self._inside
-
-    @contextmanager
-    def step(self, present: bool) -> Iterator[None]:
-        """One forward and backward of this process, or nothing if it has no rows. All must enter it."""
-        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
-        self._here = [rank for rank, (here,) in enumerate(rows) if here]
-        if self.lane:
-            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
-            self._all_nodes = float(nodes[0]) == self.lane.size
-        self._inside = True
-        try:
-            yield
-        except BaseException as error:
-            if self.crew:
-                self.crew.give_up(f"another process of this node gave up in the step: {error}")
-            raise
-        finally:
-            self._inside = False
-        self._end(present)
-
-    def total(self, vector: Tensor) -> Tensor:
-        if not self.leads:
-            assert self.crew
-            self.crew.send_long(0, vector.numpy().tobytes(), b"n")
-            return _numbers(self.crew.recv_long(0, b"n", DOING))
-        whole = self._serve(vector)
-        assert whole is not None
-        return whole
-
-    def _serve(self, vector: Tensor | None) -> Tensor | None:
-        """One sum, given to those of this node who are in it; None when they have ended."""
-        crew, peers = self.crew, [rank for rank in self._here if rank]
-        parts = [] if vector is None else [vector]
-        for peer in peers:
-            assert crew
-            if vector is None and crew.peek(peer) == b"e":
-                crew.recv(peer, DOING)
-                continue
-            parts.append(_numbers(crew.recv_long(peer, b"n", DOING)))
-        if not parts:
-            return None
-        whole = self._over_nodes(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].clone())
-        for peer in peers:
-            assert crew
-            assert whole is not None
-            crew.send_long(peer, whole.numpy().tobytes(), b"n")
-        return whole
-
-    def _over_nodes(self, vector: Tensor | None) -> Tensor | None:
-        """The nodes' sum. Where a node has no rows, lengths go first: 0 says that this node has ended."""
-        if not self.lane:
-            return vector
-        longest = 0
-        if not self._all_nodes:
-            length = torch.tensor([0 if vector is None else len(vector)])
-            longest = int(self.lane.max(length, DOING).wait()[0])
-            if not longest:
-                return None
-        if vector is None:
-            vector = torch.zeros(longest, dtype=torch.float64)
-        whole: Tensor = self.lane.sum(vector, DOING).wait()
-        return whole
-
-    def _end(self, present: bool) -> None:
-        if not self.leads:
-            if present and 0 not in self._here:
-                assert self.crew
-                self.crew.send(0, b"e")
-            return
-        if not present:
-            while self._here and (vector := self._serve(None)) is not None:
-                self.hear(vector)
-        if self.lane and not self._all_nodes:
-            while (vector := self._over_nodes(None)) is not None:
-                if self._here:
-                    raise CrewError("batch_norm='sync': another node computes more batch-norm layers than this one")
-                self.hear(vector)
-
-    def close(self) -> None:
-        if self.crew:
-            self.crew.close()
-
-
-class Circle:
-    """Sums over the threads of one process, then over everyone else by ``beyond``."""
-
-    def __init__(self, beyond: Total):
-        self.beyond = beyond
-        self.start(1)
-
-    def start(self, num_threads: int) -> None:
-        """Before each step: how many threads have rows."""
-        self._parts: dict[int, Tensor] = {}
-        self._barrier = threading.Barrier(max(1, num_threads), self._add)
-
-    def total(self, thread: int, vector: Tensor) -> Tensor:
-        self._parts[thread] = vector
-        try:
-            self._barrier.wait(PATIENCE_S)
-        except threading.BrokenBarrierError:
-            raise CrewError("another replica gave up in the middle of the step") from None
-        return self._whole
-
-    def _add(self) -> None:
-        parts = [self._parts[thread] for thread in sorted(self._parts)]
-        self._parts = {}
-        self._whole = self.beyond(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0])
-
-    def give_up(self) -> None:
-        self._barrier.abort()
-
-
-def _numbers(body: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(body), dtype=torch.float64)

@@ -26,7 +26,7 @@ from paceline import contract
 from paceline.contract import Agreement, Piece, Rule
 from paceline.engine import cores, sequential
 from paceline.engine.crew import Crew
-from paceline.engine.norm import Everyone
+from paceline.engine.everyone import Everyone
 from paceline.engine.places import Places
 from paceline.engine.relay import Follower, Leader
 from paceline.engine.shares import Shares

@@ -32,7 +32,8 @@ from paceline.contract import Ballot, Piece
 from paceline.engine import cores, sequential
 from paceline.engine.crew import CrewError
 from paceline.engine.dice import Dice, seeds
-from paceline.engine.norm import Circle, Everyone, Layers
+from paceline.engine.everyone import Circle, Everyone
+from paceline.engine.norm import Layers
 
 
 class Engine(sequential.Engine):

@@ -20,7 +20,8 @@ from paceline import contract
 from paceline.contract import Agreement, Ballot, Piece, Rule
 from paceline.engine.backward import Backward
 from paceline.engine.buffers import solidify
-from paceline.engine.norm import Everyone, Layers
+from paceline.engine.everyone import Everyone
+from paceline.engine.norm import Layers
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
