@@ -150,6 +150,7 @@ class Rank:
         rejoin: Callable[[Any], Any] = lambda seat: seat,
         batch: int = 24,
         engine: contract.Engine | None = None,
+        batch_norm: str = "local",
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
@@ -159,6 +160,8 @@ class Rank:
         self.exchange.open(
             self.engine.specs, link, parse("codec", codec), -(-batch // link.size), absorbs=self.engine.absorbs
         )
+        if batch_norm == "sync":
+            self.engine.sync_norm(link)
         seat = Seat(link.rank, link.size, shares=shares)
         self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
 

@@ -226,6 +226,13 @@ class Engine:
         """(the batch where the model is, the model's output)."""
         raise NotImplementedError
 
+    def sync_norm(self, link: Link | None) -> None:
+        """From now on batch norm in `gradient` is over the rows of all processes; ``link`` is local rank 0's, if any.
+
+        Every process of every node must call it, after `open`.
+        """
+        raise NotImplementedError
+
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
         raise NotImplementedError

@@ -73,6 +73,8 @@ class Pace:
             exchange.link = contract.Link()
             exchange.link.size = world.num_nodes
         self.exchange = engine.relay(exchange)
+        if job.batch_norm == "sync":
+            engine.sync_norm(link)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
         if world.num_nodes * world.local_size > 1:

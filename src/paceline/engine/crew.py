@@ -27,7 +27,9 @@ KINDS = {
     b"f": "the forms of pieces",
     b"g": "adding numbers up",
     b"h": "joining",
+    b"e": "the end of a step",
     b"m": "sharing memory",
+    b"n": "adding up batch statistics",
     b"p": "a piece of the gradient",
     b"s": "gathering the optimizer's state",
     b"v": "the vote on a step",
@@ -218,26 +220,32 @@ class Crew:
     def swap(self, body: bytes, doing: str) -> list[bytes]:
         """Everyone's bytes, of any length, in local rank order, to everyone."""
         if self.rank:
-            self._send_long(0, body)
-            return [self._recv_long(0, doing) for _ in range(self.size)]
-        bodies = [body] + [self._recv_long(peer, doing) for peer in range(1, self.size)]
+            self.send_long(0, body, b"s")
+            return [self.recv_long(0, b"s", doing) for _ in range(self.size)]
+        bodies = [body] + [self.recv_long(peer, b"s", doing) for peer in range(1, self.size)]
         for peer in self.lines:
             for one in bodies:
-                self._send_long(peer, one)
+                self.send_long(peer, one, b"s")
         return bodies
 
-    def _send_long(self, peer: int, body: bytes) -> None:
-        self.send(peer, b"s", struct.pack("<Q", len(body)))
+    def send_long(self, peer: int, body: bytes, kind: bytes) -> None:
+        self.send(peer, kind, struct.pack("<Q", len(body)))
         for start in range(0, len(body), MESSAGE_BYTES - 1):
-            self.send(peer, b"s", body[start : start + MESSAGE_BYTES - 1])
+            self.send(peer, kind, body[start : start + MESSAGE_BYTES - 1])
 
-    def _recv_long(self, peer: int, doing: str) -> bytes:
-        (length,) = struct.unpack("<Q", self.expect(peer, b"s", doing))
+    def recv_long(self, peer: int, kind: bytes, doing: str) -> bytes:
+        (length,) = struct.unpack("<Q", self.expect(peer, kind, doing))
         parts: list[bytes] = []
         while length > 0:
-            parts.append(self.expect(peer, b"s", doing))
+            parts.append(self.expect(peer, kind, doing))
             length -= len(parts[-1])
         return b"".join(parts)
+
+    def peek(self, peer: int) -> bytes:
+        """The kind of the message that comes next; empty if none can come any more, which `recv` will explain."""
+        with contextlib.suppress(OSError):
+            return self.lines[peer].recv(1, socket.MSG_PEEK)
+        return b""
 
     def _lost(self, why: str) -> CrewError:
         error = CrewError(why)
@@ -246,9 +254,14 @@ class Crew:
 
     def say_why(self, error: BaseException) -> None:
         """Local rank 0 tells the others why it must end, so that they end with the same words."""
-        for line in self.lines.values() if self.rank == 0 else ():
+        if self.rank == 0:
+            self.give_up(str(error))
+
+    def give_up(self, why: str) -> None:
+        """Those at the other ends of this process's lines end with these words."""
+        for line in self.lines.values():
             with contextlib.suppress(OSError):
-                line.send(b"E" + str(error).encode()[: MESSAGE_BYTES - 1])
+                line.send(b"E" + why.encode()[: MESSAGE_BYTES - 1])
 
     def share(self, num_bytes: int) -> memoryview:
         """Memory that all see, zero, and real only where written."""

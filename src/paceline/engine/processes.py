@@ -26,6 +26,7 @@ from paceline import contract
 from paceline.contract import Agreement, Piece, Rule
 from paceline.engine import cores, sequential
 from paceline.engine.crew import Crew
+from paceline.engine.everyone import Everyone
 from paceline.engine.places import Places
 from paceline.engine.relay import Follower, Leader
 from paceline.engine.shares import Shares
@@ -85,6 +86,9 @@ class Engine(sequential.Engine):
     @property
     def division(self) -> str:
         return self.shares.division
+
+    def sync_norm(self, link: contract.Link | None) -> None:
+        self._sum_norms(Everyone(Crew(*self.seat, f"{self.crew.name}-norm"), link))
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
         self.alone = exchange.link.size == 1

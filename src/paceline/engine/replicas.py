@@ -19,15 +19,21 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline import contract
 from paceline.contract import Ballot, Piece
 from paceline.engine import cores, sequential
 from paceline.engine.batch import split
+from paceline.engine.crew import CrewError
 from paceline.engine.dice import Dice, seeds
+from paceline.engine.everyone import Circle, Everyone
+from paceline.engine.norm import Layers
 
 
 class Engine(sequential.Engine):
@@ -38,6 +44,8 @@ class Engine(sequential.Engine):
         if not (isinstance(num_replicas, int) and num_replicas >= 1):
             raise ValueError(f"engine 'replicas:k' needs a whole number k >= 1, got {num_replicas!r}")
         self.num_replicas = num_replicas
+        self._circle = Circle(lambda vector: vector)
+        self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
 
     def open(
         self,
@@ -73,17 +81,35 @@ class Engine(sequential.Engine):
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
         def ride(i: int, seed: int) -> Ballot:
-            with torch.autocast(device, dtype, enabled), Dice(seed):  # the caller's, which is its thread's
-                return compute[i](parts[i], scale, forms, lambda piece: gather.offer(i, piece))
+            try:
+                with torch.autocast(device, dtype, enabled), Dice(seed):  # the caller's, which is its thread's
+                    return compute[i](parts[i], scale, forms, lambda piece: gather.offer(i, piece))
+            except BaseException:
+                self._circle.give_up()
+                raise
 
+        self._circle.start(sum(part is not None for part in parts))
         torch.set_num_threads(self.num_threads_each)  # a part of it holds for all threads: MKL's
-        rides = [self.riders[i].submit(ride, i, seed) for i, seed in enumerate(seeds(self.num_replicas))]
-        try:
-            wait(rides)
-        finally:
-            wait(rides)  # interrupted or not, nobody computes on when the step is over
-            torch.set_num_threads(self.num_threads)
+        with self._around(batch is not None):
+            rides = [self.riders[i].submit(ride, i, seed) for i, seed in enumerate(seeds(self.num_replicas))]
+            try:
+                wait(rides)
+            finally:
+                wait(rides)  # interrupted or not, nobody computes on when the step is over
+                torch.set_num_threads(self.num_threads)
+            errors = [error for one in rides if (error := one.exception())]
+            for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
+                raise error  # the first, unless it is another's
         return Ballot.merge([one.result() for one in rides])
+
+    def sync_norm(self, link: contract.Link | None) -> None:
+        everyone = Everyone(None, link)
+        self._circle.beyond, self._around = everyone.total, everyone.step
+        for i, model in enumerate([self.model, *(one.model for one in self.twins)]):
+            layers = Layers(model)
+            layers.convert(partial(self._circle.total, i), everyone.inside)
+            self._norms.append((layers, everyone))
+        everyone.hear = self._norms[0][0].hear
 
     def _follow(self) -> None:
         """Weights, buffers and mode of the other replicas are the model's, whatever has happened to it since."""

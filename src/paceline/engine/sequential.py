@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -21,6 +22,8 @@ from paceline.engine import randomness
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
 from paceline.engine.buffers import solidify
+from paceline.engine.everyone import Everyone
+from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
@@ -36,6 +39,8 @@ class Engine(contract.Engine):
         self.forward: Callable[[torch.nn.Module, Any], Any] = call
         self._turn = 0
         self._products: dict[int, Tensor] = {}
+        self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+        self._norms: list[tuple[Layers, Everyone]] = []
 
     def open(
         self,
@@ -83,7 +88,8 @@ class Engine(contract.Engine):
             return total * scale
 
         parts = [] if batch is None else split(batch, self.accumulate)
-        state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
+        with self._in_step(batch is not None):
+            state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
@@ -201,5 +207,17 @@ class Engine(contract.Engine):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
+    def sync_norm(self, link: contract.Link | None) -> None:
+        self._sum_norms(Everyone(None, link))
+
+    def _sum_norms(self, everyone: Everyone) -> None:
+        layers = Layers(self.model)
+        layers.convert(everyone.total, everyone.inside)
+        everyone.hear, self._in_step = layers.hear, everyone.step
+        self._norms.append((layers, everyone))
+
     def close(self) -> None:
         self.backward.close()
+        for layers, everyone in self._norms:
+            layers.restore()
+            everyone.close()
