@@ -1,4 +1,4 @@
-"""Goes on from every checkpoint of every kind of run: resumed.py FOLDER."""
+"""Goes on from every checkpoint of some kinds of run: resumed.py FOLDER KIND..."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import resuming
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-faults = {name: resuming.check(kind, folder / name) for name, kind in resuming.KINDS.items()}
+faults = {name: resuming.check(resuming.KINDS[name], folder / name) for name in sys.argv[2:]}
 faults["apart"] = resuming.apart(folder / "apart", rank)
 if rank == 0:
     resuming.write(folder, faults)
