@@ -16,7 +16,7 @@ from paceline.probe import shelf
 from paceline.probe.choice import Candidate, choose, contest, equal
 from paceline.probe.predict import predicted_s
 from paceline.probe.profile import Profile, take
-from paceline.probe.rows import BASELINE, Facts, allowed, candidates, needed_bytes
+from paceline.probe.rows import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
 from paceline.probe.sheet import Plan, Row, table
 from paceline.probe.shelf import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.probe.survey import Machine, survey
@@ -47,8 +47,12 @@ def make(
     """The plan for ``command`` (what follows `paceline run`), which it also stores.
 
     ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
-    that the machine could do. ``show`` is told what is being done. Raises ValueError when nothing could be run.
+    that the machine could do, and then nothing is stored. ``show`` is told what is being done. Raises ValueError when
+    nothing could be run.
     """
+    check(fidelity)
+    for row in rows or ():
+        split(row, 1)
     start = time.monotonic()
     machine = survey()
     show("profiling")
@@ -80,7 +84,7 @@ def make(
         {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(machine).items()},
         shelf.versions(),
     )
-    if profile:
+    if profile and not rows:
         store(plan, command, machine)
     return plan
 
