@@ -35,7 +35,7 @@ def paceline(*words, code=0, cwd=None, limit_s=100, **environment):
 
 
 def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
-    said = paceline("train", cwd=tmp_path)
+    said = paceline("train", cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert re.search(r"machine: .* cores", said)
     rows = re.findall(r"^(\S+) +(?:[\d.]+ +)?~?([\d.]+) ± .* ([\d.]+)x", said, re.MULTILINE)
     assert rows[0][0] == "sequential"

@@ -255,7 +255,7 @@ def test_a_command_is_profiled_without_taking_a_step(tmp_path):
     assert not (tmp_path / "log").exists()
     assert profile.facts.rows == 64
     assert profile.steps == 20
-    assert profile.facts.can_fuse
+    assert f"{machine.cores}/fused" in profile.update_s
     assert not profile.facts.images
     assert profile.facts.weight_bytes == 4 * (256 * 512 + 512 + 512 * 10 + 10)
     assert profile.facts.state_bytes == 2 * profile.facts.gradient_bytes

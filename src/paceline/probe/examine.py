@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from paceline.probe.updates import Updates, passes
 
 COPY_BYTES = 32 << 20
 PINGS = 30
+FUSING_PAYS = 0.03  # of a step
 ENGINES = ("sequential", "threads", "replicas", "processes")
 
 
@@ -114,8 +115,9 @@ class _Examination:
             if one.copies == 1 and not scaled and self.spent < 1:
                 self._alone(one)
         num_calls = self.layers.num_calls if self.layers else 0
+        update_s = self._update_s(facts)
         return Profile(
-            facts,
+            replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
             shelf.fingerprint(job.model, job.optimizer, job.batch_size, self.level),
             job.steps,
             self.absorbs,
@@ -123,7 +125,7 @@ class _Examination:
             whole_s,
             self.layers_s,
             num_calls,
-            self._update_s(facts),
+            update_s,
             self.updates.dense_bytes(),
             copy_per_s,
             message_s,
@@ -241,6 +243,11 @@ class _Examination:
             for threads in sorted({1, self.cores})
             for kind in kinds
         }
+
+    def _fusing_pays(self, update_s: dict[str, float]) -> bool:
+        """By more than rows can be told apart, somewhere."""
+        plain_s = update_s.get(f"{self.cores}/factors", update_s.get(str(self.cores), 0.0))
+        return plain_s - update_s[f"{self.cores}/fused"] > FUSING_PAYS * min(self.layers_s.values())
 
 
 def _copy_per_s() -> float:
