@@ -196,8 +196,8 @@ HANGS += "open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: time.sleep
 
 def test_a_script_that_does_not_get_on_is_ended_whatever_it_ignores(script, tmp_path):
     start = time.monotonic()
-    trial = measure([script(HANGS), str(tmp_path / "pid")], "sequential", limit_s=8.0)
-    assert trial.error == f"no {FEWEST_STEPS} steps within 8 s"
+    trial = measure([script(HANGS), str(tmp_path / "pid")], "sequential", limit_s=6.0)
+    assert trial.error == f"no {FEWEST_STEPS} steps within 6 s"
     assert time.monotonic() - start < 30
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
@@ -214,3 +214,34 @@ def test_an_interrupted_trial_leaves_no_process(script, tmp_path):
     planner.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in planner.communicate(timeout=60)[1]
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+SHARES = """
+import json, mmap, os, sys, time
+from pathlib import Path
+from paceline.probe.clock import Stopwatch
+memory, size = mmap.mmap(-1, 64 << 20), 64 << 20
+meet = [os.pipe() for _ in range(4)]
+leader = os.fork() != 0
+own = bytearray(b"x") * (32 << 20) if leader else b""
+for start in range(0, size, 4096):
+    memory[start] = 1
+def together(i):
+    os.write(meet[2 * i + leader][1], b".")
+    os.read(meet[2 * i + (not leader)][0], 1)
+together(0)
+watch = Stopwatch(Path(sys.argv[1]) if leader else Path(sys.argv[1] + ".1"), leader, 0.1)
+for _ in range(3):
+    watch.tick(1, 0.01)
+together(1)
+watch.write()
+"""
+
+
+def test_memory_that_processes_share_is_counted_once(report, script):
+    """Two processes on the same 64 MiB, one of them with 32 MiB of its own."""
+    subprocess.run([sys.executable, script(SHARES), str(report)], check=True, timeout=60)
+    time.sleep(0.2)
+    peaks = [json.loads(path.read_text())["peak_bytes"] / 2**20 for path in (report, report.with_name("trial.json.1"))]
+    assert 64 + 32 <= sum(peaks) < 64 + 32 + 60, "64 MiB were counted twice, or not at all"
+    assert peaks[0] - peaks[1] > 24

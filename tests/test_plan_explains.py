@@ -178,3 +178,18 @@ def test_planning_does_not_import_torch():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert json.loads(said.stdout) == []
+
+
+def test_rows_that_fail_do_not_end_the_search(sleeps, monkeypatch):
+    """Two rows of three fail at once: the third is still tried, and chosen."""
+    made = plan.make(sleeps, budget_s=0.1, rows=["sequential", "threads:4", "processes:2+fused", "threads:2"])
+    assert made.chosen == "threads:2"
+    assert [row.reason.partition(":")[0] for row in made.rows][1:3] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"fidelity": "fair"}, "fidelity must be one"), ({"rows": ["x+y"]}, "row")]
+)
+def test_what_cannot_be_planned_is_told_before_anything_is_started(options, told):
+    with pytest.raises(ValueError, match=told):
+        plan.make(["no-such-script.py"], **options)

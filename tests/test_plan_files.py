@@ -90,7 +90,7 @@ def test_no_file_is_told_by_name(tmp_path):
 
 
 def test_the_table_shows_prediction_beside_measurement_and_leaves_empty_columns_out():
-    page = Console(file=io.StringIO(), width=200)
+    page = Console(file=io.StringIO(), width=60, soft_wrap=True)
     page.print(table(FULL))
     said = page.file.getvalue()
     assert "~0.5200 ± 0.0100" in said, "an extrapolated row is marked"

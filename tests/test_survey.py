@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from paceline.probe import survey as surveying
-from paceline.probe.rows import BASELINE, Facts, Way, allowed, candidates, fidelity, needed_bytes, split
+from paceline.probe.rows import BASELINE, Facts, Way, allowed, candidates, check, fidelity, needed_bytes, split
 from paceline.probe.survey import Machine, memory_bytes, survey
 
 ENGINES = ("sequential", "threads", "replicas", "processes")
@@ -93,7 +93,7 @@ def test_rows_beyond_the_fidelity_come_last_and_are_not_allowed():
     assert not all(may)
     assert all(allowed(row, "approximate") for row in found)
     with pytest.raises(ValueError, match="fidelity must be one of exact, rounded, approximate, got 'good'"):
-        candidates("good", machine, IMAGES, ENGINES)
+        check("good")
 
 
 def test_engines_that_do_not_exist_and_more_copies_than_rows_are_no_candidates():

@@ -131,6 +131,8 @@ class Pace:
 
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
+        if self.job.batch_norm == "sync":
+            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
         shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
         share = shared.share(self.loop.seat)
         self._own = OwnStep(batch, 0 if share is None else batches_.count(share))

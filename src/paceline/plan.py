@@ -16,7 +16,7 @@ from paceline.probe import shelf
 from paceline.probe.choice import Candidate, choose, contest, equal
 from paceline.probe.predict import predicted_s
 from paceline.probe.profile import Profile, take
-from paceline.probe.rows import BASELINE, Facts, allowed, candidates, needed_bytes
+from paceline.probe.rows import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
 from paceline.probe.sheet import Plan, Row, table
 from paceline.probe.shelf import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.probe.survey import Machine, survey
@@ -29,6 +29,8 @@ PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
 PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
 MAX_ROUNDS = 4  # of timing the top two by turns
+MAX_ATTEMPTS = 6  # to get two rows that run, whatever the budget
+SIMPLER = 0.03  # per word: rows predicted this close are tried in the order of their simplicity
 MARGIN = 0.9  # of the memory: more is predicted not to fit
 ENGINES = ("sequential", "threads", "replicas", "processes")
 
@@ -47,8 +49,12 @@ def make(
     """The plan for ``command`` (what follows `paceline run`), which it also stores.
 
     ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
-    that the machine could do. ``show`` is told what is being done. Raises ValueError when nothing could be run.
+    that the machine could do, and then nothing is stored. ``show`` is told what is being done. Raises ValueError when
+    nothing could be run.
     """
+    check(fidelity)
+    for row in rows or ():
+        split(row, 1)
     start = time.monotonic()
     machine = survey()
     show("profiling")
@@ -80,7 +86,7 @@ def make(
         {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(machine).items()},
         shelf.versions(),
     )
-    if profile:
+    if profile and not rows:
         store(plan, command, machine)
     return plan
 
@@ -111,7 +117,10 @@ def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Ca
 def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
     """The baseline, then by prediction; rows without one come last, in their order."""
     base, *others = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
-    return [base, *sorted(others, key=lambda entry: entry.predicted_s or float("inf"))]
+    return [
+        base,
+        *sorted(others, key=lambda one: (one.predicted_s or float("inf")) * (1 + SIMPLER * one.engine.count("+"))),
+    ]
 
 
 @dataclasses.dataclass
@@ -129,10 +138,12 @@ class _Budget:
 
     def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
         """The baseline and one more always; then what may still be the best, while there is time."""
-        tried = [one for one in entries if one.trial]
-        if len(tried) < 2 or not contest(entries, level):
+        ranking, attempts = contest(entries, level), sum(bool(one.trial) for one in entries)
+        if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
             return True
-        best = contest(entries, level)[0]
+        if not ranking:
+            return False
+        best = ranking[0]
         if entry.predicted_s and best.predicted_s and entry.predicted_s > PROMISING * best.predicted_s:
             return False
         return self.left_s > self.start_s + TIMED_S[0]

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline import contract
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
-from paceline.probe.layers import Layers, autocast, now, part
+from paceline.probe.layers import Layers, autocast, now, part, typical
 from paceline.probe.profile import Profile, Setting
 from paceline.probe.rows import Facts, candidates, split
 from paceline.probe.survey import survey
@@ -30,6 +30,7 @@ from paceline.probe.updates import Updates, passes
 
 COPY_BYTES = 32 << 20
 PINGS = 30
+FUSING_PAYS = 0.03  # of a step
 ENGINES = ("sequential", "threads", "replicas", "processes")
 
 
@@ -75,6 +76,7 @@ class _Examination:
     budget_s: float
     layers_s: dict[str, float] = field(default_factory=dict)
     layers: Layers | None = None
+    taken: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.start = time.monotonic()
@@ -113,8 +115,9 @@ class _Examination:
             if one.copies == 1 and not scaled and self.spent < 1:
                 self._alone(one)
         num_calls = self.layers.num_calls if self.layers else 0
+        update_s = self._update_s(facts)
         return Profile(
-            facts,
+            replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
             shelf.fingerprint(job.model, job.optimizer, job.batch_size, self.level),
             job.steps,
             self.absorbs,
@@ -122,7 +125,7 @@ class _Examination:
             whole_s,
             self.layers_s,
             num_calls,
-            self._update_s(facts),
+            update_s,
             self.updates.dense_bytes(),
             copy_per_s,
             message_s,
@@ -186,23 +189,19 @@ class _Examination:
                 return
             copies.ask(one.copies, "record", setting=vars(one))
             taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
-            counts = torch.tensor(copies.ask(1, "counts")[0], dtype=torch.float64)
-            middle = (
-                torch.tensor(taken, dtype=torch.float64).median(0).values
-            )  # (passes, copies, calls) -> (copies, calls)
-            self.layers_s[str(one)] = float((middle @ counts).max())
+            self.layers_s[str(one)] = max(copies.ask(one.copies, "total", last=len(taken)))
 
     def _work(self, what: str, options: dict[str, Any]) -> Any:
         """In a copy."""
         if what == "record":
             given = options["setting"]
             self._record(Setting(**{**given, "words": tuple(given["words"])}))
-        if what == "copy":
-            return _copy_per_s()
-        assert self.layers or what != "time"
+            self.taken = []
         if what == "time" and self.layers:
-            return self.layers.time()
-        return [call.count for call in self.layers.calls] if what == "counts" and self.layers else None
+            self.taken.append(self.layers.time())
+        if what == "total" and self.layers:
+            return self.layers.total_s(self.taken[-options["last"] :])
+        return _copy_per_s() if what == "copy" else None
 
     def _message_s(self, copies: Copies, most: int) -> float:
         start = time.perf_counter()
@@ -230,7 +229,7 @@ class _Examination:
             step(probe)
             about_s = step(probe) * self.job.rows / probe
             rows = self.job.rows if about_s < self.budget_s / 12 else max(1, self.job.rows // 4)
-            whole_s = statistics.median(passes(lambda: step(rows), self.budget_s / 8))
+            whole_s = typical(passes(lambda: step(rows), self.budget_s / 8))
         finally:
             for p in weights:
                 p.requires_grad_(True)
@@ -244,6 +243,11 @@ class _Examination:
             for threads in sorted({1, self.cores})
             for kind in kinds
         }
+
+    def _fusing_pays(self, update_s: dict[str, float]) -> bool:
+        """By more than rows can be told apart, somewhere."""
+        plain_s = update_s.get(f"{self.cores}/factors", update_s.get(str(self.cores), 0.0))
+        return plain_s - update_s[f"{self.cores}/fused"] > FUSING_PAYS * min(self.layers_s.values())
 
 
 def _copy_per_s() -> float:

@@ -73,6 +73,12 @@ def allowed(row: str, level: str) -> bool:
     return ALLOWED[fidelity(row).partition(",")[0]] <= ALLOWED[level]
 
 
+def check(level: str) -> None:
+    """Raises ValueError for what is no fidelity."""
+    if level not in ALLOWED:
+        raise ValueError(f"fidelity must be one of {', '.join(ALLOWED)}, got {level!r}")
+
+
 def candidates(
     level: str, machine: Machine, facts: Facts, engines: tuple[str, ...], compile_too: bool = False
 ) -> list[str]:
@@ -80,8 +86,6 @@ def candidates(
 
     ``engines`` are those that exist. Rows beyond the fidelity allowed are kept, to show what they would gain.
     """
-    if level not in ALLOWED:
-        raise ValueError(f"fidelity must be one of {', '.join(ALLOWED)}, got {level!r}")
     found = [BASELINE, *_engines(machine, facts, engines)]
     numerics = list(_numerics(machine, facts))
     found += [f"{head}+{words}" for words in numerics for head in found if words]

@@ -153,6 +153,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def table(plan: Plan) -> Table:
     """For a terminal: one line per row, the reason last. Columns without a single value are left out."""
+    from rich.console import Console
     from rich.table import Table
 
     def number(value: float | None, form: str) -> str:
@@ -178,4 +179,6 @@ def table(plan: Plan) -> Table:
     drawn = Table(*kept, box=None, pad_edge=False)
     for cells in zip(*kept.values(), strict=True):
         drawn.add_row(*cells)
+    # never cut short: on a narrow terminal a long line is better than half a name
+    drawn.width = Console(width=1000).measure(drawn).maximum
     return drawn

@@ -5,7 +5,6 @@ Learning rates are zero meanwhile; nothing of the model is worth keeping afterwa
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from paceline import contract
 from paceline.contract import Agreement, Ballot, Piece, Rule, Verdict
-from paceline.probe.layers import now
+from paceline.probe.layers import now, typical
 
 MAX_PASSES = 7
 
@@ -62,7 +61,7 @@ class Updates:
             if kind == "fused":
                 group["fused"], group["foreach"] = True, False
         try:
-            return float(statistics.median(passes(lambda: self._once(pieces), limit_s)))
+            return typical(passes(lambda: self._once(pieces), limit_s))
         finally:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
