@@ -19,6 +19,8 @@ from PIL import Image
 from paceline.data import decode as decoding
 from paceline.data import images, shard
 from paceline.data.decode import decode
+from paceline.data.feed import batches
+from paceline.data.order import Seat
 from paceline.data.pack import pack
 
 SHARD_BYTES = 20_000
@@ -104,6 +106,17 @@ def test_shards_travel_to_other_processes_and_are_read_by_many_threads(shards):
         torch.set_num_threads(1)  # the teams of threads of the parent are not here
         os._exit(0 if train.fetch([3], 1)[0].numpy().tobytes() == wanted else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_processes_that_decode_give_the_same_pixels(photos, shards, packed):
+    def rows(num_workers):
+        train, _ = images.load(shards if packed else photos)
+        made = batches(train, 10, 2, 3, Seat(0, 2), workers=num_workers, start=(0, 1))
+        return [batch.share(Seat(0, 2)) for batch in made]
+
+    for mine, theirs in zip(rows(0), rows(2), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_few_files_are_open_at_a_time(shards, monkeypatch):

@@ -34,7 +34,7 @@ class ImageFolder(Pictures):
         with open(self.paths[index], "rb") as file:
             return file.read()
 
-    def name(self, index: int) -> str:
+    def path(self, index: int) -> str:
         return str(self.paths[index])
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from array_record.python.array_record_module import ArrayRecordWriter  # type: ignore[import-untyped]
 from PIL import Image
 
 from paceline.data import folder as folders
@@ -28,7 +27,6 @@ from paceline.data.pictures import listing
 
 SHARD_BYTES = 256 << 20
 QUALITY = 92  # of images made smaller
-OPTIONS = "group_size:1,uncompressed"  # one hashed block per record; encoded images do not shrink
 
 
 @dataclass
@@ -156,13 +154,8 @@ def _write(
     path: Path, root: Path, images: Sequence[str], size: int | None, threads: int, done: _Done
 ) -> dict[str, Any]:
     aside = path.with_name(f"{path.name}.part")
-    writer = ArrayRecordWriter(os.fspath(aside), OPTIONS)
-    try:
-        for data in in_order(lambda image: _encoded(folders.read(root, image), size), images, threads):
-            writer.write(data)
-            done.add(1)
-    finally:
-        writer.close()
+    records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
+    shard.write_records(aside, done.counted(records))
     entry = shard.entry_of(aside)
     if entry["records"] != len(images):
         raise OSError(f"{aside} holds {entry['records']} of {len(images)} records; is the disk full?")
@@ -220,6 +213,11 @@ class _Done:
 
     def __init__(self, progress: Progress | None, total: int):
         self.progress, self.total, self.count = progress, total, 0
+
+    def counted(self, records: Iterable[bytes]) -> Iterator[bytes]:
+        for record in records:
+            yield record
+            self.add(1)
 
     def add(self, count: int) -> None:
         self.count += count

@@ -37,9 +37,13 @@ class Pictures:
         """The encoded image."""
         raise NotImplementedError
 
+    def path(self, index: int) -> str:
+        """The file in which it lies."""
+        raise NotImplementedError
+
     def name(self, index: int) -> str:
         """Where it lies, for errors."""
-        raise NotImplementedError
+        return self.path(index)
 
     def __len__(self) -> int:
         return len(self._labels)
