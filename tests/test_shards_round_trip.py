@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import signal
 import time
 from pathlib import Path
@@ -403,6 +404,20 @@ def test_an_interrupted_pack_goes_on_and_ends_with_the_same_bytes(broken, tmp_pa
     assert kept[0].items() <= kept[1].items() <= kept[2].items() <= kept[3].items()  # none was written again
     pack(root, out, skip_broken=True, shard_bytes=SHARD_BYTES)
     assert files(out) == files(tmp_path / "whole")
+
+
+def test_a_full_disk_is_told_and_the_pack_goes_on_when_there_is_room(photos, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # writing beyond fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match=r"packing stopped at .*train-00000\.array_record: .*too large.*pack again"):
+            pack(photos, tmp_path / "shards", shard_bytes=SHARD_BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == ["packing.jsonl"]
+    pack(photos, tmp_path / "shards", shard_bytes=SHARD_BYTES)
+    pack(photos, tmp_path / "whole", shard_bytes=SHARD_BYTES)
+    assert files(tmp_path / "shards") == files(tmp_path / "whole")
 
 
 def test_a_folder_changed_since_the_interruption_is_packed_anew(broken, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def pack(
             faults = {f"- {name}: {reason}" for name, reason in broken.items()}
             raise ValueError(
                 f"{len(broken)} of {len(names)} images in {root} cannot be read:\n{listing(faults)}\n"
-                f"Remove these files, create them again, or leave them out with skip_broken."
+                f"Remove these files, create them again, or leave them out with skip_broken (--skip-broken)."
             )
         train, test = folders.find(root, test_fraction, seed, broken)
         done = _Done(progress, len(names) - len(broken))
@@ -155,11 +156,19 @@ def _write(
 ) -> dict[str, Any]:
     aside = path.with_name(f"{path.name}.part")
     records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
-    shard.write_records(aside, done.counted(records))
-    entry = shard.entry_of(aside)
-    if entry["records"] != len(images):
-        raise OSError(f"{aside} holds {entry['records']} of {len(images)} records; is the disk full?")
-    _keep(aside, path)
+    try:
+        shard.write_records(aside, done.counted(records))
+        entry = shard.entry_of(aside)
+        if entry["records"] != len(images):
+            raise OSError(f"{entry['records']} of {len(images)} records arrived")
+        _keep(aside, path)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Mend the cause (free space, the "
+            f"folder of images) and pack again: it goes on here"
+        ) from error
     return entry
 
 

@@ -76,7 +76,7 @@ class Pictures:
         return images, self._labels[torch.as_tensor(indices, dtype=torch.int64)]
 
     def _remedy(self) -> str:
-        return "Accepted: complete images. Remove these files, create them again, or leave such out (skip broken ones)."
+        return "Remove these files, create them again, or leave all such out with skip_broken (--skip-broken)."
 
     def _words(self, epoch: int, index: int) -> list[int] | None:
         if not self._train:
