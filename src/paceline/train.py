@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from paceline import schedule
 from paceline.contract import Ballot
-from paceline.data import images, sample
+from paceline.data import advise, images, sample
+from paceline.data.pictures import Pictures
 from paceline.lars import LARS
 from paceline.network import Network, network
 from paceline.pace import Pace
@@ -112,13 +115,13 @@ def run(settings: Settings) -> dict[str, Any]:
         pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
         if pace.folder:
             pace.restore()
-        result = _epochs(pace, train, test, epochs, settings)
+        result = _epochs(pace, train, test, epochs, batch_size, settings)
         if pace.folder:
             pace.export(pace.folder / "weights.safetensors")
     return result
 
 
-def _epochs(pace: Pace, train: Any, test: Any, epochs: int, settings: Settings) -> dict[str, Any]:
+def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, settings: Settings) -> dict[str, Any]:
     quiet = settings.json or not pace.leader
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -126,12 +129,14 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, settings: Settings) 
     result: dict[str, Any] = {"test_accuracy": pace.facts.get("test_accuracy"), "epochs": pace.epoch}
     with Progress(*columns, console=console, **options) as progress:
         bar, tally = progress.add_task("first step", total=None), Tally()
+        waited_s, begin, first = 0.0, time.perf_counter(), pace.loop.num_steps
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
             if os.environ.get("PACELINE_FIRST_STEP") and pace.leader:
                 print(time.time())
                 sys.exit(0)
             tally.add(pace.agreement.ballot)
+            waited_s += batch.wait_s
             steps = batch.num_steps or 1
             done = batch.epoch * steps + batch.step + 1
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
@@ -146,9 +151,24 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, settings: Settings) 
             every = settings.save_every
             if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
                 pace.save()
+    num_steps = pace.loop.num_steps - first
+    if pace.leader and isinstance(train, Pictures) and num_steps:
+        hint = _input_hint(train, waited_s / num_steps, (time.perf_counter() - begin) / num_steps, batch_size, settings)
+        pace.record.write("hint", text=hint)
+        console.print(hint)
     if settings.json and pace.leader:
         print(json.dumps({"run": str(pace.folder) if pace.folder else None, "engine": pace.row, **result}))
     return result
+
+
+def _input_hint(train: Pictures, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
+    """Whether packing or more decoding would help, by measurement; nothing is measured where steps hardly wait."""
+    costs = advise.Costs(0.0, 0.0, 0.0)
+    if wait_s > advise.LITTLE * whole_s:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+            costs = advise.measure(train, Path(scratch))
+    cores = len(os.sched_getaffinity(0))
+    return advise.advise(wait_s, whole_s - wait_s, rows, costs, settings.workers or train.threads, cores, train.packed)
 
 
 class Tally:

@@ -24,11 +24,11 @@ LAYOUT = (
 )
 BLOCK = 256  # files per line of a journal
 
-Part = Mapping[str, Sequence[Path]]
+Part = Mapping[str, Sequence[str]]  # class: images by name, relative to the folder
 Progress = Callable[[str, int, int], None]
 
 
-def find(root: Path, test_fraction: float, seed: int, broken: Collection[Path] = ()) -> tuple[Part, Part]:
+def find(root: Path, test_fraction: float, seed: int, broken: Collection[str] = ()) -> tuple[Part, Part]:
     """The training and the test images by class, without the ``broken``. Opens none.
 
     Raises ValueError listing all that is wrong with the folder.
@@ -44,14 +44,14 @@ def find(root: Path, test_fraction: float, seed: int, broken: Collection[Path] =
     if not root.is_dir():
         faults.append("there is no such folder; check the path")
     elif held_out is not None and (root / "train").is_dir():
-        train, test = _scan(root / "train", broken), _scan(held_out, broken)
+        train, test = _scan(root, "train/", broken), _scan(root, f"{held_out.name}/", broken)
         faults += _faults("train/", train) + _faults(f"{held_out.name}/", test)
         if odd := sorted(train.keys() ^ test.keys()):
             faults.append(f"classes in one of train/ and {held_out.name}/ alone: {', '.join(odd)}; add or remove")
     else:
-        train = _scan(root, broken)
+        train = _scan(root, "", broken)
         faults += _faults("it", train)
-        if lone := [name for name, paths in train.items() if len(paths) == 1]:
+        if lone := [name for name, images in train.items() if len(images) == 1]:
             faults.append(f"classes with one image, which cannot be split: {', '.join(lone)}; add images")
         if not faults:
             train, test = _split(train, test_fraction, seed)
@@ -62,34 +62,34 @@ def find(root: Path, test_fraction: float, seed: int, broken: Collection[Path] =
     return train, test
 
 
-def members(part: Part) -> list[Path]:
+def members(part: Part) -> list[str]:
     """All its images, class by class."""
-    return [path for paths in part.values() for path in paths]
+    return [name for names in part.values() for name in names]
 
 
-def digest(root: Path, paths: Sequence[Path], *settings: object) -> str:
+def digest(root: Path, names: Sequence[str], *settings: object) -> str:
     """Changes when a file is added, removed or written, or a setting differs."""
     seen = hashlib.sha256(repr(settings).encode())
-    for path in paths:
-        stat = path.stat()
-        seen.update(f"{path.relative_to(root)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf8", "surrogateescape"))
+    for name in names:
+        stat = os.stat(f"{root}/{name}")
+        seen.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf8", "surrogateescape"))
     return seen.hexdigest()
 
 
 def check(
-    root: Path, paths: Sequence[Path], journal: Journal, threads: int, progress: Progress | None = None
-) -> dict[Path, str]:
+    root: Path, names: Sequence[str], journal: Journal, threads: int, progress: Progress | None = None
+) -> dict[str, str]:
     """The images that cannot be decoded, and why: as training would decode them."""
     known = {entry["block"]: entry["broken"] for entry in journal.done if "block" in entry}
-    blocks = range(-(-len(paths) // BLOCK))
+    blocks = range(-(-len(names) // BLOCK))
 
     def broken(block: int) -> dict[str, str]:
         faults = {}
-        for path in paths[block * BLOCK : (block + 1) * BLOCK]:
+        for name in names[block * BLOCK : (block + 1) * BLOCK]:
             try:
-                decode(path.read_bytes())
+                decode(read(root, name))
             except Exception as error:  # decoders of damaged files raise almost anything
-                faults[str(path.relative_to(root))] = str(error).replace("\n", " ")
+                faults[name] = str(error).replace("\n", " ")
         return faults
 
     left = [block for block in blocks if block not in known]
@@ -97,23 +97,29 @@ def check(
         journal.write(block=block, broken=faults)
         known[block] = faults
         if progress:
-            progress("check", min(len(known) * BLOCK, len(paths)), len(paths))
-    return {root / name: reason for block in blocks for name, reason in known[block].items()}
+            progress("check", min(len(known) * BLOCK, len(names)), len(names))
+    return {name: reason for block in blocks for name, reason in known[block].items()}
 
 
-def cached_check(root: Path, paths: Sequence[Path], threads: int, progress: Progress | None = None) -> dict[Path, str]:
+def read(root: Path, name: str) -> bytes:
+    with open(f"{root}/{name}", "rb") as file:
+        return file.read()
+
+
+def cached_check(root: Path, names: Sequence[str], threads: int, progress: Progress | None = None) -> dict[str, str]:
     """`check`, once per state of the folder: the answer is kept in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-    name = hashlib.sha256(str(root.resolve()).encode("utf8", "surrogateescape")).hexdigest()[:16]
-    with Journal(cache / f"checked-{name}.jsonl", digest(root, paths)) as journal:
-        return check(root, paths, journal, threads, progress)
+    key = hashlib.sha256(str(root.resolve()).encode("utf8", "surrogateescape")).hexdigest()[:16]
+    with Journal(cache / f"checked-{key}.jsonl", digest(root, names)) as journal:
+        return check(root, names, journal, threads, progress)
 
 
-def _scan(folder: Path, broken: Collection[Path]) -> Part:
+def _scan(root: Path, within: str, broken: Collection[str]) -> Part:
     """Classes and their images by name. Hidden entries are left out: tools leave thumbnails and the like."""
+    folder = root / within
     found = {
         name: [
-            folder / name / image
+            f"{within}{name}/{image}"
             for image in sorted(entry.name for entry in os.scandir(folder / name) if entry.is_file())
             if image.lower().endswith(SUFFIXES) and not image.startswith(".")
         ]
@@ -121,12 +127,12 @@ def _scan(folder: Path, broken: Collection[Path]) -> Part:
         if not name.startswith(".")
     }
     if broken:
-        found = {name: [path for path in paths if path not in broken] for name, paths in found.items()}
+        found = {name: [image for image in images if image not in broken] for name, images in found.items()}
     return found
 
 
 def _faults(where: str, found: Part) -> list[str]:
-    empty = [name for name, paths in found.items() if not paths]
+    empty = [name for name, images in found.items() if not images]
     faults = []
     if not found:
         faults.append(f"{where} has no class sub-folders; make one per class and move the images there")
@@ -142,10 +148,10 @@ def _faults(where: str, found: Part) -> list[str]:
 def _split(found: Part, test_fraction: float, seed: int) -> tuple[Part, Part]:
     """Every class keeps at least one image on either side."""
     train, test = {}, {}
-    for position, (name, paths) in enumerate(found.items()):
-        keys = np.random.SeedSequence((seed, position)).generate_state(len(paths), np.uint64)
-        num_test = min(max(round(len(paths) * test_fraction), 1), len(paths) - 1)
+    for position, (name, images) in enumerate(found.items()):
+        keys = np.random.SeedSequence((seed, position)).generate_state(len(images), np.uint64)
+        num_test = min(max(round(len(images) * test_fraction), 1), len(images) - 1)
         chosen = set(np.argsort(keys, kind="stable")[:num_test].tolist())
-        train[name] = [path for at, path in enumerate(paths) if at not in chosen]
-        test[name] = [path for at, path in enumerate(paths) if at in chosen]
+        train[name] = [image for at, image in enumerate(images) if at not in chosen]
+        test[name] = [image for at, image in enumerate(images) if at in chosen]
     return train, test

@@ -20,7 +20,7 @@ class ImageFolder(Pictures):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[Path | str],
         labels: Sequence[int],
         classes: Sequence[str],
         train: bool,
@@ -31,9 +31,10 @@ class ImageFolder(Pictures):
         self.paths = paths
 
     def data(self, index: int) -> bytes:
-        return self.paths[index].read_bytes()
+        with open(self.paths[index], "rb") as file:
+            return file.read()
 
-    def name(self, index: int) -> str:
+    def path(self, index: int) -> str:
         return str(self.paths[index])
 
 
@@ -56,18 +57,20 @@ def load(
     if (root / shard.MANIFEST).exists() or (root / shard.JOURNAL).exists():
         return shard.load(root, seed, threads)
     train, test = folders.find(root, test_fraction, seed)
-    broken: dict[Path, str] = {}
+    broken: dict[str, str] = {}
     if skip_broken:
-        paths = folders.members(train) + folders.members(test)
+        names = folders.members(train) + folders.members(test)
         # in one order whatever the split, as one answer is kept per folder
-        broken = folders.cached_check(root, sorted(paths), threads or len(os.sched_getaffinity(0)), progress)
+        broken = folders.cached_check(root, sorted(names), threads or len(os.sched_getaffinity(0)), progress)
         if broken:
             train, test = folders.find(root, test_fraction, seed, broken)
-    sources = _source(train, True, seed, threads), _source(test, False, seed, threads)
-    sources[0].skipped = {str(path.relative_to(root)): reason for path, reason in broken.items()}
+    sources = _source(root, train, True, seed, threads), _source(root, test, False, seed, threads)
+    sources[0].skipped = broken
     return sources
 
 
-def _source(found: Part, train: bool, seed: int, threads: int | None) -> ImageFolder:
-    labels = [label for label, paths in enumerate(found.values()) for _ in paths]
-    return ImageFolder(folders.members(found), labels, tuple(found), train, seed, threads)
+def _source(root: Path, found: Part, train: bool, seed: int, threads: int | None) -> ImageFolder:
+    labels = [label for label, names in enumerate(found.values()) for _ in names]
+    return ImageFolder(
+        [f"{root}/{name}" for name in folders.members(found)], labels, tuple(found), train, seed, threads
+    )

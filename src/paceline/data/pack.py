@@ -10,12 +10,12 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from array_record.python.array_record_module import ArrayRecordWriter  # type: ignore[import-untyped]
 from PIL import Image
 
 from paceline.data import folder as folders
@@ -28,7 +28,6 @@ from paceline.data.pictures import listing
 
 SHARD_BYTES = 256 << 20
 QUALITY = 92  # of images made smaller
-OPTIONS = "group_size:1,uncompressed"  # one hashed block per record; encoded images do not shrink
 
 
 @dataclass
@@ -67,8 +66,8 @@ def pack(
     if root.resolve() == target.resolve() or root.resolve() in target.resolve().parents:
         raise ValueError(f"the shards would lie in the folder they are made of: {target}; choose a place outside")
     train, test = folders.find(root, test_fraction, seed)
-    paths = sorted(folders.members(train) + folders.members(test))
-    job = folders.digest(root, paths, test_fraction, seed, size, shard_bytes)
+    names = sorted(folders.members(train) + folders.members(test))
+    job = folders.digest(root, names, test_fraction, seed, size, shard_bytes)
     if (target / shard.MANIFEST).exists():
         return _already(target, job)
     if target.is_dir() and not (target / shard.JOURNAL).exists() and any(target.iterdir()):
@@ -76,19 +75,19 @@ def pack(
     with Journal(target / shard.JOURNAL, job) as journal:
         if (target / shard.MANIFEST).exists():  # another process has just finished
             return _already(target, job)
-        broken = folders.check(root, paths, journal, num_threads, progress)
+        broken = folders.check(root, names, journal, num_threads, progress)
         if broken and not skip_broken:
-            faults = {f"- {path.relative_to(root)}: {reason}" for path, reason in broken.items()}
+            faults = {f"- {name}: {reason}" for name, reason in broken.items()}
             raise ValueError(
-                f"{len(broken)} of {len(paths)} images in {root} cannot be read:\n{listing(faults)}\n"
-                f"Remove these files, create them again, or leave them out with skip_broken."
+                f"{len(broken)} of {len(names)} images in {root} cannot be read:\n{listing(faults)}\n"
+                f"Remove these files, create them again, or leave them out with skip_broken (--skip-broken)."
             )
         train, test = folders.find(root, test_fraction, seed, broken)
-        done = _Done(progress, len(paths) - len(broken))
+        done = _Done(progress, len(names) - len(broken))
         parts: dict[str, dict[str, Any]] = {
             name: {
                 "counts": [len(members) for members in part.values()],
-                "shards": list(_shards(name, part, target, shard_bytes, size, journal, num_threads, done)),
+                "shards": list(_shards(name, part, root, target, shard_bytes, size, journal, num_threads, done)),
             }
             for name, part in (("train", train), ("test", test))
         }
@@ -98,13 +97,13 @@ def pack(
             "classes": list(train),
             "parts": parts,
             "size": size,
-            "skipped": {str(path.relative_to(root)): reason for path, reason in broken.items()},
+            "skipped": broken,
             "job": job,
         }
         manifest["hash"] = shard.hash_of(manifest)
-        names = {entry["name"] for part in parts.values() for entry in part["shards"]}
+        written = {entry["name"] for part in parts.values() for entry in part["shards"]}
         for path in target.glob(f"*{shard.SUFFIX}*"):
-            if path.name not in names:  # of an interrupted pack of an earlier state of the folder
+            if path.name not in written:  # of an interrupted pack of an earlier state of the folder
                 path.unlink()
         aside = target / f"{shard.MANIFEST}.part"
         aside.write_text(json.dumps(manifest, indent=1))
@@ -116,6 +115,7 @@ def pack(
 def _shards(
     part_name: str,
     part: Part,
+    root: Path,
     target: Path,
     shard_bytes: int,
     size: int | None,
@@ -125,45 +125,50 @@ def _shards(
 ) -> Iterator[dict[str, Any]]:
     """Writes what the journal does not know to be written."""
     whole = {entry["name"]: entry for entry in journal.done if "name" in entry}
-    for number, paths in enumerate(_cut(folders.members(part), shard_bytes)):
+    for number, images in enumerate(_cut(root, folders.members(part), shard_bytes)):
         name = f"{part_name}-{number:05}{shard.SUFFIX}"
         entry = whole.get(name)
         if entry is None or not (target / name).exists():
-            entry = {"name": name, **_write(target / name, paths, size, threads, done)}
+            entry = {"name": name, **_write(target / name, root, images, size, threads, done)}
             journal.write(**entry)
         else:
-            done.add(len(paths))
+            done.add(len(images))
         yield entry
 
 
-def _cut(paths: Sequence[Path], shard_bytes: int) -> Iterator[list[Path]]:
+def _cut(root: Path, images: Sequence[str], shard_bytes: int) -> Iterator[list[str]]:
     """By the sizes of the files, so that the cuts are known before anything is written."""
-    cut: list[Path] = []
+    cut: list[str] = []
     total = 0
-    for path in paths:
-        num_bytes = path.stat().st_size
+    for image in images:
+        num_bytes = os.stat(f"{root}/{image}").st_size
         if cut and total + num_bytes > shard_bytes:
             yield cut
             cut, total = [], 0
-        cut.append(path)
+        cut.append(image)
         total += num_bytes
     if cut:
         yield cut
 
 
-def _write(path: Path, images: Sequence[Path], size: int | None, threads: int, done: _Done) -> dict[str, Any]:
+def _write(
+    path: Path, root: Path, images: Sequence[str], size: int | None, threads: int, done: _Done
+) -> dict[str, Any]:
     aside = path.with_name(f"{path.name}.part")
-    writer = ArrayRecordWriter(os.fspath(aside), OPTIONS)
+    records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
     try:
-        for data in in_order(lambda image: _encoded(image.read_bytes(), size), images, threads):
-            writer.write(data)
-            done.add(1)
-    finally:
-        writer.close()
-    entry = shard.entry_of(aside)
-    if entry["records"] != len(images):
-        raise OSError(f"{aside} holds {entry['records']} of {len(images)} records; is the disk full?")
-    _keep(aside, path)
+        shard.write_records(aside, done.counted(records))
+        entry = shard.entry_of(aside)
+        if entry["records"] != len(images):
+            raise OSError(f"{entry['records']} of {len(images)} records arrived")
+        _keep(aside, path)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Mend the cause (free space, the "
+            f"folder of images) and pack again: it goes on here"
+        ) from error
     return entry
 
 
@@ -217,6 +222,11 @@ class _Done:
 
     def __init__(self, progress: Progress | None, total: int):
         self.progress, self.total, self.count = progress, total, 0
+
+    def counted(self, records: Iterable[bytes]) -> Iterator[bytes]:
+        for record in records:
+            yield record
+            self.add(1)
 
     def add(self, count: int) -> None:
         self.count += count

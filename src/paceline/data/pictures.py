@@ -31,15 +31,19 @@ class Pictures:
         self._labels = torch.as_tensor(labels, dtype=torch.int64)
         self._train = train
         self._seed = seed
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or len(os.sched_getaffinity(0))
 
     def data(self, index: int) -> bytes:
         """The encoded image."""
         raise NotImplementedError
 
+    def path(self, index: int) -> str:
+        """The file in which it lies."""
+        raise NotImplementedError
+
     def name(self, index: int) -> str:
         """Where it lies, for errors."""
-        raise NotImplementedError
+        return self.path(index)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -58,7 +62,7 @@ class Pictures:
             except Exception as error:  # decoders of damaged files raise almost anything
                 faults.add(f"- {self.name(index)}: {error}")
 
-        threads = 1 if get_worker_info() else self._threads  # one of several processes has one core
+        threads = 1 if get_worker_info() else self.threads  # one of several processes has one core
         if threads > 1 < len(indices):
             with ThreadPoolExecutor(min(threads, len(indices))) as pool:
                 list(pool.map(place, range(len(indices))))
@@ -72,7 +76,7 @@ class Pictures:
         return images, self._labels[torch.as_tensor(indices, dtype=torch.int64)]
 
     def _remedy(self) -> str:
-        return "Accepted: complete images. Remove these files, create them again, or leave such out (skip broken ones)."
+        return "Remove these files, create them again, or leave all such out with skip_broken (--skip-broken)."
 
     def _words(self, epoch: int, index: int) -> list[int] | None:
         if not self._train:

@@ -10,18 +10,20 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader  # type: ignore[import-untyped]
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter  # type: ignore[import-untyped]
 
 from paceline.data.pictures import Pictures, listing
 
 MANIFEST, JOURNAL, SUFFIX = "manifest.json", "packing.jsonl", ".array_record"
 FORMAT, VERSION = "paceline shards", 1
 OPEN_FILES = 256  # of one source at a time
+ONE_BLOCK_EACH = "group_size:1,uncompressed"  # a record is a hashed block; encoded images do not shrink
 
 
 class Shards(Pictures):
@@ -47,6 +49,9 @@ class Shards(Pictures):
             raise ValueError(f"the shard is damaged or gone: {error}") from error
         return data
 
+    def path(self, index: int) -> str:
+        return str(self._root / self._place(index)[0])
+
     def name(self, index: int) -> str:
         name, record = self._place(index)
         return f"record {record} of {self._root / name}"
@@ -60,7 +65,7 @@ class Shards(Pictures):
         if reader is None:
             if len(self._readers) >= OPEN_FILES:
                 self._readers.clear()
-            reader = self._readers[name] = _open(self._root / name)
+            reader = self._readers[name] = open_records(self._root / name)
         return reader
 
     def _remedy(self) -> str:
@@ -121,7 +126,7 @@ def entry_of(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return {"records": _open(path).num_records(), "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"records": open_records(path).num_records(), "bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,7 +139,7 @@ def _faults(root: Path, entry: dict[str, Any], verify: bool) -> list[str]:
         size = path.stat().st_size
         if size != entry["bytes"]:
             return [f"- {path.name}: {size} bytes, {entry['bytes']} were packed"]
-        found = entry_of(path) if verify else {"records": _open(path).num_records()}
+        found = entry_of(path) if verify else {"records": open_records(path).num_records()}
     except FileNotFoundError:
         return [f"- {path.name}: missing"]
     except (RuntimeError, OSError) as error:
@@ -146,6 +151,15 @@ def _faults(root: Path, entry: dict[str, Any], verify: bool) -> list[str]:
     return []
 
 
-def _open(path: Path) -> Any:
+def open_records(path: Path) -> Any:
     # without reading ahead: records are asked for in random order
     return ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")
+
+
+def write_records(path: Path, records: Iterable[bytes]) -> None:
+    writer = ArrayRecordWriter(os.fspath(path), ONE_BLOCK_EACH)
+    try:
+        for record in records:
+            writer.write(record)
+    finally:
+        writer.close()
