@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline import contract
 from paceline.contract import Exchange, Link
 from paceline.data.order import Seat
 from paceline.engine.sequential import Engine
 from paceline.find import parse
+from paceline.lars import LARS
 from paceline.loop import Loop
 from paceline.report.record import Record
 
@@ -106,6 +108,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "lars": lambda p: LARS(p, lr=1.0, trust=0.05, weight_decay=0.01),
 }
 
 
@@ -146,13 +149,19 @@ class Rank:
         loss: Callable[..., Any] = F.cross_entropy,
         rejoin: Callable[[Any], Any] = lambda seat: seat,
         batch: int = 24,
+        engine: contract.Engine | None = None,
+        batch_norm: str = "local",
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
-        self.engine = Engine()
+        self.engine = engine or Engine()
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
-        self.exchange.open(self.engine.specs, link, parse("codec", codec), -(-batch // link.size))
+        self.exchange.open(
+            self.engine.specs, link, parse("codec", codec), -(-batch // link.size), absorbs=self.engine.absorbs
+        )
+        if batch_norm == "sync":
+            self.engine.sync_norm(link)
         seat = Seat(link.rank, link.size, shares=shares)
         self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
 

@@ -1,21 +1,17 @@
-"""What is written comes back bit for bit; what cannot be kept is named by its place; old ones go, none is taken back."""
+"""What is written comes back bit for bit; what cannot be kept is named by its place; old ones go."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import struct
 from collections import Counter, OrderedDict, namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
-from paceline.elastic import checkpoint, export, tensors
+from paceline.elastic import export, tensors
 from paceline.elastic.checkpoint import newest, read, read_newest, write
 
 DTYPES = [*tensors.CODES, torch.complex128, torch.float8_e5m2fnuz]
@@ -51,7 +47,7 @@ def some_tensor(rng):
     tensor = torch.tensor(values, dtype=torch.uint8).view(dtype).view(shape)
     changes = [lambda t: t, lambda t: t.T if t.dim() == 2 else t, lambda t: t[::2] if t.dim() else t]
     if dtype in (torch.float32, torch.float64):
-        changes.append(lambda t: torch.nn.Parameter(t))
+        changes.append(torch.nn.Parameter)
     if dtype in (torch.complex64, torch.complex128):
         changes.append(lambda t: t.conj())
     return rng.choice(changes)(tensor)
@@ -136,7 +132,7 @@ def test_an_optimizer_and_a_scheduler_go_on_from_what_is_read(tmp_path):
     one, other = make(), make()
     for _ in range(3):
         step(*one)
-    state = {"rng": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}  # noqa: NPY002
+    state = {"rng": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate()}
     state |= {"optimizer": one[1].state_dict(), "scheduler": one[2].state_dict()}
     found = read(write(tmp_path, 3, one[0].state_dict(), state))
     for _ in range(3):
@@ -249,7 +245,7 @@ def test_a_run_without_checkpoints_has_none(tmp_path):
     for run in (tmp_path, tmp_path / "absent"):
         assert newest(run) is None
         assert read_newest(run) is None
-    with pytest.raises(ValueError, match="there is no checkpoint .*absent; accepted: .*checkpoint-NNNNNNNN"):
+    with pytest.raises(ValueError, match=r"there is no checkpoint .*absent; accepted: .*checkpoint-NNNNNNNN"):
         read(tmp_path / "absent")
 
 
@@ -258,72 +254,3 @@ def test_facts_and_versions_are_told(tmp_path):
     assert found.facts == {"model": "small"}
     assert found.versions["torch"] == torch.__version__
     assert read(write(tmp_path, 1, {}, [])).facts == {}
-
-
-# The files are what they claim to be.
-
-
-def test_others_read_the_weights(tmp_path):
-    tied = torch.randn(3, 2)
-    weights = {"b": torch.tensor(True), "a": tied, "t": tied, "e": torch.empty(0, 2), "h": torch.ones(3).bfloat16()}
-    path = write(tmp_path, 0, weights, {"moments": [torch.arange(3), tied.T]})
-    export.export(tmp_path / "weights.safetensors", weights)
-    for file in (path / checkpoint.WEIGHTS, tmp_path / "weights.safetensors"):
-        assert same(dict(sorted(load_file(file).items())), dict(sorted(weights.items())))
-    assert same(load_file(path / checkpoint.STATE)["state['moments'][1]"], tied.T)
-    with safe_open(tmp_path / "weights.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    assert json.loads((path / checkpoint.TREE).read_text())["step"] == 0
-
-
-def test_weights_that_others_wrote_are_read(tmp_path):
-    weights = {"b": torch.tensor(True), "a": torch.randn(3, 2), "h": torch.ones(3).bfloat16()}
-    save_file(weights, tmp_path / "theirs.safetensors", {"made by": "hand", "size": "3"})
-    found, facts = export.load(tmp_path / "theirs.safetensors")
-    assert same(dict(sorted(found.items())), dict(sorted(weights.items())))
-    assert facts == {"made by": "hand", "size": 3}
-
-
-def test_an_export_carries_its_facts(tmp_path):
-    facts = {"model": "small", "classes": ["a", "1"], "input": [1, 28, 28]}
-    path = tmp_path / "new" / "w.safetensors"
-    export.export(path, {"w": torch.ones(2)}, facts)
-    export.export(path, {"w": torch.zeros(2)}, facts)
-    weights, found = export.load(path)
-    assert same(weights, {"w": torch.zeros(2)})
-    assert found == {"format": "pt", **facts}
-    assert [entry.name for entry in path.parent.iterdir()] == ["w.safetensors"]
-
-
-def test_a_file_that_is_not_safetensors_is_told(tmp_path):
-    path = tmp_path / "w.safetensors"
-    export.export(path, {"w": torch.ones(2), "v": torch.ones(3)})
-    good = path.read_bytes()
-    length = int.from_bytes(good[:8], "little")
-    header = json.loads(good[8 : 8 + length])
-
-    def changed(**entries):
-        text = json.dumps({**header, **entries}).encode()
-        return len(text).to_bytes(8, "little") + text + good[8 + length :]
-
-    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    bad = [good[:n] for n in (0, 7, 8, 20, len(good) - 1)] + [good + b"\0", b"\xff" * 99, b"PK" * 200]
-    bad += [changed(w=None), changed(w={}), changed(w={**entry, "dtype": "F3"}), changed(x=entry)]
-    bad += [changed(w={**entry, "shape": shape}) for shape in ([3], [-2], [2**40], [2.0], ["2"], None)]
-    bad += [changed(w={**entry, "data_offsets": offsets}) for offsets in ([0, 9], [4, 12], [8, 0], [0], "ab")]
-    bad += [b"\x02" + bytes(7) + b"[]", (200_000).to_bytes(8, "little") + b"[" * 200_000]
-    for data in bad:
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"w\.safetensors is not a whole safetensors file: \w"):
-            export.load(path)
-    path.write_bytes(good)
-    assert list(export.load(path)[0]) == ["w", "v"]
-
-
-def test_an_export_that_fails_leaves_what_was_there(tmp_path):
-    path = tmp_path / "folder"
-    path.mkdir()
-    (path / "inside").touch()
-    with pytest.raises(checkpoint.CheckpointError, match=r"cannot write \d+ bytes to .*folder"):
-        export.export(path, {"w": torch.ones(2)})
-    assert [entry.name for entry in Path(tmp_path).iterdir()] == ["folder"]

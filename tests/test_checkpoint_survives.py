@@ -1,8 +1,7 @@
-"""Whatever kills the writer or the disk refuses, the newest checkpoint is whole; what is damaged is refused by name."""
+"""Whatever kills the writer or the disk refuses, the newest checkpoint is whole."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import errno
 import json
@@ -17,11 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import paceline
 from paceline.elastic import checkpoint, export, whole
-from paceline.elastic.checkpoint import CheckpointError, newest, read, read_newest, write
+from paceline.elastic.checkpoint import CheckpointError, read, read_newest, write
 
-SRC = Path(paceline.__file__).parent
 WEIGHTS = {"w": torch.arange(2048.0), "b": torch.ones(3)}
 FILES = (checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.TREE)
 
@@ -39,7 +36,8 @@ def names(run):
 
 def killed(*arguments):
     script = Path(__file__).parent / "scripts" / "killed.py"
-    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=100)
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -169,7 +167,7 @@ def tmpfs(folder, options):
     mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
     folder.mkdir()
     try:
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=10)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if done.returncode:
@@ -180,18 +178,20 @@ def tmpfs(folder, options):
         subprocess.run(["umount", str(folder)], check=True, timeout=10)
 
 
-def refused(run, turn, step, number, keep=2):
+def refused(run, turn, step, number):
     """Whether a write was refused as it should be; if it was not, that it succeeded."""
-    before = read_newest(run)
+    before, error = read_newest(run), None
     try:
-        path = write(run, step, WEIGHTS, state(turn), keep)
-    except CheckpointError as error:
+        path = write(run, step, WEIGHTS, state(turn))
+    except CheckpointError as refusal:
+        error = refusal
+    if error:
         assert error.errno == number, error
         text = str(error)
         assert f"checkpoint of step {step} to {run}" in text
         needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
         assert f"needs {needed:,} bytes, {shutil.disk_usage(run).free:,} are free" in text
-        assert f"{before.path.name} is whole" in text
+        assert f"{before.path.name} is untouched" in text
         after = read_newest(run)
         assert (after.path, after.state["turn"], after.damaged) == (before.path, before.state["turn"], ())
         assert not [name for name in names(run) if name.endswith((".part", ".old"))]
@@ -244,9 +244,9 @@ def test_a_read_only_disk_is_told(tmp_path):
         write(disk / "run", 1, WEIGHTS, state(1))
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True, timeout=10)
         assert refused(disk / "run", 2, 2, errno.EROFS)
-        with pytest.raises(CheckpointError, match="Read-only.*there is no earlier one"):
+        with pytest.raises(CheckpointError, match=r"Read-only.*there is no earlier one"):
             write(disk / "new", 1, WEIGHTS, None)
-        with pytest.raises(CheckpointError, match="cannot write .* Read-only"):
+        with pytest.raises(CheckpointError, match=r"cannot write .* Read-only"):
             export.export(disk / "w.safetensors", WEIGHTS)
 
 
@@ -262,116 +262,5 @@ def test_a_read_only_folder_is_told(tmp_path):
 
 def test_a_run_that_is_a_file_is_told(tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match="to .*run: .*there is no earlier one"):
+    with pytest.raises(CheckpointError, match=r"to .*run: .*there is no earlier one"):
         write(tmp_path / "run", 1, WEIGHTS, None)
-
-
-# Damage.
-
-
-@pytest.fixture
-def two(tmp_path):
-    """Two small checkpoints; the second is there to be damaged."""
-    for step in (1, 2):
-        write(tmp_path, step, {"w": torch.arange(5.0)}, {"turn": step, "moments": [torch.ones(9)], "name": "x"})
-    return tmp_path
-
-
-def damaged(run, name):
-    """Reading says which file, and the previous checkpoint is taken, and that is said."""
-    path = newest(run) / name
-    with pytest.raises(CheckpointError, match=name) as raised:
-        read(newest(run))
-    assert str(path) in str(raised.value)
-    found = read_newest(run)
-    assert found.state["turn"] == 1
-    assert found.damaged == (str(raised.value),)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_anywhere_is_refused_by_name(two, name):
-    path = newest(two) / name
-    good = path.read_bytes()
-    for place in range(0, len(good), 3):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << place % 8]) + good[place + 1 :])
-        assert "is damaged" in damaged(two, name)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_another_length_is_refused_by_name(two, name):
-    path = newest(two) / name
-    good = path.read_bytes()
-    for data in (b"", good[:1], good[: len(good) // 2], good[:-1], good + b"\0"):
-        path.write_bytes(data)
-        assert "is damaged" in damaged(two, name)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_refused_by_name(two, name):
-    (newest(two) / name).unlink()
-    assert "is missing" in damaged(two, name)
-
-
-def test_a_file_of_another_checkpoint_is_refused_by_name(two):
-    for name in (checkpoint.WEIGHTS, checkpoint.STATE):
-        shutil.copy(export_of(two, name), newest(two) / name)
-        assert "sha256" in damaged(two, name)
-        write(two, 2, {"w": torch.arange(5.0)}, {"turn": 2, "moments": [torch.ones(9)], "name": "x"})
-
-
-def export_of(run, name):
-    """A whole file of the same size and form, with other values."""
-    other = run / "other"
-    path = write(other, 2, {"w": torch.zeros(5)}, {"turn": 2, "moments": [torch.zeros(9)], "name": "x"})
-    return path / name
-
-
-def test_all_damaged_is_told_one_by_one(two):
-    for path in sorted(two.iterdir()):
-        (path / checkpoint.TREE).unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole") as raised:
-        read_newest(two)
-    assert [f"{n}/checkpoint.json is missing" in str(raised.value) for n in ("00000001", "00000002")] == [True, True]
-
-
-def test_another_format_is_told_and_no_older_checkpoint_taken_for_it(two):
-    path = newest(two) / checkpoint.TREE
-    body = path.read_bytes().replace(b'"format": 1', b'"format": 2')
-    body = body[: body.rindex(b'"sha256"')]
-    path.write_bytes(body + checkpoint._seal(body))
-    for attempt in (lambda: read(newest(two)), lambda: read_newest(two)):
-        with pytest.raises(ValueError, match=r"checkpoint\.json has format 2, .*reads format 1: install"):
-            attempt()
-
-
-# Nothing of a file is ever run.
-
-
-def test_no_module_here_can_unpickle_or_evaluate():
-    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "eval", "exec", "compile", "load_module"}
-    forbidden |= {"torch.load", "torch.save", "np.load", "np.save", "literal_eval"}
-    for path in sorted((SRC / "elastic").glob("*.py")):
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                found |= {node.module or "", *(alias.name for alias in node.names)}
-            elif isinstance(node, ast.Call):
-                found.add(ast.unparse(node.func))
-        found = {word for name in found for word in (name, name.split(".")[0]) if word}
-        assert not found & forbidden, path
-        assert "re.compile" in found or path.name != "checkpoint.py", "the test sees calls"
-
-
-def test_reading_runs_nothing(two):
-    read_newest(two)  # whatever is imported late is imported now
-    events, listening = [], [True]
-    sys.addaudithook(lambda event, _: events.append(event) if listening[0] else None)
-    try:
-        read_newest(two)
-    finally:
-        listening[0] = False
-    assert "open" in events
-    assert not {"exec", "compile", "import", "pickle.find_class", "marshal.loads", "subprocess.Popen"} & set(events)

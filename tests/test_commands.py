@@ -37,7 +37,7 @@ def paceline(*words, code=0, cwd=None, limit_s=100, **environment):
 def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
     said = paceline("train", cwd=tmp_path)
     assert re.search(r"machine: .* cores", said)
-    rows = re.findall(r"^(sequential|threads:\d+|processes:\d+) +([\d.]+) ± .* ([\d.]+)x", said, re.MULTILINE)
+    rows = re.findall(r"^(\S+) +[\d.]+ +~?([\d.]+) ± [\d.]+ +\d+ +([\d.]+)x", said, re.MULTILINE)
     assert rows[0][0] == "sequential"
     assert rows[0][2] == "1.00"
     chosen = re.search(r"plan: (\S+) \((.+)\)", said)
@@ -47,7 +47,8 @@ def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
     assert accuracies[-1] >= 95
     folder = tmp_path / re.search(r"run: (\S+)", said)[1]
     events = read(folder)
-    assert [event["event"] for event in events if event["event"] != "step"] == ["join"] + ["epoch"] * 5
+    happened = [event["event"] for event in events if event["event"] not in ("step", "usage", "hint")]
+    assert happened == ["plan", "join", *["epoch", "checkpoint"] * 5, "end"]
     assert sum(event["event"] == "step" for event in events) == 5 * -(-6000 // 64)
     assert "0.weight" in load_file(folder / "weights.safetensors")
 

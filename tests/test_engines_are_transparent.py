@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
-from paceline.engine.processes import ELEMENTWISE
-from paceline.engine.sequential import Engine as Sequential
-from paceline.engine.threads import Engine as Threads
+from paceline.engine.shares import ELEMENTWISE
+from paceline.find import parse
 
 HERE = Path(__file__).parent
+PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
 START = (
     "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[3:], sys.argv[1], int(sys.argv[2])))"
 )
@@ -33,7 +33,7 @@ def launch(engine, num_nodes, folder, *cases):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "many.py"), str(folder), *cases]
     done = subprocess.run(
         [sys.executable, "-c", START, engine, str(num_nodes), *command],
-        env={**os.environ, "PYTHONPATH": str(HERE)},
+        env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
         timeout=100,
@@ -89,8 +89,9 @@ def test_a_codec_that_keeps_everything_is_no_codec(trained):
     assert gap(load_file(trained / "plain,momentum,0,allreduce,feedback/topk:keep=1.0.safetensors"), want) < 1e-11
 
 
-@pytest.mark.parametrize("engine", [Sequential(), Threads(1), Threads(2)], ids=["sequential", "threads:1", "threads:2"])
-def test_gradient_equals_autograd_per_parameter(engine):
+@pytest.mark.parametrize("name", ["sequential", "threads:1", "threads:2", *(f"replicas:{k}" for k in (1, 2, 3, 20))])
+def test_gradient_equals_autograd_per_parameter(name):
+    engine = parse("engine", name)
     model, data = build(), rows(13, 1)
     loss = torch.nn.functional.cross_entropy(model(data[0]), data[1])
     names = [name for name, _ in model.named_parameters()]

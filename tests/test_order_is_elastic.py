@@ -40,6 +40,18 @@ def test_every_sample_comes_once_and_equal_arguments_give_equal_orders(seed, epo
     assert np.array_equal(order, permutation(seed, epoch, size))
 
 
+def test_the_order_is_this_one_for_ever():
+    """A run that is resumed years later, elsewhere, goes on with the samples it has not seen."""
+    assert permutation(3, 1, 12).tolist() == [0, 11, 6, 2, 1, 3, 7, 4, 10, 9, 8, 5]
+    assert permutation(0, 0, 5).tolist() == [3, 2, 1, 0, 4]
+
+
+def test_samples_move_everywhere():
+    places = np.stack([permutation(0, epoch, 20) for epoch in range(4000)])
+    counts = np.stack([np.bincount(places[:, at], minlength=20) for at in range(20)])
+    assert abs(counts - 200).max() < 5 * (200 * 0.95) ** 0.5 + 1  # five standard deviations
+
+
 def test_every_seed_and_epoch_has_an_order_of_its_own():
     keys = list(itertools.product(range(5), range(5)))
     orders = {tuple(permutation(seed, epoch, 100).tolist()) for seed, epoch in keys}
@@ -59,12 +71,15 @@ def test_windows_are_the_epoch_and_only_the_last_is_short(size, batch_size):
     assert len(windows[-1]) == (size % batch_size or batch_size)
 
 
-@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("start", range(5))
 def test_resuming_at_any_step_goes_on_with_the_same_windows(start):
     """What is kept is (seed, epoch, step): everything after it is made anew."""
-    whole = [batch.indices.tolist() for batch in batches(numbered(97), 32, 1, seed=5, seat=Seat())]
-    resumed = [window(permutation(5, 0, 97), step, 32).tolist() for step in range(start, num_steps(97, 32))]
-    assert resumed == whole[start:]
+    whole = [(b.epoch, b.step, b.indices.tolist()) for b in batches(numbered(97), 32, 3, seed=5, seat=Seat())]
+    resumed = [
+        (b.epoch, b.step, b.share(Seat())[0].tolist())
+        for b in batches(numbered(97), 32, 3, seed=5, seat=Seat(), start=(1, start))
+    ]
+    assert resumed == whole[4 + start :]
     assert resumed
 
 
@@ -194,7 +209,7 @@ def test_leaving_early_does_not_hang():
 
 
 def test_what_is_no_dataset_is_refused_with_what_would_be_one():
-    with pytest.raises(ValueError, match=r"__len__ and __getitem__, got generator.*TensorDataset"):
+    with pytest.raises(ValueError, match=r"begins anew each time, got generator.*TensorDataset"):
         as_source(i for i in range(3))
     with pytest.raises(ValueError, match="empty"):
         next(batches(numbered(0), 4, 1, seed=0, seat=Seat()))
@@ -216,11 +231,25 @@ def test_a_dataset_that_changes_its_samples_is_asked_for_one_at_a_time():
     assert torch.equal(labels, y)
 
 
-@pytest.mark.parametrize("items", [[{"x": 1.0, "y": 2}] * 4, [torch.zeros(3)] * 4])
-def test_items_that_are_no_tuples_are_refused(items):
-    (batch,) = batches(items, 4, 1, 0, Seat())
-    with pytest.raises(ValueError, match=r"must be \(input, \.\.\., target\), got (dict|Tensor)"):
-        batch.share(Seat())
+def test_items_may_be_tensors_arrays_dicts_and_nested():
+    for items, expected in (
+        ([torch.full((3,), float(i)) for i in range(4)], torch.arange(4.0).view(4, 1).expand(4, 3)),
+        (np.arange(8.0).reshape(4, 2), torch.arange(8.0, dtype=torch.float64).view(4, 2)),
+        ([({"x": torch.tensor(i)}, (np.int64(i), i)) for i in range(4)], None),
+    ):
+        (batch,) = batches(items, 4, 1, 0, Seat(), shuffle=False)
+        got = batch.share(Seat())
+        if expected is not None:
+            assert torch.equal(got, expected)
+        else:
+            assert got[0]["x"].tolist() == got[1][0].tolist() == got[1][1].tolist() == [0, 1, 2, 3]
+            assert isinstance(got, tuple)
+
+
+@pytest.mark.parametrize("wrong", [{"x": torch.zeros(4)}, "text", 5, (torch.zeros(4), torch.zeros(4))])
+def test_what_is_no_dataset_is_named(wrong):
+    with pytest.raises(ValueError, match=r"batches\(\).*got .*(dict|str|int|tuple).*TensorDataset"):
+        next(batches(wrong, 4, 1, 0, Seat()))
 
 
 @pytest.mark.parametrize("count", [19_710_938, 10**9 + 7])

@@ -22,11 +22,13 @@ RULES = {
     "schedule": (),
     "lars": (),
     "scaler": (),
+    "settings": (),
+    "network": ("find",),
     "interrupt": (),
     "world": (),
     "report.record": (),
     "probe.clock": (),
-    "models*": (),
+    "models*": ("models.*",),
     "engine*": ("contract", "engine.*"),
     "link*": ("contract", "link.*"),
     "exchange*": ("contract", "exchange.*"),
@@ -40,16 +42,24 @@ RULES = {
     "resume": ("engine.randomness", "elastic.*"),
     "loop": ("contract", "scaler", "report.record"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
-    "session": (
-        *("contract", "find", "job", "schedule", "loop", "models.*", "engine.*", "link.*"),
-        *("exchange.*", "codec.*", "data.*", "report.*", "probe.*", "elastic.*", "plan"),
-        *("own", "compare", "resume", "interrupt", "scaler", "world"),
+    "evaluate": ("contract", "data.*", "engine.batch"),
+    "pace": (
+        *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
+        *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world"),
     ),
-    "predict": ("find", "data.*", "elastic.*", "models.*"),
+    "session": (
+        *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world"),
+    ),
+    "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
-    "train": ("contract", "find", "job", "models.*", "data.*", "report.*", "session"),
-    "": ("contract", "session"),  # the package itself: the public names
+    "train": (
+        *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),
+        *("schedule", "lars", "network", "settings"),
+    ),
+    "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
+    "bench*": ("network", "launch.*", "plan", "probe.*", "bench.*", ""),
     "cli": ("*",),
     "__main__": ("cli",),
 }

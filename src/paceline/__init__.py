@@ -1,7 +1,21 @@
 """Train PyTorch models as fast as the machines you already have allow."""
 
-from paceline.contract import LinkError
-from paceline.session import Pace, join
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LinkError", "Pace", "__version__", "join"]
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from paceline.contract import LinkError
+    from paceline.interrupt import Stopped
+    from paceline.pace import Pace
+    from paceline.session import join
+
+__all__ = ["LinkError", "Pace", "Stopped", "__version__", "join"]
+__version__ = "0.2.0"
+
+
+def __getattr__(name: str) -> Any:
+    # the command line starts at once: torch is imported by whoever computes
+    if name in __all__:
+        from paceline import contract, interrupt, pace, session
+
+        return next(getattr(home, name) for home in (session, pace, contract, interrupt) if hasattr(home, name))
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -193,7 +193,7 @@ class Engine:
     specs: tuple[Spec, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
-    buffers: Sequence[Tensor] = ()
+    absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
@@ -208,12 +208,29 @@ class Engine:
     ) -> None:
         raise NotImplementedError
 
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """The model's buffers as they are now: forward may have put other tensors in their place."""
+        raise NotImplementedError
+
+    @property
+    def division(self) -> str:
+        """How the optimizer's work is divided on this node: "one process", "slices" or "whole tensors"."""
+        return "one process"
+
     def relay(self, exchange: Exchange) -> Exchange:
         """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
         return exchange
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output)."""
+        raise NotImplementedError
+
+    def sync_norm(self, link: Link | None) -> None:
+        """From now on batch norm in `gradient` is over the rows of all processes; ``link`` is local rank 0's, if any.
+
+        Every process of every node must call it, after `open`.
+        """
         raise NotImplementedError
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
@@ -232,13 +249,6 @@ class Engine:
         """Where in the forward pass over ``batch`` numbers first cease to be finite; empty if nowhere."""
         return ""
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's ``state_dict``, as if one process had trained. Every process must call it."""
-        raise NotImplementedError
-
-    def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
     def snapshot(self) -> Any:
         """All that ``gradient`` may change: buffers and random state. Weights change in ``update`` alone."""
         raise NotImplementedError
@@ -247,6 +257,14 @@ class Engine:
         raise NotImplementedError
 
     def state(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's whole ``state_dict``. Every process of the node must call it."""
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes a whole ``state_dict``, the same on every process of the node."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -337,7 +355,16 @@ class Exchange:
     uses_codec = True
     link: Link
 
-    def open(self, specs: Sequence[Spec], link: Link, codec: Codec, rows: int = 1, seed: int = 0) -> None:
+    def open(
+        self,
+        specs: Sequence[Spec],
+        link: Link,
+        codec: Codec,
+        rows: int = 1,
+        seed: int = 0,
+        absorbs: bool = False,
+    ) -> None:
+        """``absorbs``: the engine's optimizer takes factors, so that they pay even where nothing is sent."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:

@@ -6,32 +6,45 @@ Exchange). Nothing is registered: the folder is the table.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import inspect
-import pkgutil
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
 
 
 @cache
+def _texts(room: str) -> dict[str, ast.Module]:
+    """The room's modules, read and not imported: a list should not cost the import of torch."""
+    package = importlib.util.find_spec(f"paceline.{room}")
+    folders = package.submodule_search_locations if package else None
+    paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
+    return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+@cache
 def names(room: str) -> tuple[str, ...]:
     """All plug-ins of a room, sorted."""
-    package = importlib.import_module(f"paceline.{room}")
-    found = []
-    for module in pkgutil.iter_modules(package.__path__):
-        if hasattr(importlib.import_module(f"{package.__name__}.{module.name}"), ROOMS[room]):
-            found.append(module.name)
-    return tuple(sorted(found))
+    wanted = ROOMS[room]
+    made = ast.ClassDef, ast.FunctionDef
+    return tuple(
+        sorted(
+            name
+            for name, text in _texts(room).items()
+            if any(isinstance(node, made) and node.name == wanted for node in text.body)
+        )
+    )
 
 
 def describe(room: str, name: str) -> str:
     """The first line of the plug-in's module docstring."""
-    doc = inspect.getdoc(importlib.import_module(f"paceline.{room}.{name}")) or ""
-    return doc.partition("\n")[0].rstrip(".")
+    return (ast.get_docstring(_texts(room)[name]) or "").partition("\n")[0].rstrip(".")
 
 
 def module(room: str, name: str) -> Any:

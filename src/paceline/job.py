@@ -69,6 +69,8 @@ class Job:
             faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}")
         if self.batch_norm not in ("local", "sync"):
             faults.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
+        if self.batch_norm == "sync" and self.accumulate != 1:
+            faults.append("batch_norm='sync' is over the whole global batch, which accumulate > 1 never sees at once")
         faults += _schedule_faults(self.scheduler)
         if not faults:
             faults += self._parameter_faults()

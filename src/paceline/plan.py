@@ -1,76 +1,179 @@
-"""Measurements in, one choice out; losing rows are kept as the reason.
+"""Survey, profile, predict, try the best few, choose: how one machine trains one job the fastest.
 
-The choice is the fastest row. Rows whose medians cannot be told apart count as equal, and then the simpler
-one wins: it comes first in the order in which candidates are tried.
+`make` profiles the command once, predicts every row from that, and tries the baseline and the most promising rows in
+fresh processes for as long as the budget lasts; ``thorough`` tries them all. What cannot be told apart is timed
+again, by turns. `cached` finds a plan that was made before. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import importlib.util
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from paceline.probe.trial import Trial, measure
+from paceline.probe import shelf
+from paceline.probe.choice import Candidate, choose, contest, equal
+from paceline.probe.predict import predicted_s
+from paceline.probe.profile import Profile, take
+from paceline.probe.rows import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
+from paceline.probe.sheet import Plan, Row, table
+from paceline.probe.shelf import by_fingerprint, cached, confirm, fingerprint, promise, store
+from paceline.probe.survey import Machine, survey
+from paceline.probe.trial import Trial, measure, merge
 
+__all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
 
-@dataclass(frozen=True)
-class Row:
-    """One candidate: its trial, its speedup over the first, and why it was chosen or not."""
+LEAST_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
+PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
+TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
+PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
+MAX_ROUNDS = 4  # of timing the top two by turns
+MAX_ATTEMPTS = 6  # to get two rows that run, whatever the budget
+SIMPLER = 0.03  # per word: rows predicted this close are tried in the order of their simplicity
+MARGIN = 0.9  # of the memory: more is predicted not to fit
+ENGINES = ("sequential", "threads", "replicas", "processes")
 
-    trial: Trial
-    speedup: float
-    reason: str
-
-
-@dataclass(frozen=True)
-class Plan:
-    engine: str
-    reason: str
-    rows: tuple[Row, ...]
-
-
-def candidates() -> list[str]:
-    """What this machine could do, the baseline first, simple before complicated."""
-    cores = len(os.sched_getaffinity(0))
-    found = ["sequential"]
-    if cores > 1:
-        found += [f"threads:{cores}", f"processes:{cores}"]
-    if cores > 3:
-        found.append(f"processes:{cores // 2}")
-    return found
+Show = Callable[[str], None]
 
 
-def choose(trials: Sequence[Trial]) -> Plan:
-    """Raises ValueError when no candidate ran: the first one's error says why."""
-    ran = [trial for trial in trials if not trial.error]
-    if not ran:
-        raise ValueError(f"no candidate could be run; {trials[0].engine}: {trials[0].error}")
-    base = ran[0]
-    fastest = min(ran, key=lambda trial: trial.step_s)
-    # a row's own noise is no merit: it counts no further than the fastest row's
-    equals = [t for t in ran if t.step_s - min(t.spread_s, fastest.spread_s) <= fastest.step_s + fastest.spread_s]
-    best = equals[0]
+def make(
+    command: Sequence[str],
+    *,
+    fidelity: str = "exact",
+    budget_s: float | None = None,
+    thorough: bool = False,
+    rows: Sequence[str] | None = None,
+    show: Show = lambda doing: None,
+) -> Plan:
+    """The plan for ``command`` (what follows `paceline run`), which it also stores.
 
-    def reason(trial: Trial) -> str:
-        if trial.error:
-            return f"failed: {trial.error}"
-        if trial is best:
-            return "chosen"
-        if trial in equals:
-            return "equal within the spread"
-        return f"{trial.step_s / best.step_s - 1:.0%} slower"
+    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
+    that the machine could do, and then nothing is stored. ``show`` is told what is being done. Raises ValueError when
+    nothing could be run.
+    """
+    check(fidelity)
+    for row in rows or ():
+        split(row, 1)
+    start = time.monotonic()
+    machine = survey()
+    show("profiling")
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
+    profile, unknown = take(command, fidelity, profile_s, machine)
+    facts = profile.facts if profile else Facts()
+    if profile and not thorough and not rows and (found := by_fingerprint(profile.fingerprint, machine)):
+        store(found, command, machine)
+        return dataclasses.replace(found, reason=f"{found.reason} (measured before)")
+    names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
+    entries = [_candidate(name, profile, facts, machine) for name in names]
+    budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, profile.start_s if profile else 4.0)
+    for entry in _worth_trying(entries, fidelity, thorough):
+        if not thorough and not budget.allows(entry, entries, fidelity):
+            break
+        show(f"trying {entry.engine}")
+        entry.trial = budget.trial(command, entry)
+    _settle(command, entries, fidelity, budget, show)
+    chosen, reason, told = choose(entries, fidelity, facts)
+    reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
+    plan = Plan(
+        chosen,
+        reason,
+        told,
+        facts.rows if profile else None,
+        fidelity,
+        profile.fingerprint if profile else "",
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(machine).items()},
+        shelf.versions(),
+    )
+    if profile and not rows:
+        store(plan, command, machine)
+    return plan
 
-    rows = tuple(Row(t, 0.0 if t.error else base.step_s / t.step_s, reason(t)) for t in trials)
-    why = f"fastest of {len(ran)} measured" if best is fastest else "as fast as any, and simpler"
-    if best is base and len(ran) > 1:
-        why += "; nothing parallel pays here"
-    return Plan(best.engine, why, rows)
+
+def engines() -> tuple[str, ...]:
+    """Those that exist, without importing them."""
+    return tuple(name for name in ENGINES if importlib.util.find_spec(f"paceline.engine.{name}"))
 
 
-def make(command: Sequence[str], show: Callable[[Trial], None] = lambda trial: None) -> Plan:
-    """Tries every candidate on the command itself, one after the other."""
-    trials = []
-    for engine in candidates():
-        trials.append(measure(command, engine))
-        show(trials[-1])
-    return choose(trials)
+def _candidate(name: str, profile: Profile | None, facts: Facts, machine: Machine) -> Candidate:
+    entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
+    needed = needed_bytes(name, facts, machine.cores)
+    if needed > MARGIN * machine.memory_bytes:
+        entry.refusal = (
+            f"out of memory: needs {needed / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are here"
+        )
+    return entry
+
+
+def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
+    if asked is not None:
+        return asked
+    known = [entry.predicted_s for entry in entries if entry.predicted_s]
+    run_s = (profile.steps if profile else 0) * min(known, default=0.0)
+    return max(LEAST_BUDGET_S, BUDGET_SHARE * run_s)
+
+
+def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
+    """The baseline, then by prediction; rows without one come last, in their order."""
+    base, *others = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    return [
+        base,
+        *sorted(others, key=lambda one: (one.predicted_s or float("inf")) * (1 + SIMPLER * one.engine.count("+"))),
+    ]
+
+
+@dataclasses.dataclass
+class _Budget:
+    """Seconds that may be spent, and what a trial may take of them."""
+
+    start: float
+    seconds: float
+    thorough: bool
+    start_s: float
+
+    @property
+    def left_s(self) -> float:
+        return self.start + self.seconds - time.monotonic()
+
+    def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
+        """The baseline and one more always; then what may still be the best, while there is time."""
+        ranking, attempts = contest(entries, level), sum(bool(one.trial) for one in entries)
+        if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
+            return True
+        if not ranking:
+            return False
+        best = ranking[0]
+        if entry.predicted_s and best.predicted_s and entry.predicted_s > PROMISING * best.predicted_s:
+            return False
+        return self.left_s > self.start_s + TIMED_S[0]
+
+    def trial(self, command: Sequence[str], entry: Candidate) -> Trial:
+        """Long steps of the baseline are extrapolated; of other rows, fewer are taken."""
+        low, high = TIMED_S
+        timed_s = high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
+        long = (entry.predicted_s or 0.0) * 4 > 2 * timed_s
+        limit_s = 120.0 if self.thorough else max(60.0, 3 * self.left_s)
+        shrinks = long and entry.engine == BASELINE and not self.thorough
+        return measure(command, entry.engine, timed_s=timed_s, limit_s=limit_s, shrinks=shrinks)
+
+
+def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
+    """Times the top two again by turns (A B, B A, ...) until they can be told apart, or time is over."""
+    ranking = contest(entries, level)[:2]
+    trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
+    if len(trials) < 2:
+        return
+    for turn in range(MAX_ROUNDS):
+        one, other = (entry.ran for entry in ranking)
+        if not one or not other or not equal(one, other):
+            return
+        for entry in ranking if turn % 2 else reversed(ranking):
+            if not budget.thorough and budget.left_s < budget.start_s + TIMED_S[0]:
+                return
+            show(f"{ranking[0].engine} against {ranking[1].engine}")
+            again = budget.trial(command, entry)
+            if again.error:
+                return
+            trials[entry.engine].append(again)
+            entry.trial = merge([trial for trial in trials[entry.engine] if trial])

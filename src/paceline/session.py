@@ -2,376 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import itertools
-import json
 import os
-import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from paceline import contract, resume
-from paceline.compare import compare
+from paceline import contract
 from paceline.contract import LinkError
-from paceline.data import feed
-from paceline.data.order import Seat
-from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
-from paceline.elastic.export import export
-from paceline.engine import batch as batches_
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
-from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
-from paceline.loop import Loop, NotFinite
-from paceline.own import OwnStep, Spent
-from paceline.probe.trial import Stopwatch
-from paceline.probe.witness import Witness
-from paceline.report.record import Record
-from paceline.scaler import Scaler
+from paceline.loop import NotFinite
+from paceline.pace import Pace
+from paceline.plan import Plan
+from paceline.probe import shelf
+from paceline.report.usage import Usage
 from paceline.world import World
 
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
-
-
-class Pace:
-    """A model being trained by one or many. Made by `join`.
-
-    ``epoch`` and ``next_step``: where the next batch lies. ``facts``: whatever JSON can hold, kept with every
-    checkpoint. ``leader``: true in one process of all.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        engine: contract.Engine,
-        exchange: contract.Exchange,
-        codec: contract.Codec,
-        link: contract.Link | None,
-        world: World,
-        folder: Path | None,
-        keep: int = 2,
-    ):
-        self.job, self.engine, self.world, self.link = job, engine, world, link
-        self.folder, self.keep = folder, keep
-        self.witness = Witness.of_environment()
-        if self.witness:
-            self.witness.prepare(job.model)
-        engine.open(job.model, job.optimizer, job.loss, job.metric)
-        self.leader = world.node == 0 and world.local_rank == 0
-        if link:
-            compare(link, job, engine, exchange, codec)
-        rows = -(-job.batch_size // world.num_nodes)
-        if world.local_rank == 0:
-            exchange.open(engine.specs, link or _alone(), codec, rows, job.seed)
-        else:
-            exchange.link = contract.Link()
-            exchange.link.size = world.num_nodes
-        self.exchange = engine.relay(exchange)
-        self.exchange.spread(engine.weights)
-        self.exchange.spread(engine.buffers)
-        if world.num_nodes * world.local_size > 1:
-            # dropout masks of different processes must differ, and those of two equal runs must not
-            torch.manual_seed(job.seed * 100_003 + world.node * world.local_size + world.local_rank)
-        if self.witness and self.leader:
-            self.witness.begin(engine.state())
-        seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
-        self.stopwatch = Stopwatch.of_environment(self.leader)
-        watched = self.stopwatch or self.witness
-        self.record = Record(folder if self.leader and not watched else None)
-        host = os.environ.get("PACELINE_HOST", socket.gethostname())
-        part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
-        who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
-        scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
-        self.loop = Loop(
-            engine, self.exchange, seat, self.record, job.clip, who=who, schedule=job.scheduler, scaler=scaler
-        )
-        self.agreement = contract.Agreement(contract.Verdict.APPLY)
-        self.facts: dict[str, Any] = {}
-        self.epoch = self.next_step = self.began = 0
-        self._resumed = False
-        self._own: OwnStep | None = None
-        self._interrupt = Interrupt(self._heard) if folder and not watched else None
-        if link:
-            atexit.register(_leave, link)
-
-    # the data
-
-    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[feed.Batch]:
-        """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
-
-        ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
-        `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
-        """
-        if not self._resumed:
-            self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
-            self.began = self.epoch
-        self._resumed = False
-        last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
-        start = self.epoch, self.next_step
-        job, seat = self.job, self.loop.seat
-        for batch in feed.batches(dataset, job.batch_size, last, job.seed, seat, shuffle, start=start, workers=workers):
-            yield batch
-            if self.stopwatch:
-                self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
-
-    def rows(self, batch: Any) -> Any:
-        """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
-        shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
-        share = shared.share(self.loop.seat)
-        self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
-        device = self.engine.weights[0].device
-        return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """Each named part of the last step's loss, as a global mean, where the loss is a dict."""
-        return self.loop.terms
-
-    # the step
-
-    def step(self, batch: Any) -> float:
-        """Forward, backward, agree, update. Returns the mean loss over the global batch.
-
-        ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
-        Raises LinkError, NotFinite (a FloatingPointError), and `Stopped` (a SystemExit) after a signal, once all
-        is saved.
-        """
-        if not hasattr(batch, "share"):
-            batch = feed.Given(batch, float(self.job.batch_size))
-        return self._step(batch)
-
-    def _step(self, batch: Any, gradient: Any = None) -> float:
-        where = getattr(batch, "epoch", self.epoch), getattr(batch, "step", None)
-        ends = getattr(batch, "ends_epoch", False)
-        rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
-        try:
-            shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
-            self.agreement = self.loop.step(shared, gradient, **rates)
-        except LinkError:
-            # a thread still inside the network library when Python ends would abort the process
-            self.exchange.close()
-            raise
-        except NotFinite as error:
-            error.told = not self.leader  # type: ignore[attr-defined]  # everyone has the same words: one prints them
-            raise
-        if where[1] is not None:
-            self.epoch, self.next_step = (where[0] + 1, 0) if ends else (where[0], where[1] + 1)
-        ballot = self.agreement.ballot
-        loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
-        if self.stopwatch:
-            self.stopwatch.tick(batch.weight, ballot.seconds)
-        if self.witness:
-            self.witness.step(loss, self.engine.state() if self.leader else None)
-        if ballot.stop:
-            self._end(ballot.stop)
-        return loss
-
-    def backward(self, loss: Any, rows: int | None = None) -> None:
-        """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).
-
-        May be called several times before `update` (several losses over the same rows). ``rows``: how many the mean is
-        over, where they did not come from `rows`. Nothing leaves before `update`: communication is not overlapped.
-        """
-        own = self._own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), rows)
-        if not own.begun:
-            self._forget()
-        own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
-
-    def _forget(self) -> None:
-        for parameter in self.job.model.parameters():
-            parameter.grad = None
-
-    def clip(self, norm: float) -> None:
-        """Clips the next `update` by the global norm of everyone's gradient."""
-        if not norm > 0:
-            raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
-        self._clip = norm
-
-    def update(self) -> float:
-        """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
-        own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
-        if not own.begun:
-            self._forget()  # without rows here, what the last step left in .grad would count again
-        kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
-        self._own = self._clip = None
-        try:
-            return self._step(
-                Spent(own.batch),
-                lambda _share, _scale, forms, offer: self.engine.gathered(
-                    dataclasses.replace(own.ballot), forms, offer
-                ),
-            )
-        finally:
-            self.loop.clip = kept
-
-    _clip: float | None = None
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradient before clipping, where it was clipped."""
-        return self.engine.norm
-
-    # what must happen once, everywhere, or be counted once
-
-    def once(self, work: Callable[..., Any] | None = None, *args: Any) -> Any:
-        """Without arguments: whether this is the one process of its node that should do a thing.
-
-        With a function: that process calls it while the others wait; its result there, None elsewhere.
-        """
-        chosen = self.world.local_rank == 0
-        if work is None:
-            return chosen
-        return self._alone(chosen, lambda: work(*args))
-
-    def _alone(self, chosen: bool, work: Callable[[], Any]) -> Any:
-        """``work`` in the chosen processes while the others wait. An error there is raised everywhere."""
-        result = error = None
-        if chosen:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
-        refused = isinstance(error, CheckpointError)
-        mine = json.dumps([refused, str(error) if refused else repr(error)]).encode() if error else b""
-        everyone = self.exchange.gather(mine)
-        if error:
-            raise error
-        for words in filter(None, everyone):
-            refused, text = json.loads(words)
-            other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
-            other.told = True  # type: ignore[attr-defined]
-            raise other
-        return result
-
-    def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int = 256) -> Any:
-        """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
-
-        ``metric(output, target)`` is a sum over rows, a (sum, weight), or a dict of these. Every process must call it,
-        as every process must call `step` and `save`.
-        """
-        metric = metric or self.job.metric
-        if metric is None:
-            raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
-        self.exchange.spread(self.engine.buffers)
-        source, model = feed.as_source(dataset), self.job.model
-        mine = self.loop.seat.rows(len(source))
-        training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
-        sums: dict[str, list[float]] = {}
-        model.eval()
-        try:
-            with torch.no_grad():
-                for start in range(mine.start, mine.stop, rows):
-                    batch, output = self.engine.run(source.fetch(range(start, min(start + rows, mine.stop)), 0))
-                    said = batches_.counted(metric(output, batches_.target(metric, batch)), batch)
-                    for name, (value, weight) in said.items():
-                        total = sums.setdefault(name, [0.0, 0.0])
-                        total[0] += value
-                        total[1] += weight
-        finally:
-            for module in training:
-                module.training = True
-        whole: dict[str, list[float]] = {}
-        for words in self.exchange.gather(json.dumps(sums).encode()):
-            for name, (value, weight) in json.loads(words).items():
-                total = whole.setdefault(name, [0.0, 0.0])
-                total[0] += value
-                total[1] += weight
-        means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
-        return means[""] if set(means) == {""} else means
-
-    # what is kept
-
-    def save(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
-        """A checkpoint of everything, from which `restore` goes on bit by bit. All processes must call it.
-
-        Written whole or not at all, to ``folder`` (the run's by default). Returns its path in the leader.
-        """
-        run = self._run_folder(folder, "save")
-        self.exchange.spread(self.engine.buffers)
-        state = resume.state(self)
-        step = self.loop.num_steps
-        path: Path | None = self._alone(
-            self.leader, lambda: checkpoint.write(run, step, self.engine.state(), state, keep=self.keep)
-        )
-        self.record.write("checkpoint", step=step, path=str(path))
-        return path
-
-    row = ""  # the plan's row that this run obeys
-
-    def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
-        """Goes on from the newest whole checkpoint of a run, or from one checkpoint. False if there is none.
-
-        On the same number of processes and the same plan, every bit is as if nothing had happened. All must call it.
-        Raises ValueError for a checkpoint of another model or a damaged one, naming what differs.
-        """
-        run = self._run_folder(folder, "restore")
-        one = checkpoint.NAME.fullmatch(run.name) is not None
-        kept = checkpoint.read(run) if one else checkpoint.read_newest(run)
-        steps = [json.loads(words) for words in self.exchange.gather(json.dumps(kept and kept.step).encode())]
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"restore: the processes found different checkpoints in {run}, of steps {steps} (None: none); put the "
-                f"run's folder where every node sees it"
-            )
-        if kept is None:
-            return False
-        resume.restore(self, kept)
-        self._resumed = True
-        if kept.damaged and self.leader:
-            print(f"paceline: passed over {'; '.join(kept.damaged)}; restored {kept.path}", file=sys.stderr)
-        self.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(kept.damaged))
-        return True
-
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
-        self.exchange.spread(self.engine.buffers)
-        self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
-
-    def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
-        if folder is None and self.folder is None:
-            raise ValueError(f"{doing}() needs a folder: {doing}('runs/mine'), or join(folder='runs/mine')")
-        return Path(folder) if folder is not None else self.folder or Path()
-
-    # the end
-
-    def _heard(self, number: int) -> None:
-        self.loop.stop = number
-
-    def _end(self, number: int) -> None:
-        path = self.save() if self.folder else None
-        self.record.write("end", reason=f"signal {number}")
-        if path:
-            print(
-                f"paceline: stopped by signal {number} after step {self.loop.num_steps}; saved {path}", file=sys.stderr
-            )
-        self.close()
-        raise Stopped(number)
-
-    def close(self) -> None:
-        """Leaves the others in peace. Called at the end of a ``with`` block."""
-        if self._interrupt:
-            self._interrupt.close()
-        self.exchange.close()
-        self.engine.close()
-        if self.link:
-            self.link.close()
-        self.record.close()
-
-    def __enter__(self) -> Pace:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
 
 
 def join(
@@ -410,7 +65,7 @@ def join(
     forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
     engine              how this node computes; else PACELINE_ENGINE, else the plan kept for this job, else threads
     exchange, codec     how nodes agree, and what a gradient looks like on the wire
-    folder, keep        the run's folder (record, checkpoints), and how many checkpoints stay
+    folder, keep        the run's folder (record, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
@@ -419,7 +74,7 @@ def join(
         model, optimizer, loss, batch_size, clip, seed, metric, accumulate, precision, scheduler, batch_norm, forward
     )
     world = World.of_environment()
-    row = engine or os.environ.get("PACELINE_ENGINE") or _default_engine(world)
+    row = engine or os.environ.get("PACELINE_ENGINE") or _default_row(world, job)
     chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
     link: contract.Link | None = None
@@ -439,8 +94,11 @@ def join(
         parts[0].forward = forward
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
+    folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
     pace.row = row
+    if pace.record.folder and (pace.record.folder / "plan.toml").exists():
+        pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
     pace.record.write(
         "join",
         engine=row,
@@ -449,35 +107,29 @@ def join(
         num_nodes=world.num_nodes,
         batch_size=batch_size,
     )
+    if pace.record.folder:
+        pace._usage = Usage(pace.record).start()
     return pace
 
 
-def _default_engine(world: World) -> str:
+def _default_row(world: World, job: Job) -> str:
+    """Nobody has said how to compute: as planned for this job, else threads. One line says so."""
+    cores = len(os.sched_getaffinity(0))
     if world.local_size > 1:
         return f"processes:{world.local_size}"
-    cores = len(os.sched_getaffinity(0))
-    if cores > 1 and world.num_nodes == 1 and sys.stderr.isatty():
-        print(
-            f"paceline: threads:{cores}, unmeasured; `paceline run SCRIPT` measures and may be faster",
-            file=sys.stderr,
-        )
-    return f"threads:{cores}"
-
-
-def _leave(link: contract.Link) -> None:
-    """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
-    if not getattr(sys.excepthook, "failed", False):
-        link.close()
-
-
-def _alone() -> contract.Link:
-    from paceline.link.memory import world
-
-    return world(1)[0]
-
-
-def _precision(engine: contract.Engine) -> str:
-    return getattr(getattr(engine, "numerics", None), "precision", "fp32")
+    if world.num_nodes > 1 or cores == 1:
+        return f"threads:{cores}"
+    made = shelf.by_fingerprint(shelf.fingerprint(job.model, job.optimizer, job.batch_size, "exact"))
+    if made is None:
+        row, hint = f"threads:{cores}", "not measured; `paceline run SCRIPT` measures and may be faster"
+    elif not made.chosen.startswith("processes"):
+        row, hint = made.chosen, f"as measured {made.date}"
+    else:
+        here = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not r.engine.startswith("processes")]
+        row = min(here, key=lambda r: r.measured_s or 0.0).engine if here else f"threads:{cores}"
+        hint = f"the fastest in one process; `paceline run SCRIPT` starts the faster {made.chosen}"
+    print(f"paceline: {row}, {hint}", file=sys.stderr)
+    return row
 
 
 def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:

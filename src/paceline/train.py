@@ -1,10 +1,15 @@
-"""The main job: a named model on a folder of images, or on the embedded sample. Written as a user would."""
+"""The main job: a named model on images, packed or in folders, or on the embedded sample. Written as a user would.
+
+python -m paceline.train SETTINGS (as JSON) is what the launcher starts; the run's folder is PACELINE_FOLDER.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +18,157 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from paceline import find
+from paceline import schedule
 from paceline.contract import Ballot
-from paceline.data import images, sample
-from paceline.session import Pace, join
+from paceline.data import advise, images, sample
+from paceline.data.pictures import Pictures
+from paceline.lars import LARS
+from paceline.network import Network, network
+from paceline.pace import Pace
+from paceline.session import join
+from paceline.settings import Settings
+
+GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and everybody else's
+RATES = {"adam": 0.001, "adamw": 0.001}
 
 
-@dataclass
-class Settings:
-    """What was asked; None means the model's own default."""
+def sources(settings: Settings) -> tuple[Any, Any]:
+    """What to train on, and what to test on. Raises ValueError."""
+    if settings.data is None:
+        return sample.load()
+    return images.load(settings.data, settings.test_fraction, seed=settings.seed, skip_broken=settings.skip_broken)
 
-    model: str | None = None
-    data: Path | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    momentum: float | None = None
-    seed: int = 0
-    codec: str = "none"
-    exchange: str = "allreduce"
-    out: Path | None = None
 
-    def check(self) -> None:
-        """Raises ValueError for what cannot be trained, before any process is started."""
-        network = find.module("models", self.model_name)
-        given = (1, 28, 28) if self.data is None else (3, 224, 224)
-        if given != network.INPUT:
-            remedy = "add --data FOLDER" if self.data is None else "use --model alexnet"
-            raise ValueError(
-                f"model {self.model_name!r} takes images of shape {network.INPUT}, "
-                f"{self.data or 'the embedded sample'} gives {given}; {remedy}"
-            )
-        for name, least in (("epochs", 1), ("batch_size", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-        if self.data is not None:
-            images.load(self.data)
-
-    @property
-    def model_name(self) -> str:
-        return self.model or ("small" if self.data is None else "alexnet")
+def check(settings: Settings) -> None:
+    """Raises ValueError for what cannot be trained, before any process is started."""
+    net = network(settings.model_name)
+    given = GREY if settings.data is None else COLOUR
+    if net.input and given != net.input:
+        remedy = "add --data FOLDER" if settings.data is None else "use --model alexnet"
+        raise ValueError(
+            f"model {settings.model_name!r} takes images of shape {net.input}, "
+            f"{settings.data or 'the embedded sample'} gives {given}; {remedy}"
+        )
+    if settings.device not in ("auto", "cpu"):
+        try:
+            torch.empty(0, device=settings.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"--device {settings.device}: {str(error).splitlines()[0]}; use auto or cpu") from None
+    sources(settings)
 
 
 def num_right(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(1) == target).sum()
 
 
-def run(settings: Settings) -> float:
-    """Trains in this process, as one of however many there are. Returns the last test accuracy."""
-    network = find.module("models", settings.model_name)
-    train, test = sample.load() if settings.data is None else images.load(settings.data, seed=settings.seed)
+def make_optimizer(settings: Settings, net: Network, model: torch.nn.Module, batch_size: int) -> torch.optim.Optimizer:
+    lr = settings.lr if settings.lr is not None else RATES.get(settings.optimizer, net.learning_rate)
+    lr = schedule.scaled(lr, batch_size, net.batch_size, settings.lr_scaling)
+    momentum = net.momentum if settings.momentum is None else settings.momentum
+    weights, decay = list(model.parameters()), settings.weight_decay
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr, momentum, weight_decay=decay)
+    if settings.optimizer == "lars":
+        return LARS(weights, lr, momentum, decay)
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(weights, lr, weight_decay=decay)
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Trains in this process, as one of however many there are. Returns what came of it."""
+    net = network(settings.model_name)
+    train, test = sources(settings)
     torch.manual_seed(settings.seed)
-    model = network.build(len(train.classes))
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=network.LEARNING_RATE if settings.lr is None else settings.lr,
-        momentum=network.MOMENTUM if settings.momentum is None else settings.momentum,
+    wanted = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    model = net.build(len(train.classes)).to(wanted)
+    batch_size, epochs = settings.batch_size or net.batch_size, settings.epochs or net.epochs
+    optimizer = make_optimizer(settings, net, model, batch_size)
+    steps = -(-len(train) // batch_size)
+    scheduler = schedule.make(
+        optimizer,
+        warmup_steps=round(settings.warmup * steps),
+        decay=settings.decay,
+        total_steps=epochs * steps,
+        # from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
+        start=min(1.0, schedule.scaled(1.0, net.batch_size, batch_size, settings.lr_scaling))
+        if settings.lr_scaling != "none"
+        else None,
     )
     pace = join(
         model,
         optimizer,
         torch.nn.functional.cross_entropy,
-        batch_size=settings.batch_size or network.BATCH_SIZE,
+        batch_size=batch_size,
+        clip=settings.clip,
+        accumulate=settings.accumulate,
+        precision=settings.precision,
+        scheduler=scheduler,
+        batch_norm=settings.batch_norm,
         seed=settings.seed,
         metric=num_right,
         codec=settings.codec,
         exchange=settings.exchange,
-        folder=settings.out,
+        keep=settings.keep,
     )
     with pace:
-        return _epochs(pace, train, test, settings.epochs or network.EPOCHS, settings.out)
+        shape = list(net.input or (GREY if settings.data is None else COLOUR))
+        pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
+        if pace.folder:
+            pace.restore()
+        result = _epochs(pace, train, test, epochs, batch_size, settings)
+        if pace.folder:
+            pace.export(pace.folder / "weights.safetensors")
+    return result
 
 
-def _epochs(pace: Pace, train: Any, test: Any, epochs: int, out: Path | None) -> float:
-    console = Console(quiet=not pace.leader, highlight=False, soft_wrap=True)
+def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, settings: Settings) -> dict[str, Any]:
+    quiet = settings.json or not pace.leader
+    console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    accuracy = 0.0
-    options: dict[str, Any] = {"transient": True, "disable": not sys.stdout.isatty(), "refresh_per_second": 4}
+    options: dict[str, Any] = {"transient": True, "disable": quiet or not sys.stdout.isatty(), "refresh_per_second": 4}
+    result: dict[str, Any] = {"test_accuracy": pace.facts.get("test_accuracy"), "epochs": pace.epoch}
     with Progress(*columns, console=console, **options) as progress:
         bar, tally = progress.add_task("first step", total=None), Tally()
-        for batch in pace.batches(train, epochs=epochs):
+        waited_s, begin, first = 0.0, time.perf_counter(), pace.loop.num_steps
+        for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
+            if os.environ.get("PACELINE_FIRST_STEP") and pace.leader:
+                print(time.time())
+                sys.exit(0)
             tally.add(pace.agreement.ballot)
+            waited_s += batch.wait_s
+            steps = batch.num_steps or 1
+            done = batch.epoch * steps + batch.step + 1
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
-            progress.update(bar, advance=1, total=epochs * batch.num_steps, description=words)
+            progress.update(bar, completed=done, total=epochs * steps, description=words)
             if batch.ends_epoch:
                 accuracy = pace.evaluate(test)
-                pace.record.write("epoch", epoch=batch.epoch, test_accuracy=accuracy, **vars(tally))
+                result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}
+                pace.facts["test_accuracy"] = accuracy
+                pace.record.write("epoch", epoch=batch.epoch, **result)
                 console.print(f"{words}, test accuracy {accuracy:.1%}")
                 tally = Tally()
-    if out:
-        pace.export(out / "weights.safetensors")
-    return accuracy
+            every = settings.save_every
+            if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
+                pace.save()
+    num_steps = pace.loop.num_steps - first
+    if pace.leader and isinstance(train, Pictures) and num_steps:
+        hint = _input_hint(train, waited_s / num_steps, (time.perf_counter() - begin) / num_steps, batch_size, settings)
+        pace.record.write("hint", text=hint)
+        console.print(hint)
+    if settings.json and pace.leader:
+        print(json.dumps({"run": str(pace.folder) if pace.folder else None, "engine": pace.row, **result}))
+    return result
+
+
+def _input_hint(train: Pictures, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
+    """Whether packing or more decoding would help, by measurement; nothing is measured where steps hardly wait."""
+    costs = advise.Costs(0.0, 0.0, 0.0)
+    if wait_s > advise.LITTLE * whole_s:
+        with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+            costs = advise.measure(train, Path(scratch))
+    cores = len(os.sched_getaffinity(0))
+    return advise.advise(wait_s, whole_s - wait_s, rows, costs, settings.workers or train.threads, cores, train.packed)
 
 
 class Tally:
@@ -119,6 +182,28 @@ class Tally:
         self.right += ballot.metric_sum
         self.loss_sum += ballot.loss_sum
 
+    def sums(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self.start
+        return {
+            "loss": self.loss_sum / self.rows,
+            "accuracy": self.right / self.rows,
+            "per_s": self.rows / seconds,
+            "seconds": seconds,
+        }
+
     def __str__(self) -> str:
-        per_s = self.rows / (time.perf_counter() - self.start)
-        return f"loss {self.loss_sum / self.rows:.4f}, accuracy {self.right / self.rows:.1%}, {per_s:.0f} images/s"
+        sums = self.sums()
+        return f"loss {sums['loss']:.4f}, accuracy {sums['accuracy']:.1%}, {sums['per_s']:.0f} images/s"
+
+
+def main() -> None:
+    try:
+        run(Settings.from_json(sys.argv[1] if len(sys.argv) > 1 else "{}"))
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"paceline: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

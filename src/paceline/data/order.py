@@ -39,8 +39,14 @@ class Seat:
 
 
 def permutation(seed: int, epoch: int, size: int) -> Indices:
-    """All samples once, in this epoch's order."""
-    return np.random.default_rng((seed, epoch)).permutation(size)
+    """All samples once, in this epoch's order. Random words carry the samples' numbers and are sorted."""
+    # NumPy promises the words of a bit generator for ever; it does not promise Generator.permutation
+    words = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(size)
+    bits = np.uint64(size.bit_length())
+    words = (words >> bits << bits) | np.arange(size, dtype=np.uint64)
+    words.sort()
+    order: Indices = (words & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+    return order
 
 
 def num_steps(size: int, batch_size: int) -> int:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def read(path: Path) -> Checkpoint:
     try:
         state = unpack(facts["state"], others)
     except (LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / TREE} does not go with {path / STATE}: {error!r}") from error
+        raise _damage(path / TREE, f"does not go with {STATE} ({error!r})") from error
     return Checkpoint(path, facts["step"], weights, state, facts["versions"])
 
 
@@ -168,48 +168,54 @@ def _seal(body: bytes) -> bytes:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    try:
+    with _reading(path):
         data = path.read_bytes()
-    except OSError as error:
-        raise _damage(path, error) from error
     length = len(_seal(b""))
     if data[-length:] != _seal(data[:-length]):
-        raise CheckpointError(f"{path} is damaged: it is not as it was written")
+        raise _damage(path, "is damaged: it is not as it was written")
     facts: dict[str, Any] = json.loads(data)
     return facts
 
 
 def _tensors(path: Path, facts: Mapping[str, Any]) -> dict[str, Tensor]:
     due = tensors.Seal(**facts["files"][path.name])
-    try:
+    with _reading(path):
         if (num_bytes := path.stat().st_size) != due.num_bytes:
-            raise CheckpointError(f"{path} is damaged: it has {num_bytes} bytes, {due.num_bytes} were written")
+            raise _damage(path, f"is damaged: it has {num_bytes} bytes, {due.num_bytes} were written")
         found, _, seal = tensors.read(path)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _damage(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
     if seal != due:
-        raise CheckpointError(f"{path} is damaged: its sha256 is not the one that was written")
+        raise _damage(path, "is damaged: its sha256 is not the one that was written")
     return found
 
 
-def _damage(path: Path, error: OSError) -> CheckpointError:
-    what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-    damage = CheckpointError(f"{path} {what}")
-    damage.errno = error.errno
-    return damage
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise _damage(path, "is missing") from error
+    except OSError as error:
+        raise _damage(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise _damage(path, f"is damaged: {error}") from error
+
+
+def _damage(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path} {what}; take another checkpoint of the run")
 
 
 def _refusal(run: Path, step: int, num_bytes: int, error: OSError) -> CheckpointError:
-    stands = newest(run)
-    there = next(folder for folder in (run, *run.absolute().parents) if folder.is_dir())
+    stands = None
+    with contextlib.suppress(OSError):
+        stands = newest(run)
+    # Path.is_dir raises where a folder may not be looked into
+    there = next(folder for folder in (run, *run.absolute().parents) if os.path.isdir(folder))
     refusal = CheckpointError(
         f"cannot write the checkpoint of step {step} to {run}: {error.strerror or error}; "
         f"it needs {num_bytes:,} bytes, {shutil.disk_usage(there).free:,} are free; "
-        + (f"{stands.name} is whole, as it was" if stands else "there is no earlier one")
+        + (f"{stands.name} is untouched" if stands else "there is no earlier one")
         + "; make room or choose another folder"
     )
     refusal.errno = error.errno

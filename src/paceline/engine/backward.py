@@ -147,7 +147,9 @@ class Backward:
         return state
 
     def _enter(self, spec: Spec, module: nn.Linear) -> None:
-        if self._pass and self._pass.forms[spec.index] == FACTORS:
+        # a user's hook on the weight waits for its gradient: a stray, so the weight goes dense
+        hooks = module.weight._backward_hooks or len(module.weight._post_accumulate_grad_hooks or ()) > 1
+        if self._pass and self._pass.forms[spec.index] == FACTORS and not hooks:
             module.weight.requires_grad_(False)
 
     def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:

@@ -21,6 +21,21 @@ PATIENCE_S = 1800.0
 MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
 
 
+HELLO = struct.Struct("<II")  # local rank, local size
+KINDS = {
+    b"b": "a barrier",
+    b"f": "the forms of pieces",
+    b"g": "adding numbers up",
+    b"h": "joining",
+    b"e": "the end of a step",
+    b"m": "sharing memory",
+    b"n": "adding up batch statistics",
+    b"p": "a piece of the gradient",
+    b"s": "gathering the optimizer's state",
+    b"v": "the vote on a step",
+}
+
+
 class CrewError(LinkError):
     """Another process of this node ended, or said why it must."""
 
@@ -33,10 +48,15 @@ class Crew:
         self.lines: dict[int, socket.socket] = {}
         address = f"\0paceline-{name}"
         end = time.monotonic() + JOIN_S
-        if rank == 0:
-            self._gather(address, end)
-        else:
-            self._reach(address, end)
+        try:
+            if rank == 0:
+                self._gather(address, end)
+            else:
+                self._reach(address, end)
+            self._welcome()
+        except BaseException:
+            self.close()
+            raise
         for line in self.lines.values():
             line.settimeout(PATIENCE_S)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
@@ -52,63 +72,126 @@ class Crew:
                 ) from None
             server.listen(self.size)
             while len(self.lines) < self.size - 1:
-                server.settimeout(max(0.01, end - time.monotonic()))
+                left = end - time.monotonic()
                 try:
+                    if left <= 0:
+                        raise TimeoutError
+                    server.settimeout(left)
                     line, _ = server.accept()
                 except TimeoutError:
                     missing = sorted(set(range(1, self.size)) - set(self.lines))
-                    raise CrewError(
+                    raise self._lost(
                         f"local rank 0 of {self.size} waited {JOIN_S:.0f} s for local ranks {missing}; were all "
                         f"started, with the same MASTER_PORT?"
                     ) from None
-                # another user may not join: pid, uid, gid of the other end
-                _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                if uid != os.getuid():
-                    line.close()
-                    continue
-                line.settimeout(2.0)
-                self.lines[struct.unpack("<I", line.recv(4))[0]] = line
+                self._admit(line)
+
+    def _admit(self, line: socket.socket) -> None:
+        """Another user may not join, nor one who does not say who he is."""
+        line.settimeout(2.0)
+        try:
+            hello = line.recv(HELLO.size + 2)
+        except OSError:
+            hello = b""
+        if _user_of(line) != os.getuid() or hello[:1] != b"h" or len(hello) != HELLO.size + 1:
+            line.close()
+            return
+        rank, size = HELLO.unpack_from(hello, 1)
+        wrong = None
+        if size != self.size:
+            wrong = f"a process of this node says LOCAL_WORLD_SIZE={size}, local rank 0 says {self.size}"
+        elif not 0 < rank < self.size:
+            wrong = f"a process of this node says it is local rank {rank} of {size}; they count from 0 to {size - 1}"
+        elif rank in self.lines:
+            wrong = f"two processes of this node say they are local rank {rank}"
+        if wrong:
+            with contextlib.suppress(OSError):
+                line.send(b"E" + wrong.encode())
+            line.close()
+            raise self._lost(f"{wrong}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
+        self.lines[rank] = line
 
     def _reach(self, address: str, end: float) -> None:
         while True:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            line.settimeout(JOIN_S)
             try:
                 line.connect(address)
                 break
-            except (ConnectionRefusedError, FileNotFoundError):
+            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
                 line.close()
                 if time.monotonic() > end:
                     raise CrewError(
                         f"local rank {self.rank} of {self.size} found no local rank 0 within {JOIN_S:.0f} s"
                     ) from None
                 time.sleep(0.01)
-        line.send(struct.pack("<I", self.rank))
+        if (user := _user_of(line)) != os.getuid():
+            line.close()
+            raise CrewError(
+                f"the run named {self.name!r} on this machine is another user's (uid {user}); start this one with "
+                f"another MASTER_PORT"
+            )
         self.lines[0] = line
+        self.send(0, b"h", HELLO.pack(self.rank, self.size))
+
+    def _welcome(self) -> None:
+        """All are here and the door is closed: only now may anyone go on, or a next join would meet this one."""
+        if self.rank == 0:
+            for peer in self.lines:
+                self.send(peer, b"h")
+        else:
+            self.lines[0].settimeout(2 * JOIN_S)
+            self.expect(0, b"h", "joining")
 
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
         try:
             self.lines[peer].send(kind + body)
         except OSError as error:
-            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node ({error})") from None
+            why = f"local rank {self.rank} lost local rank {peer} of this node ({error})"
+            raise self._lost(self._last_word(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
         """(kind, body). Raises CrewError when the other end died, gave up, or says nothing for PATIENCE_S."""
+        kind, body, _ = self._recv(peer, doing, 0)
+        return kind, body
+
+    def _recv(self, peer: int, doing: str, num_files: int) -> tuple[bytes, bytes, list[int]]:
         try:
-            message = self.lines[peer].recv(MESSAGE_BYTES)
+            message, files, _, _ = socket.recv_fds(self.lines[peer], MESSAGE_BYTES, num_files)
         except OSError as error:
-            message, why = b"", str(error)
+            message, files, why = b"", [], str(error)
+            if isinstance(error, ConnectionResetError) and (word := self._last_word(peer)):
+                raise self._lost(word) from None
         else:
             why = "its process ended"
         if not message:
             raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
         if message[:1] == b"E":
             raise CrewError(message[1:].decode())
-        return message[:1], message[1:]
+        return message[:1], message[1:], files
+
+    def _last_word(self, peer: int) -> str:
+        """Why the other end gave up, if it said so: a reset comes before what was said."""
+        line = self.lines[peer]
+        line.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while message := line.recv(MESSAGE_BYTES):
+                if message[:1] == b"E":
+                    return message[1:].decode()
+        return ""
 
     def expect(self, peer: int, kind: bytes, doing: str) -> bytes:
         got, body = self.recv(peer, doing)
-        assert got == kind, f"local rank {self.rank} got {got!r} for {kind!r} while {doing}"
+        self.check(peer, got, kind, doing)
         return body
+
+    def check(self, peer: int, got: bytes, kind: bytes, doing: str) -> None:
+        """Raises CrewError when another process of this node is doing something else."""
+        if got != kind:
+            raise self._lost(
+                f"local rank {self.rank} is {doing}, local rank {peer} is at {KINDS.get(got, repr(got))}: every "
+                f"process of a node must make the same calls in one order (step, evaluate, save, optimizer.state_dict)"
+            )
 
     def barrier(self, doing: str) -> None:
         """Nobody passes before all have come."""
@@ -134,23 +217,35 @@ class Crew:
             self.send(peer, b"g", b"".join(struct.pack(shape, *row) for row in rows))
         return rows
 
-    def collect(self, words: bytes, doing: str) -> list[bytes]:
-        """Everyone's words, in local rank order, to local rank 0; nothing to the others."""
+    def swap(self, body: bytes, doing: str) -> list[bytes]:
+        """Everyone's bytes, of any length, in local rank order, to everyone."""
         if self.rank:
-            self.send(0, b"w", words)
-            return []
-        return [words, *(self.expect(peer, b"w", doing) for peer in range(1, self.size))]
-
-    def hand_out(self, everyone: Sequence[bytes], doing: str) -> list[bytes]:
-        """Local rank 0's list to everyone."""
-        if self.rank:
-            (count,) = struct.unpack("<I", self.expect(0, b"w", doing))
-            return [self.expect(0, b"w", doing) for _ in range(count)]
+            self.send_long(0, body, b"s")
+            return [self.recv_long(0, b"s", doing) for _ in range(self.size)]
+        bodies = [body] + [self.recv_long(peer, b"s", doing) for peer in range(1, self.size)]
         for peer in self.lines:
-            self.send(peer, b"w", struct.pack("<I", len(everyone)))
-            for words in everyone:
-                self.send(peer, b"w", words)
-        return list(everyone)
+            for one in bodies:
+                self.send_long(peer, one, b"s")
+        return bodies
+
+    def send_long(self, peer: int, body: bytes, kind: bytes) -> None:
+        self.send(peer, kind, struct.pack("<Q", len(body)))
+        for start in range(0, len(body), MESSAGE_BYTES - 1):
+            self.send(peer, kind, body[start : start + MESSAGE_BYTES - 1])
+
+    def recv_long(self, peer: int, kind: bytes, doing: str) -> bytes:
+        (length,) = struct.unpack("<Q", self.expect(peer, kind, doing))
+        parts: list[bytes] = []
+        while length > 0:
+            parts.append(self.expect(peer, kind, doing))
+            length -= len(parts[-1])
+        return b"".join(parts)
+
+    def peek(self, peer: int) -> bytes:
+        """The kind of the message that comes next; empty if none can come any more, which `recv` will explain."""
+        with contextlib.suppress(OSError):
+            return self.lines[peer].recv(1, socket.MSG_PEEK)
+        return b""
 
     def _lost(self, why: str) -> CrewError:
         error = CrewError(why)
@@ -159,20 +254,29 @@ class Crew:
 
     def say_why(self, error: BaseException) -> None:
         """Local rank 0 tells the others why it must end, so that they end with the same words."""
-        for line in self.lines.values() if self.rank == 0 else ():
+        if self.rank == 0:
+            self.give_up(str(error))
+
+    def give_up(self, why: str) -> None:
+        """Those at the other ends of this process's lines end with these words."""
+        for line in self.lines.values():
             with contextlib.suppress(OSError):
-                line.send(b"E" + str(error).encode()[: MESSAGE_BYTES - 1])
+                line.send(b"E" + why.encode()[: MESSAGE_BYTES - 1])
 
     def share(self, num_bytes: int) -> memoryview:
         """Memory that all see, zero, and real only where written."""
         if self.rank == 0:
             file = os.memfd_create(f"paceline-{self.name}", os.MFD_CLOEXEC)
             os.ftruncate(file, max(num_bytes, 1))
-            for line in self.lines.values():
-                socket.send_fds(line, [b"m"], [file])
+            for peer, line in self.lines.items():
+                try:
+                    socket.send_fds(line, [b"m"], [file])
+                except OSError as error:
+                    raise self._lost(f"local rank 0 lost local rank {peer} of this node ({error})") from None
         else:
-            _, files, _, _ = socket.recv_fds(self.lines[0], 1, 1)
-            file = files[0]
+            got, _, files = self._recv(0, "sharing memory", 1)
+            self.check(0, got, b"m", "sharing memory")
+            (file,) = files
         view = memoryview(mmap.mmap(file, max(num_bytes, 1)))
         os.close(file)
         return view
@@ -180,3 +284,9 @@ class Crew:
     def close(self) -> None:
         for line in self.lines.values():
             line.close()
+
+
+def _user_of(line: socket.socket) -> int:
+    """The user id of the process at the other end: pid, uid, gid."""
+    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)

@@ -1,7 +1,7 @@
 """Where everything lies in the memory that the processes of a node share.
 
     weight NAME    once: every process's parameter is this memory
-    buffer I       once, for handing local rank 0's buffers to the others
+    buffer I       once, in the order of `model.buffers()`, for handing local rank 0's buffers to the others
     grad SPEC r    each process's gradient of a spec: flat, or the rows of left and then those of right
     rows SPEC      everyone's factors, as agreed
 
@@ -42,7 +42,7 @@ class Places:
         if len(sizes) > 1:
             raise ValueError(f"the processes of this node built different models (bytes, specs: {sorted(sizes)})")
         self._memory = crew.share(self._num_bytes)
-        self._buffers = {id(buffer): f"buffer {i}" for i, buffer in enumerate(buffers)}
+        self._num_buffers = len(buffers)
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._starts[name] = (self._num_bytes, shape, dtype)
@@ -59,10 +59,22 @@ class Places:
     def weight(self, name: str) -> Tensor:
         return self._at(f"weight {name}")
 
-    def twin(self, tensor: Tensor) -> Tensor | None:
-        """The shared place of a buffer; weights have none, since they are shared themselves."""
-        name = self._buffers.get(id(tensor))
-        return self._at(name) if name else None
+    def twins(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer with its shared place. None for weights, since they are shared themselves.
+
+        Raises ValueError if forward has put buffers of another number or shape in their place.
+        """
+        begin = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        if tensors and begin <= tensors[0].data_ptr() < begin + self._num_bytes:
+            return []
+        places = [self._at(f"buffer {i}") for i in range(self._num_buffers)]
+        had, have = ([(tuple(t.shape), t.dtype) for t in some] for some in (places, tensors))
+        if had != have:
+            raise ValueError(
+                f"the model's buffers were {had} at join() and are {have} now; buffers shared by the processes of a "
+                f"node keep number, shape and type: register them as they will be before join()"
+            )
+        return list(zip(tensors, places, strict=True))
 
     def flat(self, spec: Spec, local_rank: int = 0) -> Tensor:
         return self._at(f"grad {spec.index} {local_rank}")

@@ -5,7 +5,9 @@
                     the exchange, and puts what was agreed where all can read it
     each process    multiplies, clips and updates its own rows of every weight
 
-so optimizer state exists once per node, and the local sum costs memory bandwidth, not sockets.
+so optimizer state exists once per node, and the local sum costs memory bandwidth, not sockets. The
+optimizer's groups hold this process's parts of the weights from then on (their number, order and
+options stay the user's), and its ``state_dict`` is whole, but every process must call it.
 
 *Laws*: as sequential on the node's whole share; killing any process ends the others and leaves nothing.
 *Cost*: two messages per process and step on a local socket, and one more with clipping.
@@ -22,14 +24,13 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Agreement, Piece, Rule
-from paceline.engine import sequential
+from paceline.engine import cores, sequential
 from paceline.engine.crew import Crew
+from paceline.engine.everyone import Everyone
 from paceline.engine.places import Places
 from paceline.engine.relay import Follower, Leader
+from paceline.engine.shares import Shares
 from paceline.engine.update import Factored, finish
-
-# each element's update depends on that element alone: any slice of a weight may be updated by itself
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
 
 class Engine(sequential.Engine):
@@ -56,61 +57,38 @@ class Engine(sequential.Engine):
                 f"{size}; start the script with: paceline run --engine processes:{self.num_processes} SCRIPT"
             )
         self.seat = (rank, size)
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) >= size:
-            cores = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-            os.sched_setaffinity(0, cores)
-            self.num_threads = len(cores)
-        super().open(model, optimizer, loss, metric)
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
         self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
+        self._cpus = os.sched_getaffinity(0)
+        self._mine, self.num_threads = cores.share(rank, size, self._cpus)
+        cores.move(self._cpus, self._mine)
+        try:
+            super().open(model, optimizer, loss, metric)
+            self._share()
+        except BaseException:
+            self.crew.close()
+            cores.move(self._mine, self._cpus)
+            raise
+
+    def _share(self) -> None:
         parameters = self.backward.parameters
         self.places = Places(self.crew, self.specs, {name: parameters[name] for name in self.names}, self.buffers)
         for name in self.names:
             shared = self.places.weight(name)
-            if rank == 0:
+            if self.seat[0] == 0:
                 shared.copy_(parameters[name].data)
             parameters[name].data = shared
         self.weights = [parameters[name].data for name in self.names]
         self.crew.barrier("joining")
-        self.mine = self._divide()
+        self.shares = Shares(self.optimizer, parameters, self.crew)
         self.alone = False
 
-    def _divide(self) -> list[tuple[str, slice, torch.nn.Parameter]]:
-        """The slices that this process updates. They take the parameters' place in the optimizer."""
-        rank, size = self.seat
-        kind = type(self.optimizer)
-        elementwise = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
-        name_of = {id(parameter): name for name, parameter in self.backward.parameters.items()}
-        load, mine = [0] * size, []
-        for group in self.optimizer.param_groups:
-            kept = []
-            for parameter in group["params"]:
-                if id(parameter) not in name_of:
-                    kept.append(parameter)
-                    continue
-                rows = len(parameter) if parameter.dim() else 0
-                if elementwise and rows >= size:
-                    own = slice(rank * rows // size, (rank + 1) * rows // size)
-                else:
-                    owner = load.index(min(load))
-                    load[owner] += parameter.numel()
-                    if owner != rank:
-                        self.optimizer.state.pop(parameter, None)
-                        continue
-                    own = slice(None)
-                part = torch.nn.Parameter(parameter.data[own] if parameter.dim() else parameter.data)
-                if parameter in self.optimizer.state:
-                    self.optimizer.state[part] = {
-                        key: (value[own] if value.dim() else value).clone()
-                        if isinstance(value, Tensor) and value.shape == parameter.shape
-                        else value
-                        for key, value in self.optimizer.state.pop(parameter).items()
-                    }
-                kept.append(part)
-                mine.append((name_of[id(parameter)], own, part))
-            group["params"] = kept
-        return mine
+    @property
+    def division(self) -> str:
+        return self.shares.division
+
+    def sync_norm(self, link: contract.Link | None) -> None:
+        self._sum_norms(Everyone(Crew(*self.seat, f"{self.crew.name}-norm"), link))
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
         self.alone = exchange.link.size == 1
@@ -122,7 +100,7 @@ class Engine(sequential.Engine):
         pieces = {name: (piece, i) for piece in agreement.pieces for i, name in enumerate(piece.spec.names)}
         dense: list[Tensor] = []
         factored: list[Factored] = []
-        for name, own, part in self.mine:
+        for name, own, part in self.shares.mine:
             piece, i = pieces[name]
             part.grad = None
             if not used[name]:
@@ -155,4 +133,6 @@ class Engine(sequential.Engine):
 
     def close(self) -> None:
         super().close()
+        self.shares.close()
         self.crew.close()
+        cores.move(self._mine, self._cpus)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -20,8 +21,11 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
 from paceline.engine import randomness
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
+from paceline.engine.buffers import solidify
+from paceline.engine.everyone import Everyone
+from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
-from paceline.engine.update import Factored, finish, takes_factors
+from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12
 
@@ -35,6 +39,8 @@ class Engine(contract.Engine):
         self.forward: Callable[[torch.nn.Module, Any], Any] = call
         self._turn = 0
         self._products: dict[int, Tensor] = {}
+        self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+        self._norms: list[tuple[Layers, Everyone]] = []
 
     def open(
         self,
@@ -43,6 +49,9 @@ class Engine(contract.Engine):
         loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
+        refuse_closures(optimizer)
+        solidify(model)
+        self.absorbs = takes_factors(optimizer) and self.numerics.precision == "fp32"
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.numerics.prepare(model, optimizer)
@@ -50,7 +59,10 @@ class Engine(contract.Engine):
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
         self.device = self.weights[0].device
-        self.buffers = list(model.buffers())
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return list(self.model.buffers())
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
@@ -76,7 +88,8 @@ class Engine(contract.Engine):
             return total * scale
 
         parts = [] if batch is None else split(batch, self.accumulate)
-        state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
+        with self._in_step(batch is not None):
+            state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
@@ -164,7 +177,9 @@ class Engine(contract.Engine):
         if takes_factors(self.optimizer):
             factored.append(Factored(parameter, left, right))
             return
-        product = self._products.setdefault(id(parameter), torch.empty_like(parameter))
+        product = self._products.get(id(parameter))
+        if product is None:
+            product = self._products[id(parameter)] = torch.empty_like(parameter, requires_grad=False)
         parameter.grad = torch.mm(left.T, right, out=product)
         dense.append(parameter)
 
@@ -192,5 +207,17 @@ class Engine(contract.Engine):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
+    def sync_norm(self, link: contract.Link | None) -> None:
+        self._sum_norms(Everyone(None, link))
+
+    def _sum_norms(self, everyone: Everyone) -> None:
+        layers = Layers(self.model)
+        layers.convert(everyone.total, everyone.inside)
+        everyone.hear, self._in_step = layers.hear, everyone.step
+        self._norms.append((layers, everyone))
+
     def close(self) -> None:
         self.backward.close()
+        for layers, everyone in self._norms:
+            layers.restore()
+            everyone.close()

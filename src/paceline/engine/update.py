@@ -1,22 +1,28 @@
 """Agreed sums become an update: scale, clip by the global norm, optimizer step.
 
-With plain SGD a layer's factors enter the momentum directly, ``buffer = mu buffer + left.T @ right``,
-so its dense gradient never exists. The global norm needs none either: the squared norm of
-``left.T @ right`` is the sum of ``(left @ left.T) * (right @ right.T)``.
+With SGD a layer's factors enter the momentum directly, ``buffer = mu buffer + left.T @ right``, so its
+dense gradient never exists. The global norm needs none either: the squared norm of ``left.T @ right``
+is the sum of ``(left @ left.T) * (right @ right.T)``. Nesterov's step is ``-lr (gradient + mu buffer)``;
+with ``gradient = new buffer - mu old buffer`` it takes that product once, too.
 
 *Laws*: the optimizer's own step up to reassociation; its state is the optimizer's own.
+*Cost*: weight and buffer are read and written once, in blocks that stay in the cache between the operations.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.contract import Rule
+
+BLOCK_VALUES = 1 << 20
 
 
 @dataclass
@@ -32,11 +38,23 @@ class Factored:
 
 
 def takes_factors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every group is SGD as the textbook has it: momentum and weight decay, nothing else."""
-    return type(optimizer) is torch.optim.SGD and not any(
-        group["nesterov"] or group["dampening"] or group["maximize"] or isinstance(group["lr"], Tensor)
-        for group in optimizer.param_groups
+    """Whether factors can replace the gradient: SGD of any kind, and no hook that would want to see a gradient."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer whose step computes the loss again, as often as it likes."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} computes the loss several times per step (step needs a closure), "
+            "but a step agreed with others has one gradient; use one that steps from gradients, such as SGD or Adam"
+        )
 
 
 def finish(
@@ -68,24 +86,35 @@ def finish(
     for one in factored:
         group = groups.get(id(one.parameter))
         if group is not None:
-            _step(one, optimizer, group["lr"], group["momentum"], group["weight_decay"], factor)
+            _step(one, optimizer.state[one.parameter], group, factor)
     return True, norm
 
 
 @torch.no_grad()
-def _step(
-    one: Factored, optimizer: torch.optim.Optimizer, lr: float, momentum: float, decay: float, factor: float
-) -> None:
-    weight, left, right = one.parameter, one.left.T, one.right
+def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: float) -> None:
+    """w, b, g: weight, buffer, gradient with decay. b' = mu b + (1 - dampening) g, and w' = w - lr b' or Nesterov's."""
+    lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    if group["maximize"]:
+        factor = -factor
+    weight, left, right = one.parameter.data, one.left.T, one.right
     if not momentum:
         weight.addmm_(left, right, beta=1 - lr * decay, alpha=-lr * factor)
         return
-    state = optimizer.state[weight]
+    keep, take, ahead = momentum, 1.0 - group["dampening"], 0.0
     buffer = state.get("momentum_buffer")
     if buffer is None:
-        buffer = state["momentum_buffer"] = torch.mm(left, right).mul_(factor)
-    else:
-        buffer.addmm_(left, right, beta=momentum, alpha=factor)
-    if decay:
-        buffer.add_(weight, alpha=decay)
-    weight.add_(buffer, alpha=-lr)
+        buffer = state["momentum_buffer"] = torch.empty_like(weight)
+        keep, take = 0.0, 1.0  # the first step's buffer is its gradient; beta 0 ignores what memory holds
+    elif group["nesterov"]:
+        ahead = lr * momentum
+    stride = lr * (1 + momentum) if group["nesterov"] else lr
+    num_rows = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
+    for start in range(0, len(weight), num_rows):
+        rows = slice(start, start + num_rows)
+        w, b = weight[rows], buffer[rows]
+        if ahead:
+            w.add_(b, alpha=ahead)  # w - lr (g + mu b') = (w + lr mu b) - lr (1 + mu) b'
+        b.addmm_(left[rows], right, beta=keep - take * decay * ahead, alpha=factor * take)
+        if decay:
+            b.add_(w, alpha=take * decay)
+        w.add_(b, alpha=-stride)

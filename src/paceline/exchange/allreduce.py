@@ -26,16 +26,24 @@ PATIENCE_S = 2000.0  # longer than any link waits
 class Exchange(Meeting):
     """Memory of the codec belongs to this rank and moves only when a step is applied."""
 
+    _absorbs = False
+
     def open(
-        self, specs: Sequence[Spec], link: contract.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
+        self,
+        specs: Sequence[Spec],
+        link: contract.Link,
+        codec: contract.Codec,
+        rows: int = 1,
+        seed: int = 0,
+        absorbs: bool = False,
     ) -> None:
         """``rows``: the largest number of rows that a rank computes per step, until a step has shown it."""
-        self.specs, self.codec, self.link = specs, codec, link
+        self.specs, self.codec, self.link, self._absorbs = specs, codec, link, absorbs
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
         self._never = {spec.index for spec in specs if not spec.linear}
-        self._forms = choose(specs, [rows] * len(specs), [rows * link.size] * len(specs), link.size, self._never)
+        self._forms = self._choose([rows] * len(specs), [rows * link.size] * len(specs))
         self._seen = False
         self._start()
 
@@ -50,6 +58,9 @@ class Exchange(Meeting):
         self._thread = threading.Thread(target=self._send_in_turn, name="paceline lane", daemon=True)
         if self.link.size > 1:
             self._thread.start()
+
+    def _choose(self, most: Sequence[int], total: Sequence[int]) -> list[str]:
+        return choose(self.specs, most, total, self.link.size, self._never, self._absorbs)
 
     def forms(self) -> Sequence[str]:
         return self._forms
@@ -118,8 +129,8 @@ class Exchange(Meeting):
         if self.link.size == 1:
             pieces = [piece for _ in self.specs if (piece := self._turns.get_nowait())]
             self._next = 0
-            verdict = Verdict.APPLY if ballot.ok else Verdict.REDO
-            return Agreement(verdict, pieces if ballot.ok else [], ballot)
+            redo = self._choose_again(ballot, [ballot]) or not ballot.ok
+            return Agreement(Verdict.REDO if redo else Verdict.APPLY, [] if redo else pieces, ballot)
         with self._changed:
             done = self._changed.wait_for(lambda: self._error or len(self._sent) == len(self.specs), PATIENCE_S)
         if self._error:
@@ -141,18 +152,18 @@ class Exchange(Meeting):
     def _choose_again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
         strays = {i for i, dense in enumerate(merged.dense) if dense}
-        for spec in self.specs:
+        for spec in self.specs if self.link.size > 1 else ():
             if self._forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
                 strays.add(spec.index)
         self._never |= strays
         if not self._seen or strays:
             most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
-            self._forms = choose(self.specs, most, merged.rows, self.link.size, self._never)
+            self._forms = self._choose(most, merged.rows)
             self._seen = self._seen or merged.ok
         return bool(strays)
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set())
+        forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs)
         total = Cost(0, 0)
         for spec, form in zip(specs, forms, strict=True):
             one = factor_cost(spec, rows, size) if form == FACTORS else dense_cost(spec, size)
@@ -194,13 +205,24 @@ def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4) -> Cost:
     return Cost(2 * (size - 1), (size - 1) * words * itemsize, 2.0 * rows * (size - 1) * spec.numel)
 
 
-def choose(specs: Sequence[Spec], most: Sequence[int], total: Sequence[int], size: int, never: set[int]) -> list[str]:
-    """Factors where they are fewer bytes than the sum, and everyone's rows fit in the gradient's place."""
+def choose(
+    specs: Sequence[Spec],
+    most: Sequence[int],
+    total: Sequence[int],
+    size: int,
+    never: set[int],
+    absorbs: bool = False,
+) -> list[str]:
+    """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
+    nothing is sent, by an optimizer that absorbs them."""
+
+    def pays(spec: Spec) -> bool:
+        if size == 1:
+            return absorbs
+        return factor_cost(spec, most[spec.index], size).bytes < dense_cost(spec, size).bytes
 
     def form(spec: Spec) -> str:
-        i = spec.index
-        if i in never or not spec.linear or size == 1 or not spec.fits(total[i]):
-            return DENSE
-        return FACTORS if factor_cost(spec, most[i], size).bytes < dense_cost(spec, size).bytes else DENSE
+        possible = spec.linear and spec.index not in never and spec.fits(total[spec.index])
+        return FACTORS if possible and pays(spec) else DENSE
 
     return [form(spec) for spec in specs]

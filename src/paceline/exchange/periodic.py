@@ -31,7 +31,13 @@ class Exchange(Meeting):
         self.period = period
 
     def open(
-        self, specs: Sequence[Spec], link: contract.Link, codec: contract.Codec, rows: int = 1, seed: int = 0
+        self,
+        specs: Sequence[Spec],
+        link: contract.Link,
+        codec: contract.Codec,
+        rows: int = 1,
+        seed: int = 0,
+        absorbs: bool = False,
     ) -> None:
         self.specs, self.link = specs, link
         self.step, self.samples = 0, 0.0

@@ -7,30 +7,27 @@ Outside, `measure` starts the command with PACELINE_TRIAL naming a file. Inside,
 from __future__ import annotations
 
 import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-WARM_UP_STEPS = 3
-MIN_STEPS, MAX_STEPS = 8, 200
-TIMED_S = 2.5
+from paceline.probe import fresh
+from paceline.probe.clock import FEWEST_STEPS, MIN_STEPS, TIMED_S
+
 LIMIT_S = 120.0
 NOTCH = 1.57  # times the interquartile range over the root of the number of steps
 
 
 @dataclass(frozen=True)
 class Trial:
-    """*Units*: median seconds per step, and how far off it may be; samples/s; bytes.
+    """*Units*: median seconds per step, and how far off it may be; samples/s; bytes of all processes.
 
     *Source* of the spread: the notch of McGill, Tukey & Larsen 1978 (The American Statistician 32:12): medians whose
-    notches do not overlap differ.
+    notches do not overlap differ. Of fewer than MIN_STEPS steps the whole range counts.
     """
 
     engine: str
@@ -39,79 +36,76 @@ class Trial:
     per_s: float = 0.0
     peak_bytes: int = 0
     error: str = ""
+    extrapolated: bool = False
     steps_s: tuple[float, ...] = field(default=(), repr=False)
 
 
-def measure(command: Sequence[str], engine: str, limit_s: float = LIMIT_S) -> Trial:
-    """Runs ``command`` (what follows `paceline run`) with an engine. A failure is a Trial with an error."""
+def measure(
+    command: Sequence[str], engine: str, *, timed_s: float = TIMED_S, limit_s: float = LIMIT_S, shrinks: bool = False
+) -> Trial:
+    """Runs ``command`` (what follows `paceline run`) with an engine. A failure is a Trial with an error.
+
+    ``shrinks``: from parts of each batch, for steps too long to be waited for; one process only.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         report = Path(folder) / "trial.json"
-        run = [sys.executable, "-m", "paceline", "run", "--engine", engine, *command]
-        environment = {**os.environ, "PACELINE_TRIAL": str(report)}
-        try:
-            done = subprocess.run(
-                run,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=limit_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Trial(engine, error=f"no {MIN_STEPS} steps within {limit_s:.0f} s")
-        if not report.exists():
-            last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            return Trial(engine, error=last[0][:300])
+        told = {
+            "PACELINE_TRIAL": str(report),
+            "PACELINE_TRIAL_S": str(timed_s),
+            "PACELINE_TRIAL_SHRINKS": f"{shrinks:d}",
+        }
+        ended = fresh.run([sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s)
+        if ended.code is None:
+            return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s")
+        if ended.code or not report.exists():
+            why = ended.last_words if ended.code else "the script ended without a step"
+            return Trial(engine, error=why)
         said = json.loads(report.read_text())
-    steps = said["steps_s"]
-    low, _, high = statistics.quantiles(steps, n=4)
-    median = statistics.median(steps)
-    return Trial(
-        engine,
-        median,
-        NOTCH * (high - low) / len(steps) ** 0.5,
-        said["samples"] / len(steps) / median,
-        said["peak_bytes"],
-        steps_s=tuple(steps),
+        peaks = [said["peak_bytes"]]
+        peaks += [json.loads(other.read_text())["peak_bytes"] for other in Path(folder).glob("trial.json.*")]
+    if len(said["steps_s"]) < FEWEST_STEPS:
+        return Trial(engine, error=f"the script ended after {said['num_steps']} steps; 3 are needed to time one")
+    step_s, spread_s, rows = _whole(said) if shrinks else _plain(said)
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, tuple(said["steps_s"]))
+
+
+def merge(trials: Sequence[Trial]) -> Trial:
+    """The same row, timed several times: what differs from process to process is spread, too."""
+    if len(trials) == 1 or any(trial.error for trial in trials):
+        return next((trial for trial in trials if trial.error), trials[0])
+    medians = [trial.step_s for trial in trials]
+    step_s = statistics.median(medians)
+    within_s = statistics.fmean(trial.spread_s for trial in trials) / len(trials) ** 0.5
+    between_s = (max(medians) - min(medians)) / 2
+    return replace(
+        trials[0],
+        step_s=step_s,
+        spread_s=max(within_s, between_s),
+        per_s=statistics.median(trial.per_s for trial in trials),
+        peak_bytes=max(trial.peak_bytes for trial in trials),
+        steps_s=tuple(step for trial in trials for step in trial.steps_s),
     )
 
 
-class Stopwatch:
-    """Counts agreed seconds, so that every process of the run stops at the same step."""
+def _median(steps: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(steps)
+    if len(steps) < MIN_STEPS:
+        return median, max(steps) - min(steps)
+    low, _, high = statistics.quantiles(steps, n=4)
+    return median, NOTCH * (high - low) / len(steps) ** 0.5
 
-    def __init__(self, report: Path | None):
-        self.report = report
-        self.steps = self.samples = 0.0
-        self.agreed_s = 0.0
-        self.steps_s: list[float] = []
-        self.last = time.perf_counter()
 
-    @classmethod
-    def of_environment(cls, leader: bool) -> Stopwatch | None:
-        path = os.environ.get("PACELINE_TRIAL")
-        return cls(Path(path) if leader else None) if path else None
+def _plain(said: dict[str, Any]) -> tuple[float, float, float]:
+    return (*_median(said["steps_s"]), sum(said["samples"]) / len(said["samples"]))
 
-    def resume(self) -> None:
-        """The next step is counted from here."""
-        self.last = time.perf_counter()
 
-    def tick(self, samples: float, agreed_s: float) -> None:
-        """After each step: ``agreed_s`` is the same number on all processes. Raises SystemExit when done."""
-        elapsed = time.perf_counter() - self.last
-        self.resume()
-        self.steps += 1
-        if self.steps <= WARM_UP_STEPS:
-            return
-        self.steps_s.append(elapsed)
-        self.samples += samples
-        self.agreed_s += agreed_s
-        enough = self.agreed_s >= TIMED_S and len(self.steps_s) >= MIN_STEPS
-        if not enough and len(self.steps_s) < MAX_STEPS:
-            return
-        if self.report:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            said = {"steps_s": self.steps_s, "samples": self.samples, "peak_bytes": peak}
-            aside = self.report.with_suffix(".part")
-            aside.write_text(json.dumps(said))
-            aside.replace(self.report)
-        raise SystemExit(0)
+def _whole(said: dict[str, Any]) -> tuple[float, float, float]:
+    """A line through the medians of two sizes, at the whole batch: (seconds, spread, rows)."""
+    sizes = sorted(set(said["samples"]))
+    if len(sizes) < 2:
+        return _plain(said)
+    by_size = [[s for s, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == size] for size in sizes]
+    (low_s, low_spread), (high_s, high_spread) = _median(by_size[0]), _median(by_size[-1])
+    reach = (said["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
+    step_s = max(high_s, high_s + reach * (high_s - low_s))
+    return step_s, (1 + reach) * high_spread + reach * low_spread, float(said["rows"])

@@ -1,41 +1,134 @@
-"""One JSON line per event: what happened, when, in a file that any tool can follow."""
+"""One JSON line per event: what happened, when, in a file that any tool can follow.
+
+Lines are whole or absent: one write each, by one thread at a time; what a full disk or a killed run cut short is cut
+off again before the next line. docs/record.md names the events and their fields.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+NAME = "record.jsonl"
+TAIL_BYTES = 1 << 16
+
 
 class Record:
-    """Appends to ``folder/record.jsonl``; without a folder, nothing is written."""
+    """Appends to ``folder/record.jsonl``; without a folder, nothing is written.
+
+    Any thread may write. A disk that takes no more is said once on stderr: training goes on, events are lost until it
+    takes some again.
+    """
 
     def __init__(self, folder: Path | None = None):
         self.folder = folder
-        self._file = None
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._said = False
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "record.jsonl").open("a", buffering=1)
+            self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._cut_torn_line()
 
     def write(self, event: str, **fields: Any) -> None:
-        if self._file:
-            plain = {key: _plain(value) for key, value in fields.items()}
-            self._file.write(json.dumps({"event": event, "time": round(time.time(), 3), **plain}) + "\n")
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(fields)}, default=str)
+        with self._lock:
+            if self._file is not None:
+                self._append(self._file, line.encode() + b"\n")
 
     def close(self) -> None:
-        if self._file:
-            self._file.close()
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _append(self, file: int, line: bytes) -> None:
+        before = None
+        try:
+            before = os.fstat(file).st_size
+            if os.write(file, line) < len(line):
+                os.ftruncate(file, before)
+                raise OSError("the disk took only a part of a line")
+        except OSError as error:
+            words = (
+                f"paceline: {self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, "
+                f"events are missing from the record until it can\n"
+            )
+            if not self._said:
+                self._said = True
+                with contextlib.suppress(OSError, ValueError):  # a log on the same disk is as full
+                    sys.stderr.write(words)
+                    sys.stderr.flush()
+
+    def _cut_torn_line(self) -> None:
+        """What a killed run left without its newline would spoil the first line of this one."""
+        assert self._file is not None
+        size = end = os.fstat(self._file).st_size
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            found = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start + found + 1 if found >= 0 else start
+            if found >= 0:
+                break
+        if end < size:
+            os.ftruncate(self._file, end)
 
 
 def _plain(value: Any) -> Any:
+    """JSON knows no infinity and no NaN: they become words. Six digits are enough for a measurement."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
     return value
 
 
+def events(folder: Path) -> Iterator[dict[str, Any]]:
+    """The events of a run, one by one. A last line that is not whole yet, or never will be, is left out.
+
+    *Raises* ValueError for a folder without a record, a record without an event, or a broken line.
+    """
+    path = folder / NAME
+    if not folder.is_dir():
+        raise ValueError(f"no run at {folder}: there is no such folder; give the folder that training named as its run")
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no {NAME}, so it is not a run; give the folder that training named as its run"
+        )
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                whole += 1
+                yield parse(line, f"{path}, line {whole}")
+    if whole == 0:
+        raise ValueError(f"{path} is empty: the run ended before its first event; train again, or give another run")
+
+
+def parse(line: bytes, where: str) -> dict[str, Any]:
+    """The event of one whole line. Raises ValueError, saying ``where``."""
+    try:
+        event = json.loads(line)
+        if isinstance(event, dict) and isinstance(event["event"], str) and math.isfinite(event["time"]):
+            return event
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f"{where} is not an event: got {line[:60]!r}; a line is a JSON object with 'event' and 'time'. Delete that "
+        f"line, or restore the file"
+    )
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
-    """All events of a run."""
-    with (folder / "record.jsonl").open() as file:
-        return [json.loads(line) for line in file]
+    """All events of a run, as `events` gives them."""
+    return list(events(folder))

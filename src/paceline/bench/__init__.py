@@ -1,0 +1,1 @@
+"""How do our figures compare? Each contender in fresh processes, by turns."""

@@ -1,0 +1,162 @@
+"""One machine against its peers: torch by hand, DDP over two processes, and ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.bench.duel import Contender, Duel, fight
+from paceline.probe.survey import survey
+
+Show = Callable[[str], None]
+STEPS = {"alexnet": 10, "vgg16": 4, "mlp": 400}
+EXACT = ("sequential", "threads:2", "processes:2", "replicas:2")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``reached``: the lower bound (or the figure, where it is one) is at least what was demanded."""
+
+    task: str
+    what: str
+    figure: str
+    demanded: str
+    reached: bool
+    details: str = ""
+
+
+def exact(rounds: int, show: Show) -> list[Finding]:
+    """Our best exact row against the best of torch's own threads and DDP, same memory format."""
+    found = []
+    for model, batch in (("alexnet", 32), ("vgg16", 8)):
+        for words in ("", "+channels_last"):
+            peers = [Contender(f"torch{words}", f"torch{words}"), Contender(f"ddp{words}", f"ddp{words}")]
+            rows = [Contender(f"{row}{words}", "paceline", f"{row}{words}") for row in EXACT]
+            duel = fight(model, batch, [*peers, *rows], rounds, STEPS[model], show)
+            peer = min((one.name for one in peers), key=duel.step_s)
+            best = min((one.name for one in rows), key=duel.step_s)
+            ratio = duel.ratio(peer, best)
+            what = f"{model} b{batch}{words}: {best} against {peer}"
+            found.append(Finding("exact", what, str(ratio), ">= 1.0", ratio.low >= 1.0, _table(duel)))
+            if model == "alexnet" and not words:
+                found += _against_ddp(duel)
+    return found
+
+
+def _against_ddp(duel: Duel) -> list[Finding]:
+    ratio, memory = duel.ratio("ddp", "processes:2"), duel.memory("ddp", "processes:2", "pss_bytes")
+    return [
+        Finding("exact", "alexnet b32: processes:2 against ddp", str(ratio), ">= 1.2", ratio.low >= 1.2),
+        Finding("exact", "alexnet b32: memory of processes:2 over ddp's (PSS)", f"{memory:.2f}", "< 1", memory < 1.0),
+    ]
+
+
+def factors(rounds: int, show: Show) -> list[Finding]:
+    """SGD that takes a layer's factors against plain PyTorch, one process."""
+    found = []
+    for threads, demanded in ((1, 1.12), (2, 1.18)):
+        mine, plain = Contender("ours", "paceline", f"threads:{threads}"), Contender("torch", f"torch:{threads}")
+        duel = fight("alexnet", 32, [mine, plain], rounds, STEPS["alexnet"], show)
+        ratio, memory = duel.ratio("torch", "ours"), duel.memory("torch", "ours")
+        what = f"alexnet b32, {threads} threads, factors in the momentum against SGD"
+        found.append(Finding("factors", what, str(ratio), f">= {demanded}", ratio.low >= demanded, _table(duel)))
+        found.append(Finding("factors", f"{what}: peak memory", f"{memory:.2f}", "<= 0.83", memory <= 0.83))
+        gap = abs(duel.turns["ours"][0].loss - duel.turns["torch"][0].loss)
+        found.append(Finding("factors", f"{what}: difference of the loss", f"{gap:.1e}", "<= 1e-4", gap <= 1e-4))
+    return found
+
+
+def rounded(rounds: int, show: Show) -> list[Finding]:
+    """bf16 where the processor has it, against torch's own fp32."""
+    found = []
+    rows = [f"{row}+bf16+channels_last" for row in ("threads:2", "processes:2", "replicas:2")]
+    for model, batch, demanded in (("alexnet", 32, 1.5), ("vgg16", 8, 2.0)):
+        mine = [Contender(row, "paceline", row) for row in rows]
+        duel = fight(model, batch, [Contender("torch", "torch"), *mine], rounds, STEPS[model], show)
+        best = min(rows, key=duel.step_s)
+        ratio = duel.ratio("torch", best)
+        what = f"{model} b{batch}: {best} against torch fp32"
+        found.append(Finding("rounded", what, str(ratio), f">= {demanded}", ratio.low >= demanded, _table(duel)))
+    return found
+
+
+def overhead(rounds: int, show: Show) -> list[Finding]:
+    """`pace.step` against the same loop by hand."""
+    mine, plain = Contender("ours", "paceline", "threads:2"), Contender("torch", "torch:2")
+    duel = fight("alexnet", 32, [mine, plain], rounds, STEPS["alexnet"], show)
+    ratio = duel.ratio("ours", "torch")
+    found = [
+        Finding("overhead", "alexnet b32: time of pace.step over by hand", str(ratio), "<= 1.02", ratio.high <= 1.02)
+    ]
+    for k in (1,):
+        mine, plain = Contender("ours", "paceline", f"threads:{k}"), Contender("torch", f"torch:{k}")
+        duel = fight("mlp", 32, [mine, plain], rounds, STEPS["mlp"], show)
+        extra = [(a.step_s - b.step_s) * 1e3 for a, b in zip(duel.turns["ours"], duel.turns["torch"], strict=True)]
+        worst = sorted(extra)[-1]
+        figure = f"{sorted(extra)[len(extra) // 2]:.3f} ms (most {worst:.3f})"
+        found.append(Finding("overhead", "3-layer MLP: pace.step more than by hand", figure, "<= 0.2 ms", worst <= 0.2))
+    return found
+
+
+def start(rounds: int, show: Show) -> list[Finding]:
+    """`paceline train` with a plan made before, to its first step, beyond importing torch."""
+    show("cold start")
+    importing, whole = [], []
+    command = [sys.executable, "-m", "paceline", "train", "--plan", "threads:1"]
+    for i in range(rounds + 1):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        importing.append(time.perf_counter() - begin)
+        begin = time.time()
+        environment = {**os.environ, "PACELINE_FIRST_STEP": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        whole.append(float(done.stdout.split()[-1]) - begin)
+        if i == 0:
+            importing, whole = [], []  # files come from the disk the first time
+    extra = sorted(a - b for a, b in zip(whole, importing, strict=True))
+    figure = f"{extra[len(extra) // 2]:.2f} s (most {extra[-1]:.2f})"
+    return [Finding("start", "first step, beyond importing torch", figure, "<= 2 s", extra[-1] <= 2.0)]
+
+
+TASKS = {"exact": exact, "factors": factors, "rounded": rounded, "overhead": overhead, "start": start}
+
+
+def run(names: Sequence[str], rounds: int, show: Show) -> list[Finding]:
+    """Raises ValueError for a task that is not known, or a contender that fails."""
+    if strange := [name for name in names if name not in TASKS]:
+        raise ValueError(f"no task named {', '.join(strange)}; known: {', '.join(TASKS)}")
+    return [finding for name in names or TASKS for finding in TASKS[name](rounds, show)]
+
+
+def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
+    """A record: result, environment, command, spread."""
+    out.mkdir(parents=True, exist_ok=True)
+    machine = survey()
+    rows = "\n".join(f"| {f.what} | {f.figure} | {f.demanded} | {'yes' if f.reached else 'NO'} |" for f in findings)
+    details = "\n\n".join(f"### {f.what}\n\n{f.details}" for f in findings if f.details)
+    (out / "README.md").write_text(
+        f"# One machine against its peers\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, Python "
+        f"{platform.python_version()}.\n\n`{' '.join(['paceline', *sys.argv[1:]])}`: contenders by turns in fresh "
+        f"processes, {rounds} rounds; ratios within a round, their median and the 90 % interval of the mean.\n\n"
+        f"| what | measured | demanded | reached |\n|---|---|---|---|\n{rows}\n\n{details}\n"
+    )
+    (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
+
+
+def _table(duel: Duel) -> str:
+    lines = ["| contender | s/step, each round | images/s | peak MB | PSS MB |", "|---|---|---|---|---|"]
+    for name, turns in duel.turns.items():
+        each = " ".join(f"{turn.step_s:.3f}" for turn in turns)
+        last = turns[-1]
+        lines.append(
+            f"| {name} | {each} | {duel.batch / duel.step_s(name):.1f} | {last.peak_bytes / 1e6:.0f} | "
+            f"{last.pss_bytes / 1e6:.0f} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""What a long job has done, one JSON line each, so that an interrupted one goes on where it was.
+
+One process at a time holds a journal; others wait for it. A line torn by a kill is dropped, and a
+journal of another job is begun anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Journal:
+    """``done``: the lines so far. ``job``: a digest of everything that the lines depend on."""
+
+    def __init__(self, path: Path, job: str):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        while True:
+            self._file = path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # whoever held it may have removed it: then this is the old one
+            if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                break
+            self._file.close()
+        self._file.seek(0)
+        self.done: list[dict[str, Any]] = []
+        whole = 0
+        for line in self._file.readlines():
+            entry = _parsed(line)
+            if entry is None or (not self.done and entry != {"job": job}):
+                break
+            whole += len(line)
+            self.done.append(entry)
+        self._file.truncate(whole)
+        if not self.done:
+            self.write(job=job)
+        del self.done[:1]
+
+    def write(self, **entry: Any) -> None:
+        """On the disk when it returns."""
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done.append(entry)
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None

@@ -1,0 +1,93 @@
+"""What a user's DataLoader says about order and processes, understood before anything is read.
+
+Its dataset, collate_fn, drop_last and processes are kept. A sequential, random or distributed sampler
+is replaced by this package's order, which any number of processes shares; any other sampler, or batch
+sampler, is listed once per epoch after seeding with (seed, epoch), so every process gets the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from paceline.data import order
+from paceline.data.dice import Dice
+from paceline.data.order import Indices
+
+# what is handed on to the processes that read
+KEPT = ("multiprocessing_context", "prefetch_factor", "timeout", "worker_init_fn")
+
+
+@dataclass
+class Order:
+    """The global batches of an epoch, as indices. ``sampler``: the user's, of indices or of batches."""
+
+    size: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool = False
+    sampler: Any = None
+    gives_batches: bool = False
+
+    def epoch(self, epoch: int) -> tuple[int, Iterator[Indices]]:
+        """Their number, and the batches."""
+        if self.gives_batches:
+            drawn = [np.asarray(batch, dtype=np.int64) for batch in self._draw(epoch)]
+            if any(not 0 < len(batch) <= self.batch_size for batch in drawn):
+                raise ValueError(
+                    f"the DataLoader's batch_sampler gave batches of {min(map(len, drawn))} to {max(map(len, drawn))} "
+                    f"samples, the job's batch_size is {self.batch_size}; give join() the largest, and no empty ones"
+                )
+            return len(drawn), iter(drawn)
+        if self.sampler is not None:
+            samples = np.asarray(self._draw(epoch), dtype=np.int64)
+        elif self.shuffle:
+            samples = order.permutation(self.seed, epoch, self.size)
+        else:
+            samples = np.arange(self.size)
+        steps = len(samples) // self.batch_size if self.drop_last else order.num_steps(len(samples), self.batch_size)
+        return steps, (order.window(samples, step, self.batch_size) for step in range(steps))
+
+    def _draw(self, epoch: int) -> list[Any]:
+        own = [each for each in (self.sampler, getattr(self.sampler, "sampler", None)) if each is not None]
+        with Dice(self.seed, epoch):
+            for sampler in own:
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
+                if getattr(sampler, "generator", None) is not None:
+                    sampler.generator.manual_seed(int(np.random.SeedSequence((self.seed, epoch)).generate_state(1)[0]))
+            return list(self.sampler)
+
+
+def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int) -> Order:
+    """Raises ValueError where the loader's batches are not the job's."""
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return Order(size, batch_size, seed, False, False, loader.batch_sampler, True)
+    check_batch_size(loader, batch_size)
+    sampler: Any = loader.sampler
+    shuffle = False
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        sampler, shuffle = None, True
+    elif type(sampler) is DistributedSampler:
+        sampler, shuffle = None, sampler.shuffle
+    elif type(sampler) is SequentialSampler:
+        sampler = None
+    return Order(size, batch_size, seed, shuffle, loader.drop_last, sampler)
+
+
+def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What its processes are started with."""
+    return {name: value for name in KEPT if (value := getattr(loader, name)) is not None}
+
+
+def check_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
+    if loader.batch_size != batch_size:
+        raise ValueError(
+            f"the DataLoader has batch_size={loader.batch_size}, the job {batch_size}, which is the global batch over "
+            f"all processes; give both the same, or pass loader.dataset"
+        )

@@ -1,0 +1,234 @@
+"""A folder of images becomes shards: many small files, few large ones, the same training.
+
+First every image is decoded, so that all broken ones are told at once; then their bytes are copied as
+they are, class by class, and the manifest comes last. What is done is in a journal and every file is
+renamed when it is whole, so an interrupted pack goes on where it was and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from paceline.data import folder as folders
+from paceline.data import shard
+from paceline.data.decode import decode
+from paceline.data.folder import Part, Progress
+from paceline.data.journal import Journal
+from paceline.data.parallel import in_order
+from paceline.data.pictures import listing
+
+SHARD_BYTES = 256 << 20
+QUALITY = 92  # of images made smaller
+
+
+@dataclass
+class Report:
+    """What was packed. ``skipped``: broken files left out, and why."""
+
+    num_train: int
+    num_test: int
+    num_shards: int
+    num_bytes: int
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def pack(
+    folder: Path | str,
+    out: Path | str,
+    *,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+    skip_broken: bool = False,
+    size: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Packs what `images.load` would find with the same ``test_fraction`` and ``seed``; call it again to go on.
+
+    ``size``: larger images become JPEGs with this short side, in pixels (training needs 256, or more where
+    crops vary); otherwise training from the shards is that from the folder, to the bit. ``progress`` is called with
+    ("check" | "pack", images done, images). Raises ValueError naming the broken images, and for an ``out`` that
+    holds something else.
+    """
+    root, target, num_threads = Path(folder), Path(out), threads or len(os.sched_getaffinity(0))
+    if size is not None and size < 1:
+        raise ValueError(f"size is the short side in pixels, 1 or more, got {size}; 256 is what training needs")
+    if root.resolve() == target.resolve() or root.resolve() in target.resolve().parents:
+        raise ValueError(f"the shards would lie in the folder they are made of: {target}; choose a place outside")
+    train, test = folders.find(root, test_fraction, seed)
+    names = sorted(folders.members(train) + folders.members(test))
+    job = folders.digest(root, names, test_fraction, seed, size, shard_bytes)
+    if (target / shard.MANIFEST).exists():
+        return _already(target, job)
+    if target.is_dir() and not (target / shard.JOURNAL).exists() and any(target.iterdir()):
+        raise ValueError(f"{target} holds something else; choose an empty or a new folder")
+    with Journal(target / shard.JOURNAL, job) as journal:
+        if (target / shard.MANIFEST).exists():  # another process has just finished
+            return _already(target, job)
+        broken = folders.check(root, names, journal, num_threads, progress)
+        if broken and not skip_broken:
+            faults = {f"- {name}: {reason}" for name, reason in broken.items()}
+            raise ValueError(
+                f"{len(broken)} of {len(names)} images in {root} cannot be read:\n{listing(faults)}\n"
+                f"Remove these files, create them again, or leave them out with skip_broken (--skip-broken)."
+            )
+        train, test = folders.find(root, test_fraction, seed, broken)
+        done = _Done(progress, len(names) - len(broken))
+        parts: dict[str, dict[str, Any]] = {
+            name: {
+                "counts": [len(members) for members in part.values()],
+                "shards": list(_shards(name, part, root, target, shard_bytes, size, journal, num_threads, done)),
+            }
+            for name, part in (("train", train), ("test", test))
+        }
+        manifest: dict[str, Any] = {
+            "format": shard.FORMAT,
+            "version": shard.VERSION,
+            "classes": list(train),
+            "parts": parts,
+            "size": size,
+            "skipped": broken,
+            "job": job,
+        }
+        manifest["hash"] = shard.hash_of(manifest)
+        written = {entry["name"] for part in parts.values() for entry in part["shards"]}
+        for path in target.glob(f"*{shard.SUFFIX}*"):
+            if path.name not in written:  # of an interrupted pack of an earlier state of the folder
+                path.unlink()
+        aside = target / f"{shard.MANIFEST}.part"
+        aside.write_text(json.dumps(manifest, indent=1))
+        _keep(aside, target / shard.MANIFEST)
+        journal.remove()
+    return _report(manifest)
+
+
+def _shards(
+    part_name: str,
+    part: Part,
+    root: Path,
+    target: Path,
+    shard_bytes: int,
+    size: int | None,
+    journal: Journal,
+    threads: int,
+    done: _Done,
+) -> Iterator[dict[str, Any]]:
+    """Writes what the journal does not know to be written."""
+    whole = {entry["name"]: entry for entry in journal.done if "name" in entry}
+    for number, images in enumerate(_cut(root, folders.members(part), shard_bytes)):
+        name = f"{part_name}-{number:05}{shard.SUFFIX}"
+        entry = whole.get(name)
+        if entry is None or not (target / name).exists():
+            entry = {"name": name, **_write(target / name, root, images, size, threads, done)}
+            journal.write(**entry)
+        else:
+            done.add(len(images))
+        yield entry
+
+
+def _cut(root: Path, images: Sequence[str], shard_bytes: int) -> Iterator[list[str]]:
+    """By the sizes of the files, so that the cuts are known before anything is written."""
+    cut: list[str] = []
+    total = 0
+    for image in images:
+        num_bytes = os.stat(f"{root}/{image}").st_size
+        if cut and total + num_bytes > shard_bytes:
+            yield cut
+            cut, total = [], 0
+        cut.append(image)
+        total += num_bytes
+    if cut:
+        yield cut
+
+
+def _write(
+    path: Path, root: Path, images: Sequence[str], size: int | None, threads: int, done: _Done
+) -> dict[str, Any]:
+    aside = path.with_name(f"{path.name}.part")
+    records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
+    try:
+        shard.write_records(aside, done.counted(records))
+        entry = shard.entry_of(aside)
+        if entry["records"] != len(images):
+            raise OSError(f"{entry['records']} of {len(images)} records arrived")
+        _keep(aside, path)
+    except (OSError, RuntimeError) as error:
+        aside.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        raise OSError(
+            f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Mend the cause (free space, the "
+            f"folder of images) and pack again: it goes on here"
+        ) from error
+    return entry
+
+
+def _encoded(data: bytes, size: int | None) -> bytes:
+    """As it is, or with a short side of ``size`` where that is smaller."""
+    if size is None:
+        return data
+    with Image.open(io.BytesIO(data)) as header:
+        if min(header.size) <= size:
+            return data
+    image = Image.fromarray(decode(data, size))
+    short = min(image.size)
+    shrunk = image.resize(
+        (round(image.width * size / short), round(image.height * size / short)), Image.Resampling.BILINEAR
+    )
+    buffer = io.BytesIO()
+    shrunk.save(buffer, "JPEG", quality=QUALITY)
+    return buffer.getvalue()
+
+
+def _keep(aside: Path, path: Path) -> None:
+    """Renamed when its bytes are on the disk."""
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _already(target: Path, job: str) -> Report:
+    manifest = shard.read_manifest(target)
+    if manifest["job"] != job:
+        raise ValueError(
+            f"{target} holds shards of another folder, of an earlier state of it, or with other settings; "
+            f"choose another place or remove it"
+        )
+    return _report(manifest)
+
+
+def _report(manifest: dict[str, Any]) -> Report:
+    parts, entries = manifest["parts"], [e for part in manifest["parts"].values() for e in part["shards"]]
+    return Report(
+        sum(parts["train"]["counts"]),
+        sum(parts["test"]["counts"]),
+        len(entries),
+        sum(entry["bytes"] for entry in entries),
+        manifest["skipped"],
+    )
+
+
+class _Done:
+    """Counts images for ``progress``."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.total, self.count = progress, total, 0
+
+    def counted(self, records: Iterable[bytes]) -> Iterator[bytes]:
+        for record in records:
+            yield record
+            self.add(1)
+
+    def add(self, count: int) -> None:
+        self.count += count
+        if self.progress:
+            self.progress("pack", self.count, self.total)

@@ -1,0 +1,45 @@
+"""Which cores each process of a node works on: whole physical cores, and neighbours on one NUMA node.
+
+Affinity is narrowed for all threads of the process that have the mask it began with, and given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def physical(cpus: set[int], root: Path = CPUS) -> list[list[int]]:
+    """The cpus of each physical core together, cores of one NUMA node side by side. Unknown: each its own core."""
+    cores: dict[tuple[int, int, int], list[int]] = {}
+    for cpu in sorted(cpus):
+        folder = root / f"cpu{cpu}"
+        node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
+        try:
+            package, core = (int((folder / "topology" / n).read_text()) for n in ("physical_package_id", "core_id"))
+        except (OSError, ValueError):
+            package, core = -1, cpu
+        cores.setdefault((node, package, core), []).append(cpu)
+    return [cores[key] for key in sorted(cores)]
+
+
+def share(rank: int, size: int, cpus: set[int], root: Path = CPUS) -> tuple[set[int], int]:
+    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes everyone has all."""
+    cores = physical(cpus, root)
+    if len(cores) < size:
+        cores = [[cpu] for core in cores for cpu in core]
+    if len(cores) < size:
+        return cpus, 1
+    mine = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
+    return {cpu for core in mine for cpu in core}, len(mine)
+
+
+def move(source: set[int], target: set[int]) -> None:
+    """Every thread of this process that may run on exactly ``source`` may run on ``target`` from now on."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.sched_getaffinity(int(task)) == source:
+                os.sched_setaffinity(int(task), target)

@@ -1,0 +1,155 @@
+"""Small sums in the middle of a step, over threads, processes and nodes: what batch norm over everyone needs.
+
+    Circle     the replicas of one process, as threads
+    Everyone   the processes of a node by a line to local rank 0, and the nodes by its link
+
+At the start of a step all say whether they have rows. Those who have none compute nothing: local rank 0
+then only serves the others of its node, and a node without rows adds zeros until the others have ended.
+
+*Cost*: one message each way per process and sum; one vote per step; over nodes one more message per sum in
+a step in which some node has no rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.engine.crew import PATIENCE_S, Crew, CrewError
+
+DOING = "adding up batch statistics"
+
+
+class Everyone:
+    """Sums over the processes of this node, and over the nodes through local rank 0's link."""
+
+    def __init__(self, crew: Crew | None = None, link: contract.Link | None = None):
+        self.crew = crew
+        self.leads = crew is None or crew.rank == 0
+        self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
+        self.hear: Callable[[Tensor], None] = lambda vector: None
+        self._inside = False
+
+    def inside(self) -> bool:
+        return self._inside
+
+    @contextmanager
+    def step(self, present: bool) -> Iterator[None]:
+        """One forward and backward of this process, or nothing if it has no rows. All must enter it."""
+        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
+        self._here = [rank for rank, (here,) in enumerate(rows) if here]
+        if self.lane:
+            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
+            self._all_nodes = float(nodes[0]) == self.lane.size
+        self._inside = True
+        try:
+            yield
+        except BaseException as error:
+            if self.crew:
+                self.crew.give_up(f"another process of this node gave up in the step: {error}")
+            raise
+        finally:
+            self._inside = False
+        self._end(present)
+
+    def total(self, vector: Tensor) -> Tensor:
+        if not self.leads:
+            assert self.crew
+            self.crew.send_long(0, vector.numpy().tobytes(), b"n")
+            return _numbers(self.crew.recv_long(0, b"n", DOING))
+        whole = self._serve(vector)
+        assert whole is not None
+        return whole
+
+    def _serve(self, vector: Tensor | None) -> Tensor | None:
+        """One sum, given to those of this node who are in it; None when they have ended."""
+        crew, peers = self.crew, [rank for rank in self._here if rank]
+        parts = [] if vector is None else [vector]
+        for peer in peers:
+            assert crew
+            if vector is None and crew.peek(peer) == b"e":
+                crew.recv(peer, DOING)
+                continue
+            parts.append(_numbers(crew.recv_long(peer, b"n", DOING)))
+        if not parts:
+            return None
+        if len({len(part) for part in parts}) > 1:
+            raise CrewError("the processes of this node add up different things; their models took different paths")
+        whole = self._over_nodes(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].clone())
+        for peer in peers:
+            assert crew
+            assert whole is not None
+            crew.send_long(peer, whole.numpy().tobytes(), b"n")
+        return whole
+
+    def _over_nodes(self, vector: Tensor | None) -> Tensor | None:
+        """The nodes' sum. Where a node has no rows, lengths go first: 0 says that this node has ended."""
+        if not self.lane:
+            return vector
+        longest = 0
+        if not self._all_nodes:
+            length = torch.tensor([0 if vector is None else len(vector)])
+            longest = int(self.lane.max(length, DOING).wait()[0])
+            if not longest:
+                return None
+        if vector is None:
+            vector = torch.zeros(longest, dtype=torch.float64)
+        whole: Tensor = self.lane.sum(vector, DOING).wait()
+        return whole
+
+    def _end(self, present: bool) -> None:
+        if not self.leads:
+            if present and 0 not in self._here:
+                assert self.crew
+                self.crew.send(0, b"e")
+            return
+        if not present:
+            while self._here and (vector := self._serve(None)) is not None:
+                self.hear(vector)
+        if self.lane and not self._all_nodes:
+            while (vector := self._over_nodes(None)) is not None:
+                if self._here:
+                    raise CrewError("batch_norm='sync': another node computes more batch-norm layers than this one")
+                self.hear(vector)
+
+    def close(self) -> None:
+        if self.crew:
+            self.crew.close()
+
+
+class Circle:
+    """Sums over the threads of one process, then over everyone else by ``beyond``."""
+
+    def __init__(self, beyond: Callable[[Tensor], Tensor]):
+        self.beyond = beyond
+        self.start(1)
+
+    def start(self, num_threads: int) -> None:
+        """Before each step: how many threads have rows."""
+        self._parts: dict[int, Tensor] = {}
+        self._barrier = threading.Barrier(max(1, num_threads), self._add)
+
+    def total(self, thread: int, vector: Tensor) -> Tensor:
+        self._parts[thread] = vector
+        try:
+            self._barrier.wait(PATIENCE_S)
+        except threading.BrokenBarrierError:
+            raise CrewError("another replica gave up in the middle of the step") from None
+        return self._whole
+
+    def _add(self) -> None:
+        parts = [self._parts[thread] for thread in sorted(self._parts)]
+        self._parts = {}
+        self._whole = self.beyond(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0])
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+def _numbers(body: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.float64)

@@ -1,0 +1,196 @@
+"""One process, k Python threads, each a replica of the model on its own part of the batch.
+
+    each thread    forward, backward on its rows, pinned to its cores; weights are shared, gradients are its own
+    the last one   to offer a piece adds everyone's (or lines the factors up), in the order of the threads
+    all cores      one update
+
+*Laws*: as sequential on the whole batch; equal seeds give equal runs.
+*Cost*: k gradients and k sets of activations in memory, one pass over each gradient to add it.
+Batch statistics are each replica's own (the model's buffers are the first replica's; the others begin
+every step with them), and dropout masks are not those of one process. One replica per GPU where the
+model is on one and there are enough: that has never been run.
+*Source*: multithreaded data parallelism: Lerat, Mahmoudi & Mahmoudi 2022 (doi 10.3390/electronics11101525).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import contract
+from paceline.contract import Ballot, Piece
+from paceline.engine import cores, sequential
+from paceline.engine.batch import split
+from paceline.engine.crew import CrewError
+from paceline.engine.dice import Dice, seeds
+from paceline.engine.everyone import Circle, Everyone
+from paceline.engine.norm import Layers
+
+
+class Engine(sequential.Engine):
+    """The model itself is the first replica."""
+
+    def __init__(self, num_replicas: int = 2):
+        super().__init__()
+        if not (isinstance(num_replicas, int) and num_replicas >= 1):
+            raise ValueError(f"engine 'replicas:k' needs a whole number k >= 1, got {num_replicas!r}")
+        self.num_replicas = num_replicas
+        self._circle = Circle(lambda vector: vector)
+        self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+
+    def open(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Any] | None,
+        metric: Callable[..., Any] | None = None,
+    ) -> None:
+        cpus = os.sched_getaffinity(0)
+        parts = [cores.share(i, self.num_replicas, cpus) for i in range(self.num_replicas)]
+        self.num_threads_each = min(num_threads for _, num_threads in parts)
+        twins = [twin(model, i) for i in range(1, self.num_replicas)]  # before there are hooks on the model
+        self.twins: list[sequential.Engine] = []
+        for one in twins:
+            self.twins.append(sequential.Engine())
+            self.twins[-1].numerics, self.twins[-1].forward = self.numerics, self.forward
+            self.twins[-1].accumulate = self.accumulate
+            self.twins[-1].open(one, optimizer, loss, metric)
+        self.num_threads = len(cores.physical(cpus))
+        super().open(model, optimizer, loss, metric)
+        self.riders = [
+            ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each))
+            for i, (part, _) in enumerate(parts)
+        ]
+
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        self._follow()
+        gather = _Gather(self.num_replicas, offer)
+        parts = [] if batch is None else split(batch, self.num_replicas)
+        parts += [None] * (self.num_replicas - len(parts))
+        compute = [super().gradient, *(one.gradient for one in self.twins)]
+        device = self.weights[0].device.type
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+        def ride(i: int, seed: int) -> Ballot:
+            try:
+                with torch.autocast(device, dtype, enabled), Dice(seed):  # the caller's, which is its thread's
+                    return compute[i](parts[i], scale, forms, lambda piece: gather.offer(i, piece))
+            except BaseException:
+                self._circle.give_up()
+                raise
+
+        self._circle.start(sum(part is not None for part in parts))
+        torch.set_num_threads(self.num_threads_each)  # a part of it holds for all threads: MKL's
+        with self._around(batch is not None):
+            rides = [self.riders[i].submit(ride, i, seed) for i, seed in enumerate(seeds(self.num_replicas))]
+            try:
+                wait(rides)
+            finally:
+                wait(rides)  # interrupted or not, nobody computes on when the step is over
+                torch.set_num_threads(self.num_threads)
+            errors = [error for one in rides if (error := one.exception())]
+            for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
+                raise error  # the first, unless it is another's
+        return Ballot.merge([one.result() for one in rides])
+
+    def sync_norm(self, link: contract.Link | None) -> None:
+        everyone = Everyone(None, link)
+        self._circle.beyond, self._around = everyone.total, everyone.step
+        for i, model in enumerate([self.model, *(one.model for one in self.twins)]):
+            layers = Layers(model)
+            layers.convert(partial(self._circle.total, i), everyone.inside)
+            self._norms.append((layers, everyone))
+        everyone.hear = self._norms[0][0].hear
+
+    def _follow(self) -> None:
+        """Weights, buffers and mode of the other replicas are the model's, whatever has happened to it since."""
+        for one in self.twins:
+            with torch.no_grad():
+                for weight, its in zip(self.model.parameters(), one.model.parameters(), strict=True):
+                    if weight.device != its.device:
+                        its.copy_(weight)
+                    elif weight.data_ptr() != its.data_ptr():
+                        its.data = weight.data
+                    its.requires_grad_(weight.requires_grad)
+                for buffer, twin_buffer in zip(self.model.buffers(), one.model.buffers(), strict=True):
+                    twin_buffer.copy_(buffer)
+            for module, twin_module in zip(self.model.modules(), one.model.modules(), strict=True):
+                twin_module.training = module.training
+
+    def close(self) -> None:
+        super().close()
+        for rider in self.riders:
+            rider.shutdown()
+
+
+class _Gather:
+    """Everyone's part of each piece; the node's piece once all are there."""
+
+    def __init__(self, size: int, offer: Callable[[Piece], None]):
+        self.size, self.offer_whole = size, offer
+        self.parts: dict[int, dict[int, Piece]] = {}
+        self.lock = threading.Lock()
+
+    def offer(self, replica: int, piece: Piece) -> None:
+        with self.lock:
+            parts = self.parts.setdefault(piece.spec.index, {})
+            parts[replica] = piece
+            if len(parts) < self.size:
+                return
+            del self.parts[piece.spec.index]
+        self.offer_whole(add([parts[i] for i in range(self.size)]))
+
+
+def add(parts: Sequence[Piece]) -> Piece:
+    """One piece from the parts of it, in their order, into the first."""
+    first = parts[0]
+    if first.flat is not None:
+        for part in parts[1:]:
+            assert part.flat is not None
+            first.flat += part.flat.to(first.flat.device)
+        return first
+    left = [part.left for part in parts if part.left is not None]
+    right = [part.right for part in parts if part.right is not None]
+    device = left[0].device
+    return Piece(
+        first.spec, left=torch.cat([p.to(device) for p in left]), right=torch.cat([p.to(device) for p in right])
+    )
+
+
+def twin(model: nn.Module, index: int) -> nn.Module:
+    """A copy with gradients and buffers of its own on the same weights, or on the GPU ``index`` after the model's."""
+    place: dict[torch.device, torch.device] = {}
+    for parameter in model.parameters():
+        device = parameter.device
+        spare = device.type == "cuda" and (device.index or 0) + index < torch.cuda.device_count()
+        place[device] = torch.device("cuda", (device.index or 0) + index) if spare else device
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data.to(place[p.device]), p.requires_grad) for p in model.parameters()
+    }
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"engine 'replicas:k' needs copies of the model, and {type(model).__name__} cannot be copied ({error}); "
+            f"use 'threads:k' or 'processes:k'"
+        ) from error
+    for module in made.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device in place:
+                module._buffers[name] = buffer.to(place[buffer.device])
+    return made
+
+
+def _settle(cpus: set[int], num_threads: int) -> None:
+    """A thread's start: its cores, before those of its helpers that inherit them."""
+    os.sched_setaffinity(0, cpus)
+    torch.set_num_threads(num_threads)

@@ -1,0 +1,50 @@
+"""A metric over a dataset: every sample counted once, shared out among all processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.contract import Engine, Exchange
+from paceline.data import feed
+from paceline.data.order import Seat
+from paceline.engine.batch import counted, target
+
+
+def evaluate(
+    model: torch.nn.Module,
+    engine: Engine,
+    exchange: Exchange,
+    seat: Seat,
+    dataset: Any,
+    metric: Callable[..., Any],
+    rows: int,
+) -> Any:
+    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time."""
+    source = feed.as_source(dataset)
+    mine = seat.rows(len(source))
+    training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
+    sums: dict[str, tuple[float, float]] = {}
+    model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(mine.start, mine.stop, rows):
+                batch, output = engine.run(source.fetch(range(start, min(start + rows, mine.stop)), 0))
+                _add(sums, counted(metric(output, target(metric, batch)), batch))
+    finally:
+        for module in training:
+            module.training = True
+    whole: dict[str, tuple[float, float]] = {}
+    for words in exchange.gather(json.dumps(sums).encode()):
+        _add(whole, json.loads(words))
+    means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
+    return means[""] if set(means) == {""} else means
+
+
+def _add(sums: dict[str, tuple[float, float]], said: Any) -> None:
+    for name, (value, weight) in said.items():
+        old = sums.get(name, (0.0, 0.0))
+        sums[name] = old[0] + value, old[1] + weight

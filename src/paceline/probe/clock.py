@@ -1,0 +1,120 @@
+"""A clock inside a process that is being timed: warm-up left out, the same last step on every process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+WARM_UP_STEPS = 3
+FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
+TIMED_S = 2.5
+PATIENCE = 3  # times TIMED_S: then fewer than MIN_STEPS have to do
+SHRINKS = (4, 2)  # the whole batch is extrapolated from these parts of it
+
+
+class Stopwatch:
+    """Counts agreed seconds, so that every process of the run stops at the same step.
+
+    A script that ends before there are enough steps is reported with those it had. Every process tells the
+    memory it needed, shared pages by its part of them; local rank 0 of the first node tells the times.
+    """
+
+    def __init__(self, report: Path | None, leader: bool = True, timed_s: float = TIMED_S, shrinks: bool = False):
+        self.report, self.leader, self.timed_s, self.shrinks = report, leader, timed_s, shrinks
+        self.steps_s: list[float] = []
+        self.samples: list[float] = []
+        self.warm_up = 0
+        self.rows = 0
+        self.agreed_s = 0.0
+        self._others_bytes = 0
+        self._reported = False
+        if report:
+            atexit.register(self.write)
+        self.last = time.perf_counter()
+
+    @classmethod
+    def of_environment(cls, leader: bool) -> Stopwatch | None:
+        path = os.environ.get("PACELINE_TRIAL")
+        if not path:
+            return None
+        report = Path(path) if leader else Path(f"{path}.{os.getpid()}")
+        timed_s = float(os.environ.get("PACELINE_TRIAL_S", TIMED_S))
+        return cls(report, leader, timed_s, os.environ.get("PACELINE_TRIAL_SHRINKS") == "1")
+
+    def part(self, rows: int) -> int:
+        """Of a batch with ``rows``, those that the next step shall take."""
+        self.rows = max(self.rows, rows)
+        return max(1, rows // SHRINKS[len(self.steps_s) % 2]) if self.shrinks else rows
+
+    def resume(self) -> None:
+        """The next step is counted from here."""
+        self.last = time.perf_counter()
+
+    def tick(self, samples: float, agreed_s: float) -> None:
+        """After each step: ``agreed_s`` is the same number on all processes. Raises SystemExit when done."""
+        self.steps_s.append(time.perf_counter() - self.last)
+        self.samples.append(samples)
+        self.agreed_s += agreed_s
+        if not self.warm_up:
+            self._warm(len(self.steps_s))
+        elif self._enough(len(self.steps_s) - self.warm_up):
+            self.write()
+            raise SystemExit(0)
+        self.resume()
+
+    def _warm(self, steps: int) -> None:
+        late = self.agreed_s >= self.timed_s and steps >= (len(SHRINKS) if self.shrinks else 1)
+        if steps >= WARM_UP_STEPS + self.shrinks or late:
+            self.warm_up, self.agreed_s = steps, 0.0
+            # all processes are still there: what they share is counted once now, and will be later
+            self._others_bytes = _others_bytes() if self.report else 0
+
+    def _enough(self, timed: int) -> bool:
+        many, fewest = (MIN_STEPS, FEWEST_STEPS) if not self.shrinks else (2 * MIN_STEPS, 2 * FEWEST_STEPS)
+        return (
+            (self.agreed_s >= self.timed_s and timed >= many)
+            or (self.agreed_s >= PATIENCE * self.timed_s and timed >= fewest)
+            or timed >= MAX_STEPS
+        )
+
+    def write(self) -> None:
+        if self._reported or not self.report:
+            return
+        self._reported = True
+        said: dict[str, Any] = {"peak_bytes": max(0, _kib("/proc/self/status", "VmHWM") * 1024 - self._others_bytes)}
+        if self.leader:
+            warm_up = self.warm_up or len(self.steps_s)
+            # too few steps for a warm-up: the first alone is left out
+            warm_up = max(1, min(warm_up, len(self.steps_s) - FEWEST_STEPS * (1 + self.shrinks)))
+            said |= {
+                "steps_s": self.steps_s[warm_up:],
+                "samples": self.samples[warm_up:],
+                "num_steps": len(self.steps_s),
+                "rows": self.rows,
+            }
+        aside = self.report.with_name(f"{self.report.name}.part")
+        aside.write_text(json.dumps(said))
+        aside.replace(self.report)
+
+
+def _others_bytes() -> int:
+    """What this process shares and others count, less what its own children (loading data) need."""
+    shared = _kib("/proc/self/smaps_rollup", "Rss") - _kib("/proc/self/smaps_rollup", "Pss")
+    children = psutil.Process().children(recursive=True)
+    return (shared - sum(_kib(f"/proc/{child.pid}/smaps_rollup", "Pss") for child in children)) * 1024
+
+
+def _kib(path: str, key: str) -> int:
+    try:
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0

@@ -1,0 +1,81 @@
+"""Copies of this process, forked and pinned, that do the same thing at once: what sharing memory costs each of them.
+
+Forked before torch has started a thread pool, so that they may start their own. They end with this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+MESSAGE_BYTES = 1 << 20
+Work = Callable[[str, dict[str, Any]], Any]
+
+
+class Copies:
+    """``work(what, options)`` runs in each copy and returns what JSON can hold. If one fails or is late, all end."""
+
+    def __init__(self, count: int, work: Work, cores: list[int], deadline: float):
+        self.deadline = deadline
+        self.lines: list[socket.socket] = []
+        self.pids: list[int] = []
+        for _ in range(count):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: none is needed there
+                pid = os.fork()
+            if pid == 0:
+                ours.close()
+                for line in self.lines:
+                    line.close()
+                _serve(theirs, work, cores)
+            theirs.close()
+            self.lines.append(ours)
+            self.pids.append(pid)
+
+    def ask(self, count: int, what: str, **options: Any) -> list[Any]:
+        """All of the first ``count`` copies at once. Raises TimeoutError, or RuntimeError with what a copy said."""
+        for i, line in enumerate(self.lines[:count]):
+            line.send(json.dumps({"what": what, "seat": i, "count": count, **options}).encode())
+        answers = []
+        for line in self.lines[:count]:
+            ready, _, _ = select.select([line], [], [], max(0.0, self.deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"a copy of the process did not finish {what!r} in time")
+            said = json.loads(line.recv(MESSAGE_BYTES) or b'{"error": "a copy of the process died"}')
+            if "error" in said:
+                raise RuntimeError(said["error"])
+            answers.append(said["value"])
+        return answers
+
+    def close(self) -> None:
+        for line in self.lines:
+            line.close()
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.lines, self.pids = [], []
+
+
+def _serve(line: socket.socket, work: Work, cores: list[int]) -> None:
+    """Until the other end is gone. Never returns: what follows the fork is the parent's."""
+    try:
+        while message := line.recv(MESSAGE_BYTES):
+            asked = json.loads(message)
+            what, seat, count = asked.pop("what"), asked.pop("seat"), asked.pop("count")
+            own = cores[seat * len(cores) // count : (seat + 1) * len(cores) // count]
+            os.sched_setaffinity(0, own or cores)
+            try:
+                value = {"value": work(what, asked)}
+            except Exception as error:
+                value = {"error": f"{type(error).__name__}: {error}"}
+            line.send(json.dumps(value).encode())
+    finally:
+        os._exit(0)

@@ -1,0 +1,261 @@
+"""Inside the job: takes its profile instead of training, at the first step, and ends the process.
+
+Copies are forked first and time the settings that are shared by several; then this process times the others. Whatever
+the time does not suffice for is left out, and predicted from what was measured (`probe.predict`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import contract
+from paceline.probe import shelf
+from paceline.probe.copies import Copies
+from paceline.probe.layers import Layers, autocast, now, part, typical
+from paceline.probe.profile import Profile, Setting
+from paceline.probe.rows import Facts, candidates, split
+from paceline.probe.survey import survey
+from paceline.probe.updates import Updates, passes
+
+COPY_BYTES = 32 << 20
+PINGS = 30
+FUSING_PAYS = 0.03  # of a step
+ENGINES = ("sequential", "threads", "replicas", "processes")
+
+
+@dataclass
+class Examined:
+    """What a step has at hand. ``compute(batch)`` is the scalar to differentiate; ``input_s`` to fetch a batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: contract.Engine
+    compute: Callable[[Any], Tensor]
+    batch: Any
+    rows: int
+    batch_size: int
+    steps: int = 0
+    clip: float | None = None
+    input_s: float = 0.0
+
+
+def asked() -> Path | None:
+    path = os.environ.get("PACELINE_PROFILE")
+    return Path(path) if path else None
+
+
+def answer(form: Path, job: Examined) -> None:
+    """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
+    said = json.loads(form.read_text())
+    start_s = time.time() - said["begun"]
+    torch.set_num_threads(1)
+    try:
+        examination = _Examination(job, said["cores"], said["level"], said["budget_s"])
+        examination.profile(start_s).write(form.with_name("answer.json"))
+    except Exception as error:  # whatever a model may raise: trials will show whether it trains
+        print(f"paceline: not profiled: {type(error).__name__}: {error}", file=sys.stderr)
+    raise SystemExit(0)
+
+
+@dataclass
+class _Examination:
+    job: Examined
+    cores: int
+    level: str
+    budget_s: float
+    layers_s: dict[str, float] = field(default_factory=dict)
+    layers: Layers | None = None
+    taken: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = time.monotonic()
+        job = self.job
+        self.parameters = dict(job.model.named_parameters())
+        self.updates = Updates(job.engine, job.optimizer, self.parameters, job.rows, job.clip)
+        self.absorbs = self.updates.absorbs
+        self.device = next(iter(self.parameters.values())).device.type
+
+    @property
+    def spent(self) -> float:
+        return (time.monotonic() - self.start) / self.budget_s
+
+    def profile(self, start_s: float) -> Profile:
+        job = self.job
+        facts = self._facts()
+        settings = self._settings(facts)
+        most = max((one.copies for one in settings), default=1)
+        copies = Copies(
+            most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
+        )
+        whole_s, base = self._whole(settings[0].factors)
+        copy_per_s = message_s = 0.0
+        try:
+            if copies.pids:
+                copy_per_s = min(copies.ask(most, "copy"))
+                message_s = self._message_s(copies, most)
+                self._together(copies, [one for one in settings if one.copies > 1])
+        except (RuntimeError, TimeoutError) as error:  # then predictions do without
+            print(f"paceline: copies not timed: {error}", file=sys.stderr)
+        finally:
+            copies.close()
+        self._alone(base)
+        for one in settings:
+            scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
+            if one.copies == 1 and not scaled and self.spent < 1:
+                self._alone(one)
+        num_calls = self.layers.num_calls if self.layers else 0
+        update_s = self._update_s(facts)
+        return Profile(
+            replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
+            shelf.fingerprint(job.model, job.optimizer, job.batch_size, self.level),
+            job.steps,
+            self.absorbs,
+            str(base),
+            whole_s,
+            self.layers_s,
+            num_calls,
+            update_s,
+            self.updates.dense_bytes(),
+            copy_per_s,
+            message_s,
+            job.input_s,
+            start_s,
+            time.monotonic() - self.start,
+        )
+
+    def _facts(self) -> Facts:
+        job = self.job
+        few = max(1, job.rows // 8)
+        layers = Layers(job.model, lambda: job.compute(part(job.batch, few, job.rows)), (), set())
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        gradients = sum(p.nbytes for p in trainable)
+        states = 0 if type(job.optimizer) is torch.optim.SGD else 1
+        groups = job.optimizer.param_groups
+        states += any(group.get("momentum") for group in groups) or "betas" in groups[0]
+        return Facts(
+            job.rows,
+            self.device,
+            any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
+            any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
+            self.updates.can_fuse(),
+            sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
+            gradients,
+            states * gradients,
+            2 * layers.input_bytes * job.rows // few,
+        )
+
+    def _settings(self, facts: Facts) -> list[Setting]:
+        """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
+        found: dict[Setting, None] = {}
+        for row in candidates(self.level, survey(), facts, ENGINES):
+            found[Setting.of(split(row, self.cores), facts.rows, self.absorbs)] = None
+        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
+
+    def _absorbed(self, setting: Setting) -> set[int]:
+        return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
+
+    def _record(self, setting: Setting) -> Layers:
+        torch.set_num_threads(setting.threads)
+        batch = part(self.job.batch, setting.rows, self.job.rows, setting.words)
+
+        def forward() -> None:
+            with autocast(setting.words, list(self.parameters.values())[:1]):
+                self.job.compute(batch)
+
+        self.layers = Layers(self.job.model, forward, setting.words, self._absorbed(setting))
+        return self.layers
+
+    def _alone(self, setting: Setting) -> None:
+        if str(setting) in self.layers_s:
+            return
+        layers = self._record(setting)
+        self.layers_s[str(setting)] = layers.total_s(passes(layers.time, self.budget_s / 12))
+
+    def _together(self, copies: Copies, settings: Sequence[Setting]) -> None:
+        """Every pass starts on all copies at once; the slowest copy is the step's."""
+        for one in settings:
+            if self.spent > 0.6:
+                return
+            copies.ask(one.copies, "record", setting=vars(one))
+            taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            self.layers_s[str(one)] = max(copies.ask(one.copies, "total", last=len(taken)))
+
+    def _work(self, what: str, options: dict[str, Any]) -> Any:
+        """In a copy."""
+        if what == "record":
+            given = options["setting"]
+            self._record(Setting(**{**given, "words": tuple(given["words"])}))
+            self.taken = []
+        if what == "time" and self.layers:
+            self.taken.append(self.layers.time())
+        if what == "total" and self.layers:
+            return self.layers.total_s(self.taken[-options["last"] :])
+        return _copy_per_s() if what == "copy" else None
+
+    def _message_s(self, copies: Copies, most: int) -> float:
+        start = time.perf_counter()
+        for _ in range(PINGS):
+            copies.ask(most, "ping")
+        return (time.perf_counter() - start) / PINGS / 2
+
+    def _whole(self, factors: bool) -> tuple[float, Setting]:
+        """The model as it is, at one thread; from part of the batch where the whole takes long."""
+        torch.set_num_threads(1)
+        weights = [p for p in self.parameters.values() if p.requires_grad]
+        absorbed = self._absorbed(Setting(1, self.job.rows, factors=factors))
+        kept = [p for p in weights if id(p) not in absorbed]
+        for p in weights:
+            p.requires_grad_(id(p) not in absorbed)
+
+        def step(rows: int) -> float:
+            batch = part(self.job.batch, rows, self.job.rows)
+            start = now(weights)
+            torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
+            return now(weights) - start
+
+        try:
+            probe = max(1, self.job.rows // 8)
+            step(probe)
+            about_s = step(probe) * self.job.rows / probe
+            rows = self.job.rows if about_s < self.budget_s / 12 else max(1, self.job.rows // 4)
+            whole_s = typical(passes(lambda: step(rows), self.budget_s / 8))
+        finally:
+            for p in weights:
+                p.requires_grad_(True)
+        return whole_s, Setting(1, rows, factors=factors)
+
+    def _update_s(self, facts: Facts) -> dict[str, float]:
+        rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
+        kinds = ["factors"] * self.absorbs + [""] * (rounds or not self.absorbs) + ["fused"] * facts.can_fuse
+        return {
+            f"{threads}/{kind}" if kind else str(threads): self.updates.seconds(threads, kind, self.budget_s / 40)
+            for threads in sorted({1, self.cores})
+            for kind in kinds
+        }
+
+    def _fusing_pays(self, update_s: dict[str, float]) -> bool:
+        """By more than rows can be told apart, somewhere."""
+        plain_s = update_s.get(f"{self.cores}/factors", update_s.get(str(self.cores), 0.0))
+        return plain_s - update_s[f"{self.cores}/fused"] > FUSING_PAYS * min(self.layers_s.values())
+
+
+def _copy_per_s() -> float:
+    """Bytes copied per second, from memory to memory."""
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    taken = []
+    for _ in range(8):
+        start = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - start)
+    return COPY_BYTES / statistics.median(taken)

@@ -1,0 +1,170 @@
+"""Every layer of a model timed by itself: forward and backward, on the inputs that it had in the model.
+
+A layer is a module during whose forward no other module was called. Equal layers with equal inputs are timed once.
+All are visited in turn, pass after pass, so that each finds the caches as the others left them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Call:
+    """``count`` equal calls. ``weights``: what backward must give gradients for, besides the inputs."""
+
+    module: nn.Module
+    inputs: list[Any]
+    tree: Any
+    weights: list[Tensor]
+    count: int = 1
+    clones: bool = False  # changes its input in place, which a leaf of the graph does not allow
+
+
+class Layers:
+    """The layer calls of one forward pass. ``absorbed``: weights whose gradient the update makes from factors."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[], Any], words: Sequence[str], absorbed: set[int]):
+        self.words, self.absorbed = words, absorbed
+        self.calls: list[Call] = []
+        self.input_bytes = self.num_calls = 0
+        self._index: dict[Any, Call] = {}
+        self._storages: dict[int, int] = {}
+        self._depth: list[bool] = []  # per module being called: whether it called another
+        handles: list[Any] = []
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+        self._arguments: list[tuple[list[Any], Any]] = []
+        try:
+            forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.input_bytes = sum(self._storages.values())
+        self._index.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._depth:
+            self._depth[-1] = True
+        self._depth.append(False)
+        self._arguments.append(tree_flatten((args, kwargs)))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs, tree = self._arguments.pop()
+        if self._depth.pop() or output is None:
+            return
+        self.num_calls += 1
+        for value in inputs:
+            if isinstance(value, Tensor):
+                self._storages[value.data_ptr()] = value.untyped_storage().nbytes()
+        key = (_kind(module), tuple(_shape(value) for value in inputs), str(tree))
+        if known := self._index.get(key):
+            known.count += 1
+            return
+        weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad and id(p) not in self.absorbed]
+        kept = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self.calls.append(Call(module, kept, tree, weights, clones=bool(getattr(module, "inplace", False))))
+        self._index[key] = self.calls[-1]
+
+    def time(self) -> list[float]:
+        """One pass: seconds of each call, forward and backward."""
+        seconds = []
+        for call in self.calls:
+            try:
+                seconds.append(self._one(call))
+            except RuntimeError:
+                call.clones = True
+                seconds.append(self._one(call))
+        return seconds
+
+    def total_s(self, passes: Sequence[Sequence[float]]) -> float:
+        """The typical pass of each call, times its count, added up."""
+        columns = zip(*passes, strict=True)
+        return sum(call.count * typical(column) for call, column in zip(self.calls, columns, strict=True))
+
+    def _one(self, call: Call) -> float:
+        values = [v.clone() if call.clones and isinstance(v, Tensor) else v for v in call.inputs]
+        args, kwargs = tree_unflatten(values, call.tree)
+        sources = [v for v in values if isinstance(v, Tensor) and v.requires_grad] + call.weights
+        with self._without(call.module):
+            start = now(values)
+            with autocast(self.words, values):
+                output = call.module(*args, **kwargs)
+            forward_s = now(values) - start
+            outputs = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.requires_grad]
+            if not outputs or not sources:
+                return forward_s
+            slopes = [torch.ones_like(v) for v in outputs]
+            start = now(values)
+            torch.autograd.grad(outputs, sources, slopes, allow_unused=True)
+            return forward_s + now(values) - start
+
+    @contextlib.contextmanager
+    def _without(self, module: nn.Module) -> Iterator[None]:
+        """Absorbed weights take no part in the graph, as in a step."""
+        absorbed = [p for p in module.parameters() if id(p) in self.absorbed]
+        for weight in absorbed:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in absorbed:
+                weight.requires_grad_(True)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: what else the machine does only ever adds."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
+
+
+def autocast(words: Sequence[str], values: Sequence[Any]) -> Any:
+    half = next((HALVES[word] for word in words if word in HALVES), None)
+    return torch.autocast(_device(values), half) if half else contextlib.nullcontext()
+
+
+def now(values: Sequence[Any]) -> float:
+    """A GPU is waited for first."""
+    if _device(values) == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def part(batch: Any, rows: int, whole: int, words: Sequence[str] = ()) -> Any:
+    """The first rows of everything that has one per sample; images as the words lay them out."""
+    leaves, tree = tree_flatten(batch)
+    return tree_unflatten([_part(leaf, rows, whole, words) for leaf in leaves], tree)
+
+
+def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return leaf
+    taken = leaf[:rows] if len(leaf) == whole else leaf
+    images = "channels_last" in words and taken.dim() == 4
+    return taken.to(memory_format=torch.channels_last) if images else taken
+
+
+def _device(values: Sequence[Any]) -> str:
+    return next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
+
+
+def _kind(module: nn.Module) -> Any:
+    """What makes two modules equal: torch's own by what they print, others only themselves."""
+    own = type(module).__module__.startswith("torch.nn")
+    return (type(module), repr(module), tuple(_shape(p) for p in module.parameters())) if own else id(module)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return repr(value)

@@ -1,0 +1,90 @@
+"""Seconds per step of a row that was never run, from a profile of the job's parts.
+
+    layers        forward and backward, each timed by itself at the row's setting, several copies at once if it has them
+    calibration   the model as it is over the sum of its layers, at the baseline: what layers do not cover
+    update        the optimizer alone, on as many cores
+    engine        gradients moved in memory, messages, and what every step costs
+    input         fetching the batch, by as many processes
+
+A setting that was not timed is the plain one of its engine, times what its words gave elsewhere.
+"""
+
+from __future__ import annotations
+
+from paceline.probe.profile import Profile, Setting
+from paceline.probe.rows import Way, split
+
+STEP_S = 0.2e-3  # snapshot, vote, hash and record
+CALL_S = 20e-6  # of Python per layer call, which the threads of one process cannot share
+MESSAGES = 4  # per step and process
+
+
+def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
+    """None for what a profile cannot tell: compiled models, unknown engines."""
+    way = split(row, cores)
+    if "compile" in way.words or way.engine not in ("sequential", "threads", "replicas", "processes"):
+        return None
+    setting = Setting.of(way, profile.facts.rows, profile.absorbs)
+    layers_s = _layers_s(setting, profile)
+    if layers_s is None:
+        return None
+    base = _setting(profile.base)
+    whole = profile.layers_s[profile.base]
+    calibration = profile.whole_s / whole if whole and base else 1.0
+    parallel = way.copies if way.engine == "processes" else 1
+    return (
+        layers_s * calibration
+        + _update_s(way, setting, profile, cores)
+        + _engine_s(way, setting, profile)
+        + profile.input_s / parallel
+        + STEP_S
+    )
+
+
+def _layers_s(setting: Setting, profile: Profile) -> float | None:
+    found = profile.layers_s
+    if str(setting) in found:
+        return found[str(setting)]
+    if setting.words:
+        plain_s = _layers_s(_plain(setting, profile.absorbs), profile)
+        for key, worded_s in found.items():
+            other = _setting(key)
+            elsewhere = str(_plain(other, profile.absorbs))
+            if other.words == setting.words and elsewhere in found and plain_s:
+                return plain_s * worded_s / found[elsewhere]
+        return None
+    if setting.threads == 1 and profile.base in found:
+        base = _setting(profile.base)
+        return found[profile.base] * setting.rows / base.rows if base.factors == setting.factors else None
+    return None
+
+
+def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float:
+    """Copies divide the update among all cores; one copy has its own threads."""
+    threads = way.threads if way.copies == 1 else cores
+    kinds = ["/fused"] if "fused" in way.words else ["/factors"] if setting.factors else []
+    times = profile.update_s
+    nearest = min((int(key.partition("/")[0]) for key in times), key=lambda n: abs(n - threads), default=1)
+    return next((times[key] for key in (f"{nearest}{kind}" for kind in [*kinds, ""]) if key in times), 0.0)
+
+
+def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
+    """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
+    if way.copies == 1:
+        return 0.0
+    k = way.copies
+    gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
+    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.engine == "processes" else 0)
+    moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
+    if way.engine == "processes":
+        return moving_s + MESSAGES * profile.message_s
+    return moving_s + (k - 1) * CALL_S * profile.num_calls
+
+
+def _plain(setting: Setting, absorbs: bool) -> Setting:
+    return Setting(setting.threads, setting.rows, setting.copies, (), absorbs)
+
+
+def _setting(key: str) -> Setting:
+    threads, rows, copies, words, factors = key.split("/")
+    return Setting(int(threads), int(rows), int(copies), tuple(filter(None, words.split("+"))), factors == "1")

@@ -1,0 +1,150 @@
+"""Plans that were made before, on disk: found again by what is trained, or by the command that trains it.
+
+    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by model, optimizer, batch and fidelity; needs the model
+    plans/jobs/KEY.json                        by command; needs neither the model nor torch
+
+An entry that no longer fits (another torch, machine, script or model) is noticed and said, and not used. A
+broken entry counts as none. Whoever writes, writes whole files: planners do not harm each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.probe.sheet import Plan, write_whole
+from paceline.probe.survey import Machine, survey
+
+if TYPE_CHECKING:
+    import torch
+
+
+def folder() -> Path:
+    """Made for its owner alone."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    plans = Path(root) / "paceline" / "plans"
+    plans.mkdir(parents=True, exist_ok=True, mode=0o700)
+    plans.chmod(0o700)
+    return plans
+
+
+def versions() -> dict[str, str]:
+    """Without importing any of them."""
+    found = {"python": platform.python_version()}
+    for name in ("paceline", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch_size: int, fidelity: str) -> str:
+    """Equal for jobs that one plan serves: shapes and types count, values do not."""
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in model.named_parameters()
+    ]
+    modules = [type(module).__name__ for module in model.modules()]
+    options = [
+        sorted(
+            (key, value) for key, value in group.items() if isinstance(value, bool) or key in ("momentum", "dampening")
+        )
+        for group in optimizer.param_groups
+    ]
+    return _hash(parameters, modules, type(optimizer).__name__, options, batch_size, fidelity)
+
+
+def by_fingerprint(mark: str, machine: Machine | None = None) -> Plan | None:
+    try:
+        return Plan.read(_path(mark, machine or survey()))
+    except (ValueError, OSError):
+        return None
+
+
+def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None) -> tuple[Plan | None, str]:
+    """The plan made for this command, or None and, where there was one, in a few words why it is not used."""
+    machine = machine or survey()
+    try:
+        entry = json.loads(_entry(command, fidelity).read_text())
+        was = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
+    now = versions()
+    if was["versions"] != now:
+        old = was["versions"] if isinstance(was["versions"], dict) else {}
+        moved = [f"{name} {old.get(name)} is now {now[name]}" for name in now if old.get(name) != now[name]]
+        return None, f"the cached plan is stale: {', '.join(moved)}"
+    if was["machine"] != machine.digest():
+        return None, "the cached plan is stale: it was made on another machine, or with other cores or memory"
+    if was["script"] != _script(command):
+        return None, "the cached plan is stale: the script has changed"
+    return by_fingerprint(str(was["fingerprint"]), machine), ""
+
+
+def store(plan: Plan, command: Sequence[str], machine: Machine | None = None) -> None:
+    """A disk that is full or not ours to write on is no reason to stop."""
+    machine = machine or survey()
+    entry = {
+        "command": list(command),
+        "script": _script(command),
+        "versions": versions(),
+        "machine": machine.digest(),
+        "fingerprint": plan.fingerprint,
+    }
+    with contextlib.suppress(OSError):
+        write_whole(_path(plan.fingerprint, machine), plan.to_toml())
+        write_whole(_entry(command, plan.fidelity), json.dumps(entry))
+
+
+def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
+    """Environment for processes that start with a cached plan, so that they can `confirm` it."""
+    try:
+        entry = str(_entry(command, plan.fidelity))
+    except OSError:
+        return {}
+    return {"PACELINE_PROMISE": json.dumps([plan.fingerprint, plan.fidelity, entry])}
+
+
+def confirm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> str:
+    """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
+    promised = os.environ.get("PACELINE_PROMISE")
+    if not promised:
+        return ""
+    mark, fidelity, entry = json.loads(promised)
+    if mark == fingerprint(model, optimizer, batch_size, fidelity):
+        return ""
+    with contextlib.suppress(OSError):
+        Path(entry).unlink(missing_ok=True)
+    return "the cached plan is stale: it was made for another model, optimizer or batch size"
+
+
+def _path(mark: str, machine: Machine) -> Path:
+    return folder() / f"{mark}-{machine.digest()}-{_hash(versions())}.toml"
+
+
+def _entry(command: Sequence[str], fidelity: str) -> Path:
+    """One per host: a home folder may be shared by unlike machines."""
+    return folder() / "jobs" / f"{_hash(list(command), os.getcwd(), fidelity, platform.node())}.json"
+
+
+def _script(command: Sequence[str]) -> str:
+    """A hash of what the command runs, where that is one file."""
+    path = Path(command[0]) if command else Path()
+    if command and command[0] == "-m" and len(command) > 1:
+        path = Path(*command[1].split(".")).with_suffix(".py")
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _hash(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,138 @@
+"""What this machine is: cores, caches, memory, processor. Read from the kernel, without torch.
+
+A container's limits count, not the host's: the cores this process may run on, and what its cgroup allows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# what changes which numerics pay; all other flags are noise in a fingerprint
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """*Units*: bytes. ``cores`` are those usable here; ``gpus`` are asked for only on demand."""
+
+    name: str = ""
+    cpu: str = ""
+    cores: int = 1
+    physical_cores: int = 1
+    numa_nodes: int = 1
+    cache_bytes: int = 0
+    memory_bytes: int = 0
+    flags: tuple[str, ...] = ()
+    kernel: str = ""
+    compiler: bool = False
+    gpus: tuple[str, ...] = ()
+
+    def digest(self) -> str:
+        """Equal where a plan may be used again: another host name or kernel is no other machine."""
+        facts = dataclasses.replace(self, name="", kernel="", memory_bytes=self.memory_bytes >> 28)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        gpus = "".join(f", {gpu}" for gpu in self.gpus)
+        return f"{self.name}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
+
+
+def survey(gpus: bool = False) -> Machine:
+    """``gpus`` asks torch, and imports it."""
+    usable = sorted(os.sched_getaffinity(0))
+    cores = min(len(usable), _quota_cores() or len(usable))
+    siblings = {
+        _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in usable
+    }
+    nodes = {
+        node.name
+        for node in Path("/sys/devices/system/node").glob("node[0-9]*")
+        if any((node / f"cpu{core}").exists() for core in usable)
+    }
+    words = _cpu_info()
+    return Machine(
+        platform.node(),
+        words.get("model name") or words.get("Model") or platform.machine(),
+        cores,
+        min(cores, len(siblings)),
+        max(1, len(nodes)),
+        _cache_bytes(usable[0]),
+        memory_bytes(),
+        tuple(flag for flag in FLAGS if flag in (words.get("flags") or words.get("Features") or "").split()),
+        platform.release(),
+        any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+        _gpus() if gpus else (),
+    )
+
+
+def memory_bytes() -> int:
+    """Of the machine, or what the cgroup allows where that is less."""
+    limits = [psutil.virtual_memory().total]
+    for folder in _cgroup_folders():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            if (text := _read(folder / name)).isdigit():
+                limits.append(int(text))
+    return min(limits)
+
+
+def _quota_cores() -> int | None:
+    """Cores' worth of time that a container may use, rounded up."""
+    for folder in _cgroup_folders():
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(quota):
+            return max(1, -(-int(quota) // int(period)))
+    return None
+
+
+def _cgroup_folders() -> list[Path]:
+    """From this process's own group up to the root: any of them may limit."""
+    folders = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        roots = [Path("/sys/fs/cgroup", name) for name in controllers.split(",")] if controllers else []
+        for root in [*roots, Path("/sys/fs/cgroup")]:
+            own = root / path.lstrip("/")
+            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _cpu_info() -> dict[str, str]:
+    """Of the first processor."""
+    pairs = (line.partition(":") for line in _read("/proc/cpuinfo").partition("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cache_bytes(core: int) -> int:
+    """The largest cache that the core sees."""
+    units = {"K": 10, "M": 20, "G": 30}
+    sizes = [0]
+    for size in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*/size"):
+        text = _read(size)
+        if text[:-1].isdigit():
+            sizes.append(int(text[:-1]) << units.get(text[-1], 0))
+    return max(sizes)
+
+
+def _gpus() -> tuple[str, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

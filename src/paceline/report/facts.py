@@ -1,0 +1,108 @@
+"""A run in a few numbers: what it reached, how fast, with what, and how it ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from paceline.report import bars
+from paceline.report.axis import Values, number, quantity
+from paceline.report.run import Run
+from paceline.report.table import table
+
+NUM_WARM_UP = 3  # steps left out of the throughput, where there are enough
+NUM_LAST = 20  # steps whose mean is the final loss of a run without epochs
+
+
+def throughput(run: Run) -> float:
+    """Median samples/s over the steps, without the first few."""
+    values = run.column("steps", "samples_per_s")
+    values = _known(values[NUM_WARM_UP:] if len(values) > 4 * NUM_WARM_UP else values)
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def loss(run: Run) -> float:
+    """Of the last epoch, else of the last steps."""
+    means = _known(run.epochs["loss"][-1:]), _known(run.steps["loss"][-NUM_LAST:])
+    return next((float(values.mean()) for values in means if len(values)), math.nan)
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Names and values as words; what was not recorded is empty."""
+    test, seconds, sent = (
+        _known(column) for column in (run.epochs["test_accuracy"], run.steps["seconds"], run.steps["sent_bytes"])
+    )
+    held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
+    gain = bars.speedup(run)
+    return {
+        "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
+        "final loss": "" if np.isnan(loss(run)) else number(loss(run)),
+        "samples/s": "" if np.isnan(throughput(run)) else number(throughput(run)),
+        "speedup": "" if math.isnan(gain) else f"{gain:.2f}x",
+        "median step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
+        "time": quantity(run.time_s, "s"),
+        "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
+        "engine": str(run.join.get("engine", "")),
+        "nodes": str(run.join.get("num_nodes", "")),
+        "exchange": _exchange(run),
+        "global batch": str(run.join.get("batch_size", "")),
+        "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
+        "epochs": str(len(run.epochs) or ""),
+        "peak memory": quantity(held.max(), "B") if len(held) else "",
+        "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
+        "sent": quantity(sent.sum(), "B") if len(sent) else "",
+        "resumed": f"{len(run.resumed)} times" if run.resumed else "",
+        "steps done again": str(run.num_redone or ""),
+        "checkpoints": str(run.num_checkpoints or ""),
+        "ended": run.end or "not yet, or killed",
+    }
+
+
+def lead(runs: Sequence[Run]) -> str:
+    """What is to be known first: the choice and its reason, and hints."""
+    words: dict[str, list[str]] = {}  # the same words once, whoever they are about
+    for run in runs:
+        if run.plan.get("chosen"):
+            reason = f", {run.plan['reason']}" if run.plan.get("reason") else ""
+            chosen = f"<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}."
+            words.setdefault(f"<p>{{}}{chosen}</p>", []).append(run.name)
+        for hint in run.hints:
+            words.setdefault(f'<p class="hint">{{}}{escape(hint)}</p>', []).append(run.name)
+    several = len(runs) > 1
+    return "".join(text.replace("{}", f"{escape(', '.join(who))}: " * several, 1) for text, who in words.items())
+
+
+def tiles(run: Run) -> str:
+    """One run: the first facts large, the others as a list."""
+    found = [(name, value) for name, value in facts(run).items() if value]
+    large, small = found[:4], found[4:]
+    cards = "".join(f'<div class="tile"><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in large)
+    rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in small)
+    return f'<dl class="tiles">{cards}</dl><dl class="card facts">{rows}</dl>'
+
+
+def compared(runs: Sequence[Run]) -> str:
+    """Several runs: a column each, and how fast each is against the first."""
+    columns = [facts(run) for run in runs]
+    first = throughput(runs[0])
+    for run, column in zip(runs, columns, strict=True):
+        if first > 0 and column["samples/s"]:
+            column["samples/s"] += f" ({throughput(run) / first:.2f}x)"
+    names = [name for name in columns[0] if any(column[name] for column in columns)]
+    rows = [[name, *(column[name] for column in columns)] for name in names]
+    by = ["", *(f"run-{i}" for i in range(len(runs)))]
+    return table(["", *(run.name for run in runs)], rows, "runs compared", "card compare", by)
+
+
+def _known(values: Values) -> Values:
+    return values[np.isfinite(values)]
+
+
+def _exchange(run: Run) -> str:
+    if run.join.get("num_nodes", 1) == 1:
+        return ""
+    codec = run.join.get("codec", "none")
+    return str(run.join.get("exchange", "")) + (f", {codec}" if codec != "none" else "")

@@ -1,0 +1,175 @@
+"""A record becomes columns: what counted in the end, step by step, whatever was stopped, resumed and done again."""
+
+from __future__ import annotations
+
+import bisect
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.report.record import events
+
+STEP = (
+    "step",
+    "loss",
+    "weight",
+    "seconds",
+    "compute_seconds",
+    "wait_seconds",
+    "exchange_seconds",
+    "update_seconds",
+    "lr",
+    "norm",
+)
+EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
+USAGE = (
+    *("run_cores", "machine_cores", "rss_bytes", "pss_bytes", "memory_used_bytes", "swap_used_bytes"),
+    *("disk_read_bytes_per_s", "disk_written_bytes_per_s", "net_sent_bytes_per_s", "net_received_bytes_per_s"),
+    *("context_switches_per_s", "gpu_percent", "gpu_memory_bytes"),
+)
+
+
+class Columns:
+    """Rows of numbers, 8 bytes each, and NaN where an event said nothing. ``time_s`` is always there."""
+
+    def __init__(self, *names: str):
+        self._columns = {name: array("d") for name in ("time_s", *names)}
+
+    def __len__(self) -> int:
+        return len(self._columns["time_s"])
+
+    def __getitem__(self, name: str) -> NDArray[np.float64]:
+        return np.array(self._columns[name])
+
+    def has(self, name: str) -> bool:
+        return bool(np.isfinite(self[name]).any())
+
+    def add(self, time_s: float, row: Mapping[str, Any]) -> None:
+        for name, column in self._columns.items():
+            value = time_s if name == "time_s" else row.get(name)
+            column.append(value if isinstance(value, int | float) else float("nan"))
+
+    def cut(self, name: str, value: float) -> None:
+        """Drops what comes at or after ``value`` in a column that only grows."""
+        length = bisect.bisect_left(self._columns[name], value)
+        for column in self._columns.values():
+            del column[length:]
+
+
+@dataclass
+class Run:
+    """*Units*: seconds of training since the first `join`; the pauses before resuming are left out."""
+
+    name: str
+    join: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    steps: Columns = field(default_factory=lambda: Columns(*STEP, "sent_bytes"))
+    epochs: Columns = field(default_factory=lambda: Columns(*EPOCH))
+    usage: Columns = field(default_factory=lambda: Columns(*USAGE))
+    hints: list[str] = field(default_factory=list)
+    resumed: list[tuple[float, float]] = field(default_factory=list)  # (step, time_s) of each join after the first
+    end: str = ""
+    time_s: float = 0.0
+    num_redone: int = 0  # steps done before and lost with a process
+    num_checkpoints: int = 0
+
+    def column(self, rows: str, name: str) -> NDArray[np.float64]:
+        """Of "steps", "epochs" or "usage"; also ``samples_per_s`` of steps and ``memory_bytes`` of usage."""
+        columns: Columns = getattr(self, rows)
+        if name == "samples_per_s":
+            with np.errstate(divide="ignore", invalid="ignore"):
+                return columns["weight"] / columns["seconds"]
+        if name == "memory_bytes":
+            return _held(columns["pss_bytes"]) if columns.has("pss_bytes") else columns["rss_bytes"]
+        return columns[name]
+
+
+def load(folder: Path, name: str = "") -> Run:
+    """Reads a run once, line by line. Raises ValueError as `record.events` does."""
+    run = Run(name or folder.resolve().name)
+    clock, last_step = _Clock(), -1.0
+    for event in events(folder):
+        kind = event["event"]
+        time_s = clock.read(kind, event["time"])
+        if kind == "step":
+            step = event.get("step")
+            if not isinstance(step, int):
+                continue
+            if step <= last_step:
+                run.num_redone += len(run.steps)
+                run.steps.cut("step", step)
+                run.epochs.cut("step", step)
+                run.num_redone -= len(run.steps)
+            last_step = step
+            run.steps.add(time_s, event)
+        elif kind == "epoch":
+            run.epochs.add(time_s, {**event, "step": last_step, **_means(event)})
+        elif kind == "usage":
+            run.usage.add(time_s, {**event, **_cores(event), **_gpu_sums(event.get("gpus") or [])})
+        elif kind == "join":
+            if run.join:
+                run.resumed.append((last_step, time_s))
+            run.join, run.end = event, ""
+        elif kind == "plan":
+            run.plan = event
+        elif kind == "end":
+            run.end = str(event.get("reason", "finished"))
+        elif kind == "hint" and str(event.get("text")) not in run.hints:
+            run.hints.append(str(event.get("text")))
+        elif kind == "checkpoint":
+            run.num_checkpoints += 1
+    run.time_s = clock.now
+    return run
+
+
+class _Clock:
+    """Wall time without the pauses: what lies between the last sign of a session and the next `join` is cut out."""
+
+    def __init__(self) -> None:
+        self.start: float | None = None
+        self.now = 0.0
+
+    def read(self, kind: str, time: float) -> float:
+        if kind in ("plan", "hint"):
+            return self.now
+        if self.start is None:
+            self.start = time
+        if kind == "join":
+            self.start = time - self.now
+        self.now = max(self.now, time - self.start)  # clocks are set back at times
+        return self.now
+
+
+def _means(event: Mapping[str, Any]) -> dict[str, float]:
+    """An epoch's loss and accuracy, where it gives sums."""
+    rows = event.get("rows") or 0
+    sums = {"loss": event.get("loss_sum"), "accuracy": event.get("right")}
+    return {name: total / rows for name, total in sums.items() if rows and total is not None and name not in event}
+
+
+def _cores(event: Mapping[str, Any]) -> dict[str, float]:
+    """How many cores were busy: percent of one core, and of all of them, on one scale."""
+    run, machine, num_cores = (
+        event.get("cpu_percent"),
+        event.get("machine_cpu_percent"),
+        len(event.get("core_percents") or ()),
+    )
+    found = {"run_cores": run / 100} if run is not None else {}
+    return found | ({"machine_cores": machine / 100 * num_cores} if machine is not None and num_cores else {})
+
+
+def _gpu_sums(gpus: list[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean utilisation and the memory of all GPUs of a node."""
+    percents = [gpu["percent"] for gpu in gpus if "percent" in gpu]
+    sums = {"gpu_percent": sum(percents) / len(percents)} if percents else {}
+    return sums | ({"gpu_memory_bytes": sum(gpu.get("memory_used_bytes", 0) for gpu in gpus)} if gpus else {})
+
+
+def _held(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each gap filled with the value before it."""
+    return values[np.maximum.accumulate(np.where(np.isfinite(values), np.arange(len(values)), 0))]

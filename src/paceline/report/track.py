@@ -1,0 +1,226 @@
+"""A record is passed on to a tracker, while it grows or afterwards: TensorBoard, MLflow, Weights & Biases.
+
+Training knows nothing of this: it writes its record, and whoever likes follows it, from this process or another one.
+Each number of an event becomes a scalar named ``event/field``, such as ``step/loss`` or ``usage/cpu_percent``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.report.record import NAME, events, parse
+
+PROJECT = "paceline"
+BATCH = 1000  # metrics that MLflow takes at once
+TOLD = ("step", "epoch", "usage", "checkpoint")
+
+
+class Tracker(Protocol):
+    """What a follower needs of a tracker. ``rewind`` is called when a resumed run does a step again."""
+
+    def describe(self, facts: Mapping[str, Any]) -> None: ...
+    def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None: ...
+    def rewind(self, step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, quiet_s: float | None = None) -> int:
+    """Passes a run's record on. Returns how many scalars were told.
+
+    ``live`` goes on until the run's `end` event, or until nothing has come for ``quiet_s`` seconds. Where it goes:
+    TensorBoard to the run's folder "tensorboard"; MLflow to MLFLOW_TRACKING_URI, W&B as WANDB_MODE says, both under
+    the project "paceline" unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT name another.
+
+    *Raises* ValueError for an unknown tracker, one whose package is missing, and as `record.events` does.
+    """
+    if tracker not in TRACKERS:
+        near = difflib.get_close_matches(tracker.lower(), [*TRACKERS, *ALIASES], n=1)
+        hint = f"; did you mean {ALIASES.get(near[0], near[0])!r}?" if near else ""
+        raise ValueError(f"no tracker named {tracker!r}; known: {', '.join(TRACKERS)}{hint}")
+    source = _tail(run, poll_s, quiet_s) if live else iter(events(run))
+    first = next(source, None)  # a folder without a record is told before a tracker is opened
+    sink, last, told = TRACKERS[tracker](run), -1, 0
+    try:
+        for event in itertools.chain([first], source):
+            if event is None:
+                sink.flush()
+            else:
+                last, count = _tell(sink, event, last)
+                told += count
+    finally:
+        sink.close()
+    return told
+
+
+def _tell(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]:
+    """Returns the last step, and how many scalars there were."""
+    kind = event["event"]
+    if kind in ("join", "plan"):
+        sink.describe({f"{kind}/{key}": value for key, value in event.items() if key not in ("event", "time")})
+    if kind not in TOLD:
+        return last, 0
+    if kind == "step" and isinstance(event.get("step"), int):
+        if event["step"] <= last:
+            sink.rewind(event["step"])
+        last = event["step"]
+    values = {f"{kind}/{name}": value for name, value in _numbers(event).items()}
+    if values:
+        sink.scalars(values, max(0, last), event["time"])
+    return last, len(values)
+
+
+def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in event.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "time"):
+            found[name] = float(value)
+    for gpu in event.get("gpus") or ():
+        found |= {f"gpu{gpu.get('gpu', 0)}_{name}": float(value) for name, value in gpu.items() if name != "gpu"}
+    if found.get("weight") and found.get("seconds"):
+        found["samples_per_s"] = found["weight"] / found["seconds"]
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _tail(run: Path, poll_s: float, quiet_s: float | None) -> Iterator[dict[str, Any] | None]:
+    """Whole lines as they come; None when there is nothing new."""
+    path, number, seen = run / NAME, 0, time.monotonic()
+    if not path.is_file():
+        next(events(run))  # says what is missing
+    with path.open("rb") as file:
+        while True:
+            start = file.tell()
+            line = file.readline()
+            if line.endswith(b"\n"):
+                number, seen = number + 1, time.monotonic()
+                event = parse(line, f"{path}, line {number}")
+                yield event
+                if event["event"] == "end":
+                    return
+                continue
+            file.seek(start)
+            yield None
+            if quiet_s is not None and time.monotonic() - seen > quiet_s:
+                return
+            time.sleep(poll_s)
+
+
+class TensorBoard:
+    """Event files in the run's folder "tensorboard"; `tensorboard --logdir RUN` shows them."""
+
+    def __init__(self, run: Path):
+        self._package = _package("tensorboard", "TensorBoard", "torch.utils.tensorboard")
+        self._folder = str(run / "tensorboard")
+        self._writer = self._package.SummaryWriter(self._folder)
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            self._writer.add_text(name, f"    {value}")
+
+    def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=time_s)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._package.SummaryWriter(self._folder, purge_step=step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflow:
+    """Metrics and parameters of one MLflow run, named as the run's folder."""
+
+    def __init__(self, run: Path):
+        package = _package("mlflow-skinny", "MLflow", "mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        try:
+            self._client = package.MlflowClient()
+            known = self._client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else self._client.create_experiment(name)
+            self._id = self._client.create_run(experiment, run_name=run.resolve().name).info.run_id
+        except package.exceptions.MlflowException as error:
+            raise ValueError(f"MLflow does not take the run: {error}; set MLFLOW_TRACKING_URI to its server") from error
+        self._waiting: list[Any] = []
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            # a parameter may be set once, and a resumed run joins again; a tag may be set anew
+            self._client.set_tag(self._id, name, str(value)[:5000])
+
+    def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        self._waiting += [self._entities.Metric(name, v, int(1000 * time_s), step) for name, v in values.items()]
+        if len(self._waiting) >= BATCH:
+            self.flush()
+
+    def rewind(self, step: int) -> None:
+        """MLflow keeps both values of a step; the later one is the one with the later time."""
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self._id, self._waiting[:BATCH])
+            del self._waiting[:BATCH]
+
+    def close(self) -> None:
+        self.flush()
+        self._client.set_terminated(self._id)
+
+
+class WandB:
+    """A Weights & Biases run, named as the run's folder; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, run: Path):
+        package = _package("wandb", "Weights & Biases", "wandb")
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        settings = package.Settings(console="off", x_disable_stats=True, silent=True)
+        try:
+            self._run = package.init(project=project, name=run.resolve().name, dir=str(run), settings=settings)
+        except package.Error as error:
+            raise ValueError(f"W&B does not take the run: {error}; `wandb login`, or set WANDB_MODE=offline") from error
+        # its own step may only grow; ours goes back when a run is resumed
+        self._run.define_metric("*", step_metric="at_step")
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(facts), allow_val_change=True)
+
+    def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+        self._run.log({**values, "at_step": step, "at_time": time_s})
+
+    def rewind(self, step: int) -> None:
+        """W&B draws both values of a step, the later one later."""
+
+    def flush(self) -> None:
+        """W&B sends by itself."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[TensorBoard] | type[MLflow] | type[WandB]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WandB,
+}
+ALIASES = {"w&b": "wandb", "weights & biases": "wandb", "tb": "tensorboard"}
+
+
+def _package(package: str, name: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{name} needs the package {package}, which is not installed here ({error}); pip install 'paceline[track]'"
+        ) from error
