@@ -1,4 +1,4 @@
-"""A run over night, small: goes on from what is kept, saves now and then, says each step: night.py FOLDER [SLOW_STEP]."""
+"""A small run over night: goes on from what is kept, saves now and then, says each step: night.py FOLDER [SLOW]."""
 
 import os
 import sys
