@@ -119,11 +119,11 @@ class Pace:
             self.witness.begin(engine.state())
         seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
-        self.form = examine.asked()
         if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
         self.epochs = 0
-        self.record = Record(folder if self.leader and not self.stopwatch else None)
+        self.form = examine.asked()
+        self.record = Record(folder if self.leader and not self.stopwatch and not self.form else None)
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
