@@ -99,3 +99,9 @@ def test_the_table_shows_prediction_beside_measurement_and_leaves_empty_columns_
     page = Console(file=io.StringIO(), width=200)
     page.print(table(Plan("sequential", rows=(Row("sequential", reason="chosen"),))))
     assert "memory" not in page.file.getvalue()
+
+
+def test_an_error_that_looks_like_markup_is_shown_as_it_is():
+    page = Console(file=io.StringIO(), width=60, soft_wrap=True)
+    page.print(table(Plan("sequential", rows=(Row("sequential", reason="failed: of the form name[:k][/inner]"),))))
+    assert "name[:k][/inner]" in page.file.getvalue()

@@ -225,6 +225,13 @@ def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
     assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
 
 
+def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():
+    """Reading the weights costs the same however many rows there are: 20 ms here, and 10 ms a row."""
+    times = {**MADE_UP.layers_s, "1/4/1//0": 0.06}
+    profile = dataclasses.replace(MADE_UP, layers_s=times)
+    assert predicted_s("sequential", profile, 2) == pytest.approx(0.34 * 1.2 + 0.04 + 0.002 + STEP_S)
+
+
 def test_a_profile_round_trips_and_a_setting_too(tmp_path):
     MADE_UP.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == MADE_UP

@@ -98,7 +98,7 @@ class _Examination:
         copies = Copies(
             most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
         )
-        whole_s, base = self._whole(settings[0].factors)
+        whole_s, base = self._base(settings[0].factors)
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
@@ -109,7 +109,6 @@ class _Examination:
             print(f"paceline: copies not timed: {error}", file=sys.stderr)
         finally:
             copies.close()
-        self._alone(base)
         for one in settings:
             scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
             if one.copies == 1 and not scaled and self.spent < 1:
@@ -209,31 +208,36 @@ class _Examination:
             copies.ask(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
-    def _whole(self, factors: bool) -> tuple[float, Setting]:
-        """The model as it is, at one thread; from part of the batch where the whole takes long."""
+    def _base(self, factors: bool) -> tuple[float, Setting]:
+        """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
+        probe = max(1, self.job.rows // 8)
+        self._step(probe, factors)
+        about_s = self._step(probe, factors) * self.job.rows / probe
+        whole = about_s < self.budget_s / 15 or self.job.rows < 8
+        base = Setting(1, self.job.rows if whole else self.job.rows // 4, factors=factors)
+        layers = self._record(base)
+        taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
+        self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
+        if not whole:  # a second point, for the line through both
+            self._alone(Setting(1, base.rows // 2, factors=factors))
+        return typical([one for one, _ in taken]), base
+
+    def _step(self, rows: int, factors: bool) -> float:
+        """Forward and backward at one thread, without the gradients that the update makes from factors."""
         torch.set_num_threads(1)
         weights = [p for p in self.parameters.values() if p.requires_grad]
-        absorbed = self._absorbed(Setting(1, self.job.rows, factors=factors))
-        kept = [p for p in weights if id(p) not in absorbed]
+        absorbed = self._absorbed(Setting(1, rows, factors=factors))
+        batch = part(self.job.batch, rows, self.job.rows)
         for p in weights:
             p.requires_grad_(id(p) not in absorbed)
-
-        def step(rows: int) -> float:
-            batch = part(self.job.batch, rows, self.job.rows)
+        try:
             start = now(weights)
+            kept = [p for p in weights if p.requires_grad]
             torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
             return now(weights) - start
-
-        try:
-            probe = max(1, self.job.rows // 8)
-            step(probe)
-            about_s = step(probe) * self.job.rows / probe
-            rows = self.job.rows if about_s < self.budget_s / 12 else max(1, self.job.rows // 4)
-            whole_s = typical(passes(lambda: step(rows), self.budget_s / 8))
         finally:
             for p in weights:
                 p.requires_grad_(True)
-        return whole_s, Setting(1, rows, factors=factors)
 
     def _update_s(self, facts: Facts) -> dict[str, float]:
         rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing

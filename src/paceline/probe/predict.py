@@ -11,6 +11,8 @@ A setting that was not timed is the plain one of its engine, times what its word
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.probe.profile import Profile, Setting
 from paceline.probe.rows import Way, split
 
@@ -53,10 +55,21 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
             if other.words == setting.words and elsewhere in found and plain_s:
                 return plain_s * worded_s / found[elsewhere]
         return None
-    if setting.threads == 1 and profile.base in found:
-        base = _setting(profile.base)
-        return found[profile.base] * setting.rows / base.rows if base.factors == setting.factors else None
-    return None
+    return _line_s(setting, found) if setting.threads == 1 else None
+
+
+def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
+    """One thread on more rows than were timed: along the line through the fewest and the most of them."""
+    alike = replace(setting, copies=1)
+    points = sorted(
+        (other.rows, found[key]) for key in found if replace(other := _setting(key), rows=setting.rows) == alike
+    )
+    if not points:
+        return None
+    (low, low_s), (high, high_s) = points[0], points[-1]
+    if low == high:
+        return high_s * setting.rows / high
+    return high_s + (high_s - low_s) * (setting.rows - high) / (high - low)
 
 
 def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float:

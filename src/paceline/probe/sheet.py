@@ -155,6 +155,7 @@ def table(plan: Plan) -> Table:
     """For a terminal: one line per row, the reason last. Columns without a single value are left out."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else form.format(value)
@@ -178,7 +179,7 @@ def table(plan: Plan) -> Table:
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     drawn = Table(*kept, box=None, pad_edge=False)
     for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*cells)
+        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
     # never cut short: on a narrow terminal a long line is better than half a name
     drawn.width = Console(width=1000).measure(drawn).maximum
     return drawn
