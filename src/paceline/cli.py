@@ -88,7 +88,9 @@ def train(
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave unreadable images out.")] = False,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal runs.")] = 0,
     out: OutOption = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for; --epochs may be more.")
+    ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
@@ -106,6 +108,8 @@ def train(
     asked: dict[str, Any] = {**locals(), "json": as_json}
     given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
     settings = Settings.read(resume) if resume else Settings(**given)
+    if resume and epochs:
+        settings.epochs = epochs
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if "RANK" in os.environ:
         from paceline import train as job

@@ -113,8 +113,9 @@ def run(settings: Settings) -> dict[str, Any]:
     with pace:
         shape = list(net.input or (GREY if settings.data is None else COLOUR))
         pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
-        if pace.folder:
-            pace.restore()
+        if pace.folder and pace.restore() and pace.leader and not settings.json:
+            left = "nothing is left to do" if pace.epoch >= epochs else f"epoch {pace.epoch + 1} of {epochs} is next"
+            print(f"resumed after step {pace.loop.num_steps}: {left}")
         result = _epochs(pace, train, test, epochs, batch_size, settings)
         if pace.folder:
             pace.export(pace.folder / "weights.safetensors")
