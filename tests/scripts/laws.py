@@ -9,7 +9,7 @@ import cases
 
 def main(folder, rows, *tables):
     for table in tables:
-        for name, case in cases.TABLES[table].items():
+        for name, case in tables.TABLES[table].items():
             if case.alone:
                 continue
             result = case.train(int(rows))
