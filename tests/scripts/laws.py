@@ -7,8 +7,8 @@ from pathlib import Path
 import cases
 
 
-def main(folder, rows, *tables):
-    for table in tables:
+def main(folder, rows, *chosen):
+    for table in chosen:
         for name, case in tables.TABLES[table].items():
             if case.alone:
                 continue
