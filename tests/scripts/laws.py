@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import cases
+import tables
 
 
 def main(folder, rows, *chosen):
