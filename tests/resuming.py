@@ -117,7 +117,6 @@ KINDS = {
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), options={"precision": "fp16"}, scale=2.0**23, drop=0.2
     ),
 }
-STATEFUL = ("momentum", "adam", "one cycle", "nadam", "adafactor", "fp16")
 
 
 def same(one: Run, other: Run) -> bool:

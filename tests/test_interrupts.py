@@ -203,7 +203,7 @@ def test_a_full_disk_is_one_clear_error_for_all_and_costs_nothing_kept(tmp_path)
         assert len(lines) == 1, done.stderr
         assert re.search(
             r"^paceline: cannot write the checkpoint of step 4 to \S+: No space left on device; it needs [\d,]+ bytes, "
-            r"[\d,]+ are free; checkpoint-00000003 is whole, as it was; make room or choose another folder$",
+            r"[\d,]+ are free; checkpoint-00000003 is untouched; make room or choose another folder$",
             lines[0],
         )
         found = checkpoint.read_newest(run)

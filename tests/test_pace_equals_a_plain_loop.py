@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import cases
+import tables
 from launching import launch
 from nodes import gap
 
-ALL = [(table, name) for table in ("model", "optimizer") for name in cases.TABLES[table]]
+ALL = [(table, name) for table in ("model", "optimizer") for name in tables.TABLES[table]]
 IN_PARALLEL = ("lstm", "attention", "convolutions", "micro-batches of factors", "dropout", "AdamW")
 ONE = [("sequential", 1, *pair) for pair in ALL] + [("threads:2", 2, *pair) for pair in ALL if pair[1] in IN_PARALLEL]
 
@@ -39,7 +40,7 @@ def same(got, want, tolerance):
 
 @pytest.mark.parametrize(("engine", "threads", "table", "name"), ONE)
 def test_one_process(engine, threads, table, name):
-    case = cases.TABLES[table][name]
+    case = tables.TABLES[table][name]
     got = case.train(16, engine)  # a power of two: dividing by it is exact
     torch.set_num_threads(threads)
     want = case.plain(16)
@@ -48,11 +49,11 @@ def test_one_process(engine, threads, table, name):
     same(got, want, 1e-12 if sums_anew or own_update else 0)
 
 
-@pytest.mark.parametrize(("table", "name"), [(t, n) for t, n in ALL if not cases.TABLES[t][n].alone])
+@pytest.mark.parametrize(("table", "name"), [(t, n) for t, n in ALL if not tables.TABLES[t][n].alone])
 def test_two_processes(trained, table, name):
     said = json.loads((trained / f"{table} {name}.json").read_text())
     said["weights"] = load_file(trained / f"{table} {name}.safetensors")
-    same(said, cases.TABLES[table][name].plain(21), 1e-10)
+    same(said, tables.TABLES[table][name].plain(21), 1e-10)
 
 
 def test_factors_were_used(trained):
@@ -61,4 +62,4 @@ def test_factors_were_used(trained):
 
 
 def test_every_optimizer_of_torch_is_here():
-    assert len(cases.OPTIMIZERS) >= 13
+    assert len(tables.OPTIMIZERS) >= 13

@@ -10,9 +10,6 @@ from torch.nn import functional as F
 import paceline
 import resuming
 from launching import launch
-from paceline.engine import processes, sequential
-
-WHOLE = processes.Engine.optimizer_state is not sequential.Engine.optimizer_state
 
 
 @pytest.mark.parametrize("name", resuming.KINDS)
@@ -28,15 +25,12 @@ def test_from_every_step_of_two_threads(name, tmp_path):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resumed")
-    kinds = [name for name in resuming.KINDS if WHOLE or name not in resuming.STATEFUL]
-    launch("resumed.py", folder, *kinds, engine="processes:2")
+    launch("resumed.py", folder, *resuming.KINDS, engine="processes:2")
     return json.loads((folder / "faults.json").read_text())
 
 
 @pytest.mark.parametrize("name", resuming.KINDS)
 def test_from_every_step_of_two_processes(two_processes, name):
-    if name in resuming.STATEFUL and not WHOLE:
-        pytest.skip("the state of an optimizer divided among processes is not gathered here")
     assert two_processes[name] == []
 
 
@@ -101,9 +95,10 @@ def test_a_checkpoint_of_another_job_is_refused_by_name(kept, changed, words):
 def test_other_groups_are_refused(kept):
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
-    with paceline.join(model, optimizer, F.cross_entropy, batch_size=8) as pace:
-        with pytest.raises(ValueError, match="is of another optimizer: .*parameter group"):
-            pace.restore(kept)
+    pace = paceline.join(model, optimizer, F.cross_entropy, batch_size=8)
+    with pytest.raises(ValueError, match=r"is of another optimizer: .*parameter group"):
+        pace.restore(kept)
+    pace.close()
 
 
 def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):

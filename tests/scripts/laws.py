@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import cases
+import tables
 
 
-def main(folder, rows, *tables):
-    for table in tables:
-        for name, case in cases.TABLES[table].items():
+def main(folder, rows, *chosen):
+    for table in chosen:
+        for name, case in tables.TABLES[table].items():
             if case.alone:
                 continue
             result = case.train(int(rows))

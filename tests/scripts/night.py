@@ -35,7 +35,7 @@ def train(folder, slow=0, pause_s=0.0, engine=None, epochs=EPOCHS, every=EVERY):
     (folder / f"pid.{os.environ.get('RANK', '0')}").write_text(str(os.getpid()))
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 128), nn.Linear(128, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 0.2, total_steps=epochs * COUNT // ROWS, cycle_momentum=False
     )
