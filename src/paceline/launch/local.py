@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def num_processes(engine: str) -> int:
     """Of an engine like "processes:4" or "processes:2/stages:2"."""
-    head = engine.partition("/")[0]
+    head = engine.partition("+")[0].partition("/")[0]
     name, _, count = head.partition(":")
     if name != "processes":
         return 1
