@@ -107,13 +107,23 @@ def train(
     """
     asked: dict[str, Any] = {**locals(), "json": as_json}
     given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
-    settings = Settings.read(resume) if resume else Settings(**given)
-    if resume and epochs:
-        settings.epochs = epochs
+    settings = Settings(**given)
+    if resume:
+        if other := settings.others_than("epochs", "json"):
+            raise ValueError(
+                f"--resume goes on as the run was asked for; beside it --epochs, --plan and --json may be given, not "
+                f"{', '.join(other)}"
+            )
+        settings = dataclasses.replace(Settings.read(resume), json=as_json)
+        settings.epochs = epochs or settings.epochs
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
+    if out.exists() and not resume and any(out.glob("checkpoint-*")):
+        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
     if "RANK" in os.environ:
         from paceline import train as job
 
+        if os.environ["RANK"] == "0":
+            settings.write(out)
         os.environ["PACELINE_FOLDER"] = str(out)
         if plan != "auto":
             os.environ["PACELINE_ENGINE"] = _row(plan)
@@ -122,9 +132,7 @@ def train(
     command = ["-m", "paceline.train", settings.to_json()]
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
-    made = _made(command, plan, settings.fidelity, quiet=settings.json)
-    if out.exists() and not resume and any(out.glob("checkpoint-*")):
-        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    made = _made(command, plan, settings.fidelity, settings, settings.json)
     settings.write(out)
     raise typer.Exit(_start(command, made, out, quiet=settings.json))
 
@@ -347,7 +355,9 @@ def bench(
         console.print(f"record: {out}")
 
 
-def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -> Plan:
+def _made(
+    command: list[str], wanted: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
+) -> Plan:
     """The plan asked for: a file's, a row by itself, the one kept for this command, or a new one."""
     if wanted != "auto":
         return Plan.read(wanted) if Path(wanted).is_file() else Plan(_row(wanted), "as asked for")
@@ -361,6 +371,10 @@ def _made(command: list[str], wanted: str, fidelity: str, quiet: bool = False) -
     if stale:
         screen.print(f"{stale}; measuring again")
     if made is None:
+        if settings:
+            from paceline.train import check
+
+            check(settings)  # before anything is measured; with a plan at hand, the run itself does
         with Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:

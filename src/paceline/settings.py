@@ -78,6 +78,10 @@ class Settings:
     def model_name(self) -> str:
         return self.model or ("small" if self.data is None else "alexnet")
 
+    def others_than(self, *names: str) -> list[str]:
+        """The options that differ from their defaults, besides these."""
+        return [option(name) for name in json.loads(self.to_json()) if name not in names]
+
     def to_json(self) -> str:
         """What differs from the defaults."""
         plain = dataclasses.asdict(self)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from paceline import schedule
+from paceline import find, schedule
 from paceline.contract import Ballot
 from paceline.data import advise, images, sample
 from paceline.data.pictures import Pictures
@@ -54,7 +54,8 @@ def check(settings: Settings) -> None:
             torch.empty(0, device=settings.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {settings.device}: {str(error).splitlines()[0]}; use auto or cpu") from None
-    sources(settings)
+    for room in ("exchange", "codec"):
+        find.parse(room, getattr(settings, room))
 
 
 def num_right(output: Tensor, target: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ def make_optimizer(settings: Settings, net: Network, model: torch.nn.Module, bat
 
 def run(settings: Settings) -> dict[str, Any]:
     """Trains in this process, as one of however many there are. Returns what came of it."""
+    check(settings)
     net = network(settings.model_name)
     train, test = sources(settings)
     torch.manual_seed(settings.seed)
