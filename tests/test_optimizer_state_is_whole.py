@@ -94,7 +94,7 @@ def same(one, other):
     ("what", "words"),
     [
         ("coupled", r"ValueError: optimizer Clipping .*cannot be divided among \d processes.*threads:k"),
-        ("closure", r"ValueError: optimizer LBFGS .*closure"),
+        ("closure", r"ValueError: .*LBFGS computes the loss several times per step"),
         ("group", r"ValueError: a parameter group was added after join\(\).*before join"),
         ("groups", r"ValueError: the optimizer has groups of \[6\] parameters, the state to load is of \[1\]"),
         ("alone", r".*: local rank 0 is gathering the optimizer's state, local rank \d is at .*every process"),

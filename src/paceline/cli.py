@@ -372,9 +372,10 @@ def _made(
         screen.print(f"{stale}; measuring again")
     if made is None:
         if settings:
-            from paceline.train import check
+            from paceline.train import check, sources
 
-            check(settings)  # before anything is measured; with a plan at hand, the run itself does
+            check(settings)
+            sources(settings)  # before anything is measured; with a plan at hand, the run itself does
         with Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
