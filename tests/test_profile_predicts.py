@@ -235,7 +235,7 @@ def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():
 def test_a_profile_round_trips_and_a_setting_too(tmp_path):
     MADE_UP.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == MADE_UP
-    assert str(Setting.of(split("processes:2+fused+bf16", 4), 9, True)) == "2/5/2/bf16/0"
+    assert str(Setting.of(split("processes:2+fused+bf16", 4), 9, True)) == "2/5/2/bf16/1"
     assert str(Setting.of(split("threads:4", 4), 9, True)) == "4/9/1//1"
 
 

@@ -51,7 +51,7 @@ class Engine(contract.Engine):
     ) -> None:
         refuse_closures(optimizer)
         solidify(model)
-        self.absorbs = takes_factors(optimizer) and self.numerics.precision == "fp32"
+        self.absorbs = takes_factors(optimizer)
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.numerics.prepare(model, optimizer)

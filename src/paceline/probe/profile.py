@@ -35,8 +35,7 @@ class Setting:
     @classmethod
     def of(cls, way: Way, rows: int, absorbs: bool) -> Setting:
         words = tuple(word for word in way.words if word in ("bf16", "fp16", "channels_last"))
-        factors = absorbs and not {"bf16", "fp16"} & set(words)
-        return cls(way.threads, -(-rows // way.copies), way.copies, words, factors)
+        return cls(way.threads, -(-rows // way.copies), way.copies, words, absorbs)
 
     def __str__(self) -> str:
         return "/".join(map(str, (self.threads, self.rows, self.copies, "+".join(self.words), int(self.factors))))
