@@ -53,7 +53,7 @@ def test_without_a_clip_the_gradient_is_whole():
     want, facts = own_loops.several_plain(clip=False)
     assert said["losses"] == pytest.approx(facts["losses"], rel=1e-12)
     assert gap(weights, want) < 1e-12
-    assert said["norms"] == [None] * 4
+    assert all(norm > 0 for norm in said["norms"])
 
 
 def judged(said, num_processes):

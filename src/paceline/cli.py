@@ -324,7 +324,10 @@ def verify(
 
 @app.command(name="list")
 def list_() -> None:
-    """Every engine, exchange, codec, link and model: one line each."""
+    """Every engine, exchange, codec, link and model: one line each.
+
+    Example: paceline list
+    """
     for room in find.ROOMS:
         for name in find.names(room):
             print(f"{room:10}{name:14}{find.describe(room, name)}")

@@ -245,8 +245,8 @@ class Engine:
         """False if ``rule.check`` found the gradient not finite: nothing was changed."""
         raise NotImplementedError
 
-    def diagnose(self, batch: Any) -> str:
-        """Where in the forward pass over ``batch`` numbers first cease to be finite; empty if nowhere."""
+    def diagnose(self, batch: Any, backward: bool = False) -> str:
+        """Where in the forward pass over ``batch``, or backward, numbers first cease to be finite; empty if nowhere."""
         return ""
 
     def snapshot(self) -> Any:

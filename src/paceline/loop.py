@@ -84,7 +84,7 @@ class Loop:
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
-            if not self.engine.update(agreement, Rule(scale, self.clip, self.scaler.moves)):
+            if not self.engine.update(agreement, Rule(scale, self.clip, check=True)):
                 agreement.verdict = Verdict.SKIP
                 if not self.scaler.can_shrink:
                     raise self._lost(batch, ballot, kept, "gradient")
@@ -121,7 +121,7 @@ class Loop:
     def _lost(self, batch: Any, ballot: Ballot, kept: Any, what: str) -> NotFinite:
         """The step has never been; looking for the cause computes it again, and leaves no trace either."""
         self.engine.rollback(kept)
-        found = self.engine.diagnose(batch.share(self.seat))
+        found = self.engine.diagnose(batch.share(self.seat), backward=what == "gradient")
         self.engine.rollback(kept)
         mine = f"{found} ({self.who})".encode() if found else b""
         first = next((words.decode() for words in self.exchange.gather(mine) if words), "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import json
 import os
@@ -86,8 +87,9 @@ class Pace:
         self.stopwatch = Stopwatch.of_environment(self.leader)
         self.form = examine.asked()
         self.asked_epochs = 0
-        watched = self.stopwatch or self.form or self.witness
-        self.record = Record(folder if self.leader and not watched else None)
+        # a trial, a profile or a comparison: the user's run is neither read nor written
+        self.watched = bool(self.stopwatch or self.form or self.witness)
+        self.record = Record(folder if self.leader and not self.watched else None)
         if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
@@ -104,7 +106,7 @@ class Pace:
         self._resumed = False
         self._own: OwnStep | None = None
         self._usage: Usage | None = None
-        self._interrupt = Interrupt(self._heard) if folder and not watched else None
+        self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
         if link:
             atexit.register(_leave, link)
 
@@ -264,7 +266,7 @@ class Pace:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradient before clipping, where it was clipped."""
+        """The global norm of the last step's gradient, before clipping."""
         return self.engine.norm
 
     # what must happen once, everywhere, or be counted once
@@ -299,16 +301,18 @@ class Pace:
             raise other
         return result
 
-    def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int = 256) -> Any:
+    def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int | None = None) -> Any:
         """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
 
-        ``metric(output, target)`` is a sum over rows, a (sum, weight), or a dict of these. Every process must call it,
+        ``metric(output, target)`` is a sum over rows, a (sum, weight), or a dict of these. ``rows`` go through the
+        model at a time: by default as many as in a step, which is known to fit. Every process must call it,
         as every process must call `step` and `save`.
         """
         metric = metric or self.job.metric
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.exchange.spread(self.engine.buffers)
+        rows = rows or max(1, self.job.batch_size // (self.world.num_nodes * self.world.local_size))
         return evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
 
     # what is kept
@@ -319,6 +323,8 @@ class Pace:
         Written whole or not at all, to ``folder`` (the run's by default). Returns its path in the leader.
         """
         run = self._run_folder(folder, "save")
+        if self.watched:
+            return None
         self.exchange.spread(self.engine.buffers)
         state = resume.state(self)
         step = self.loop.num_steps
@@ -337,6 +343,8 @@ class Pace:
         Raises ValueError for a checkpoint of another model or a damaged one, naming what differs.
         """
         run = self._run_folder(folder, "restore")
+        if self.watched:
+            return False
         one = checkpoint.NAME.fullmatch(run.name) is not None
         kept = checkpoint.read(run) if one else checkpoint.read_newest(run)
         steps = [json.loads(words) for words in self.exchange.gather(json.dumps(kept and kept.step).encode())]
@@ -356,6 +364,8 @@ class Pace:
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
+        if self.watched:
+            return
         self.exchange.spread(self.engine.buffers)
         self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
@@ -380,11 +390,14 @@ class Pace:
 
     def close(self, reason: str = "finished") -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
+        late, self.loop.stop = self.loop.stop, 0
         self._leave(reason)
         self.exchange.close()
         self.engine.close()
         if self.link:
             self.link.close()
+        if late and reason == "finished":
+            raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended
 
     def _leave(self, reason: str) -> None:
         if self._interrupt:
@@ -403,7 +416,9 @@ class Pace:
         if kind is None:
             self.close()
         elif not isinstance(error, Stopped):
-            self._leave(f"{kind.__name__}: {error}")  # the others hear of it as this process ends
+            self._leave(f"{kind.__name__}: {error}")
+            with contextlib.suppress(Exception):
+                self.engine.close()  # its sockets tell the others
 
 
 def _leave(link: contract.Link) -> None:

@@ -52,8 +52,12 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         job.scheduler.load_state_dict(said["schedule"])
     if pace.loop.scaler.moves and said["scaler"]["moves"]:
         vars(pace.loop.scaler).update(said["scaler"])
-    if pace.world.local_rank == 0:
-        pace.exchange.load(said["exchange"])
+    if said["plan"] == pace.row and said["exchange"]:
+        # what a codec remembers is rank 0's alone: the other nodes begin without
+        kept_there = {
+            name: value for name, value in said["exchange"].items() if pace.world.node == 0 or name != "memory"
+        }
+        pace.exchange.load(kept_there)
     place = pace.world.node * pace.world.local_size + pace.world.local_rank
     if len(said["random"]) == pace.world.num_nodes * pace.world.local_size:
         randomness.set_state(randomness.of_json(said["random"][place]))

@@ -92,6 +92,11 @@ def join(
     parts[0].accumulate = accumulate
     if forward:
         parts[0].forward = forward
+    if parts[0].numerics.precision == "fp16" and codec not in ("none", "half"):
+        raise ValueError(
+            f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
+            f"or codec 'none'"
+        )
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
     folder = folder or os.environ.get("PACELINE_FOLDER")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,15 @@ class Settings:
 
     def write(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        (run / "settings.json").write_text(self.to_json() + "\n")
+        path = run / "settings.json"
+        if path.exists() and path.read_text() == self.to_json() + "\n":
+            return
+        aside = path.with_name(f"settings.{os.getpid()}.part")
+        try:
+            aside.write_text(self.to_json() + "\n")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, run: Path) -> Settings:

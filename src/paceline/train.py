@@ -29,6 +29,7 @@ from paceline.session import join
 from paceline.settings import Settings
 
 GREY, COLOUR = (1, 28, 28), (3, 224, 224)  # the sample's images, and everybody else's
+_met: list[bool] = []
 RATES = {"adam": 0.001, "adamw": 0.001}
 
 
@@ -112,6 +113,7 @@ def run(settings: Settings) -> dict[str, Any]:
         exchange=settings.exchange,
         keep=settings.keep,
     )
+    _met.append(True)
     with pace:
         shape = list(net.input or (GREY if settings.data is None else COLOUR))
         pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
@@ -129,7 +131,10 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
     console = Console(quiet=quiet, highlight=False, soft_wrap=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     options: dict[str, Any] = {"transient": True, "disable": quiet or not sys.stdout.isatty(), "refresh_per_second": 4}
-    result: dict[str, Any] = {"test_accuracy": pace.facts.get("test_accuracy"), "epochs": pace.epoch}
+    result: dict[str, Any] = {"epochs": pace.epoch}
+    if pace.epoch and not pace.next_step:  # resumed where an epoch ended: its test may not have been made
+        result["test_accuracy"] = pace.evaluate(test)
+        console.print(f"epoch {pace.epoch}/{epochs}: test accuracy {result['test_accuracy']:.1%}")
     with Progress(*columns, console=console, **options) as progress:
         bar, tally = progress.add_task("first step", total=None), Tally()
         waited_s, begin, first = 0.0, time.perf_counter(), pace.loop.num_steps
@@ -144,16 +149,15 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
             done = batch.epoch * steps + batch.step + 1
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
             progress.update(bar, completed=done, total=epochs * steps, description=words)
-            if batch.ends_epoch:
-                accuracy = pace.evaluate(test)
-                result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}
-                pace.facts["test_accuracy"] = accuracy
-                pace.record.write("epoch", epoch=batch.epoch, **result)
-                console.print(f"{words}, test accuracy {accuracy:.1%}")
-                tally = Tally()
             every = settings.save_every
             if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
                 pace.save()
+            if batch.ends_epoch:
+                accuracy = pace.evaluate(test)
+                result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}
+                pace.record.write("epoch", epoch=batch.epoch, **result)
+                console.print(f"{words}, test accuracy {accuracy:.1%}")
+                tally = Tally()
     num_steps = pace.loop.num_steps - first
     if pace.leader and isinstance(train, Pictures) and num_steps:
         hint = _input_hint(train, waited_s / num_steps, (time.perf_counter() - begin) / num_steps, batch_size, settings)
@@ -203,7 +207,8 @@ def main() -> None:
     try:
         run(Settings.from_json(sys.argv[1] if len(sys.argv) > 1 else "{}"))
     except ValueError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # before the processes have met all say the same; later a fault may be in one process's rows alone
+        if os.environ.get("LOCAL_RANK", "0") == "0" or _met:
             sys.stderr.write(f"paceline: {error}\n")
         sys.exit(2)
 

@@ -56,6 +56,11 @@ class Engine(sequential.Engine):
                 f"engine 'processes:{self.num_processes}' needs as many processes on this node, LOCAL_WORLD_SIZE says "
                 f"{size}; start the script with: paceline run --engine processes:{self.num_processes} SCRIPT"
             )
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            raise ValueError(
+                f"engine 'processes:{size}' shares weights in the machine's own memory, but the model lies on "
+                f"{next(model.parameters()).device}; use one process per node for it, or a model on the CPU"
+            )
         self.seat = (rank, size)
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
         self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")

@@ -164,7 +164,12 @@ class Leader(_Relay):
         self.link = link
 
     def state(self) -> dict[str, Any]:
-        return self.exchange.state()
+        return {**self.exchange.state(), "forms": list(self._forms)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.exchange.load(state)
+        self._forms = list(state["forms"])
+        self._share_forms()
 
     def close(self) -> None:
         self.exchange.close()
@@ -215,6 +220,9 @@ class Follower(_Relay):
         for tensor, place in self.places.twins(tensors):
             tensor.copy_(place)
         self.crew.barrier("spreading")
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._hear_forms()
 
     def rebuild(self, link: contract.Link) -> None:
         self.link = link

@@ -72,6 +72,11 @@ class Engine(contract.Engine):
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
+        if sum(p.requires_grad for p in self.model.parameters()) > len(self.names):
+            thawed = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in self.names]
+            raise ValueError(
+                f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
+            )
         ballot = Ballot(hash=self._hash())
 
         def compute(part: Any) -> Tensor:
@@ -108,7 +113,7 @@ class Engine(contract.Engine):
         ballot.seconds = time.perf_counter() - start
         return ballot
 
-    def diagnose(self, batch: Any) -> str:
+    def diagnose(self, batch: Any, backward: bool = False) -> str:
         found: list[str] = []
 
         def look(name: str, module: torch.nn.Module, output: Any) -> None:
@@ -120,8 +125,10 @@ class Engine(contract.Engine):
             for name, module in self.model.named_modules()
         ]
         try:
-            if batch is None or self._is_finite(batch):
+            if batch is None:
                 return ""
+            if self._is_finite(batch):
+                return self._bad_gradient(batch) if backward else ""
         finally:
             for hook in hooks:
                 hook.remove()
@@ -131,6 +138,19 @@ class Engine(contract.Engine):
             if not weight.isfinite().all():
                 return f"parameter {name!r} itself"
         return f"the output of {found[0]}" if found else "the loss, of a finite output"
+
+    def _bad_gradient(self, batch: Any) -> str:
+        """The first parameter, from the loss on, whose gradient here is not finite."""
+        parameters = self.backward.parameters
+        for parameter in parameters.values():
+            parameter.grad = None
+        part, output = self.run(batch)
+        judged(self.loss, output, part)[0].backward()  # type: ignore[no-untyped-call]
+        grads = [(name, parameters[name].grad) for name in self.names]
+        bad = next((name for name, grad in grads if grad is not None and not grad.isfinite().all()), "")
+        for parameter in parameters.values():
+            parameter.grad = None
+        return f"the gradient of {bad}" if bad else ""
 
     @torch.no_grad()
     def _is_finite(self, batch: Any) -> bool:
@@ -164,7 +184,7 @@ class Engine(contract.Engine):
             parts = torch.split(piece.flat, list(piece.spec.numels))
             for name, shape, part in zip(piece.spec.names, piece.spec.shapes, parts, strict=True):
                 parameter = self.backward.parameters[name]
-                parameter.grad = part.view(shape) if used[name] else None
+                parameter.grad = _like(parameter, part.view(shape)) if used[name] else None
                 dense.append(parameter)
         applied, self.norm = finish(dense, factored, self.optimizer, rule, lambda total: total)
         return applied
@@ -221,3 +241,8 @@ class Engine(contract.Engine):
         for layers, everyone in self._norms:
             layers.restore()
             everyone.close()
+
+
+def _like(parameter: Tensor, grad: Tensor) -> Tensor:
+    """In the parameter's own layout: fused optimizers walk through memory, whatever the strides."""
+    return grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)

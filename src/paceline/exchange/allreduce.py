@@ -171,10 +171,12 @@ class Exchange(Meeting):
         return total
 
     def state(self) -> dict[str, Any]:
-        return {"step": self.step, "memory": self.memory}
+        kept = {"forms": list(self._forms), "never": sorted(self._never), "seen": self._seen}
+        return {"step": self.step, "memory": self.memory, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.step, self.memory = state["step"], state["memory"]
+        self.step, self.memory = state["step"], state.get("memory", self.memory)
+        self._forms, self._never, self._seen = list(state["forms"]), set(state["never"]), state["seen"]
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()

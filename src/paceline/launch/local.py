@@ -44,8 +44,8 @@ def start(
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, all of them here. Returns an exit code.
 
-    The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and
-    SIGTERM are passed on.
+    The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and SIGTERM are
+    passed on, and then there is no hurry: a long step ends, a checkpoint is saved. A second one starts the clock.
     """
     k = num_processes(engine)
     base = {**os.environ, **(environment or {}), "PACELINE_ENGINE": engine}
@@ -103,7 +103,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) 
         for code in codes:
             if failed is None and code:
                 failed = code
-        if failed is not None or received:
+        ended = any(code is not None for code in codes)
+        if failed is not None or (received and ended) or len(received) > 1:
             end = min(end, time.monotonic() + GRACE_S)
         if all(code is not None for code in codes):
             break
