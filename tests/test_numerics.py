@@ -268,3 +268,21 @@ def test_two_processes_name_the_layer_that_only_the_second_saw_break(tmp_path):
     said = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert all(torch.equal(a, b) for a, b in zip(said["before"], said["after"], strict=True))
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-00000002"]
+
+
+def test_a_fused_step_walks_in_the_weights_own_layout():
+    """Weights in channels_last hold their values in another order than a gradient that was added up flat."""
+
+    def trained(row):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 3))
+        model = model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        x, y = torch.randn(8, 3, 8, 8), torch.arange(8) % 3
+        with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, batch_size=8, engine=row) as pace:
+            for _ in range(4):
+                pace.step((x, y))
+        return model.state_dict()
+
+    plain, fused = trained("sequential"), trained("sequential+fused")
+    assert all(torch.allclose(plain[name], fused[name], atol=1e-6) for name in plain)

@@ -115,3 +115,36 @@ def test_saving_needs_a_folder():
         with pytest.raises(ValueError, match=r"needs a folder: \w+\('runs/mine'\), or join\(folder='runs/mine'\)"):
             method()
     pace.close()
+
+
+def test_a_layer_unfrozen_after_joining_is_told():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, batch_size=4, engine="sequential") as pace:
+        rows = torch.randn(4, 4), torch.arange(4) % 2
+        pace.step(rows)
+        model[0].requires_grad_(True)
+        with pytest.raises(ValueError, match=r"0\.weight, 0\.bias began to ask for a gradient after join\(\)"):
+            pace.step(rows)
+
+
+def test_a_trial_neither_reads_nor_writes_the_run(tmp_path, monkeypatch):
+    with joined(folder=tmp_path, scheduler=None) as pace:
+        pace.step(next(iter(pace.batches(DATA))))
+        kept = pace.save()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setenv("PACELINE_TRIAL", str(tmp_path.with_name("trial.json")))
+    with joined(folder=tmp_path, scheduler=None) as pace:
+        assert kept
+        assert not pace.restore()
+        pace.step(next(iter(pace.batches(DATA))))
+        assert pace.save() is None
+        pace.export(tmp_path / "weights.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_signal_after_the_last_step_is_told_by_the_exit_code():
+    with pytest.raises(paceline.Stopped) as raised, joined(scheduler=None) as pace:
+        pace.loop.stop = 15
+    assert raised.value.code == 143

@@ -127,3 +127,32 @@ def test_weights_alone_go_into_a_plain_model(kept):
     from safetensors.torch import load_file
 
     nn.Linear(4, 3).load_state_dict(load_file(kept / "checkpoint-00000003" / "weights.safetensors"))
+
+
+def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
+    """Sequences have more rows than the first guess knows: a resumed run must not guess again."""
+
+    def train(stop, folder=None):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.ReLU(), torch.nn.Linear(128, 3))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        x, y = torch.randn(32, 64, 128), (torch.arange(32 * 64) % 3).view(32, 64)
+
+        def loss(output, target):
+            return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+        data = torch.utils.data.TensorDataset(x, y)
+        with paceline.join(model, optimizer, loss, batch_size=8, engine="sequential") as pace:
+            if folder:
+                pace.restore(folder)
+            for batch in pace.batches(data, epochs=2):
+                pace.step(batch)
+                if pace.loop.num_steps == stop:
+                    pace.save(tmp_path)
+                    break
+        return model.state_dict()
+
+    whole = train(8)
+    train(1)
+    resumed = train(8, tmp_path / "checkpoint-00000001")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
