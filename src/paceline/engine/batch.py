@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from functools import reduce
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ def call(model: torch.nn.Module, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, tuple | list) else batch)
 
 
+@lru_cache(maxsize=64)
 def whole(function: Callable[..., Any]) -> bool:
     """Whether a loss or metric asks for the whole batch."""
     try:

@@ -59,6 +59,8 @@ class Engine(contract.Engine):
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
         self.device = self.weights[0].device
+        # walking through a model costs more than a small step does
+        self._parameters, self._modules = list(model.parameters()), list(model.modules())
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -72,7 +74,7 @@ class Engine(contract.Engine):
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        if sum(p.requires_grad for p in self.model.parameters()) > len(self.names):
+        if sum(p.requires_grad for p in self._parameters) > len(self.names):
             thawed = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in self.names]
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
@@ -206,7 +208,7 @@ class Engine(contract.Engine):
     def snapshot(self) -> Any:
         buffers = [
             (module._buffers, name, buffer, buffer.clone())
-            for module in self.model.modules()
+            for module in self._modules
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

@@ -39,6 +39,8 @@ class Record:
             self._cut_torn_line()
 
     def write(self, event: str, **fields: Any) -> None:
+        if self._file is None:
+            return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(fields)}, default=str)
         with self._lock:
             if self._file is not None:
