@@ -13,8 +13,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
-from functools import reduce
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise
 from typing import Any
 
