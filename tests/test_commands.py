@@ -48,7 +48,7 @@ def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
     folder = tmp_path / re.search(r"run: (\S+)", said)[1]
     events = read(folder)
     happened = [event["event"] for event in events if event["event"] not in ("step", "usage", "hint")]
-    assert happened == ["plan", "join", *["epoch", "checkpoint"] * 5, "end"]
+    assert happened == ["plan", "join", *["checkpoint", "epoch"] * 5, "end"]
     assert sum(event["event"] == "step" for event in events) == 5 * -(-6000 // 64)
     assert "0.weight" in load_file(folder / "weights.safetensors")
 
