@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def start(rounds: int, show: Show) -> list[Finding]:
         environment = {**os.environ, **({"PACELINE_FIRST_STEP": "1"} if i else {})}
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
         if i:
-            whole.append(float(done.stdout.split()[-1]) - begin)
+            (stepped,) = re.findall(r"^\d{10}\.\d+$", done.stdout, re.MULTILINE)
+            whole.append(float(stepped) - begin)
     shutil.rmtree(folder)
     extra = sorted(a - b for a, b in zip(whole, importing[1:], strict=True))
     figure = f"{extra[len(extra) // 2]:.2f} s (most {extra[-1]:.2f})"
