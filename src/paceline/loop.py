@@ -115,6 +115,7 @@ class Loop:
             if agreement.verdict is not Verdict.REDO:
                 return agreement, kept
             self.engine.rollback(kept)
+            self.record.write("redo", step=self.num_steps, drift=agreement.drift)
             self.seat = self.rejoin(self.seat)
         raise LinkError(f"{self.who}: step {self.num_steps} was refused {MAX_REDOS} times; giving up")
 
