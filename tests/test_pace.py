@@ -148,3 +148,25 @@ def test_a_signal_after_the_last_step_is_told_by_the_exit_code():
     with pytest.raises(paceline.Stopped) as raised, joined(scheduler=None) as pace:
         pace.loop.stop = 15
     assert raised.value.code == 143
+
+
+def test_a_refused_step_is_in_the_record(tmp_path):
+    """A weight that is used outside its layer, too, has a gradient that its factors are not."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(256, 256)
+
+        def forward(self, x):
+            return self.layer(x) @ self.layer.weight
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.randn(4, 256), torch.arange(4)
+    loss = torch.nn.functional.cross_entropy
+    with paceline.join(model, optimizer, loss, batch_size=4, engine="sequential", folder=tmp_path) as pace:
+        pace.step(rows)
+        pace.step(rows)
+    happened = [event["event"] for event in record.read(tmp_path) if event["event"] in ("redo", "step")]
+    assert happened == ["redo", "step", "step"]
