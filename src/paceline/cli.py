@@ -348,13 +348,15 @@ def bench(
 
     if suite != "local":
         raise ValueError(f"no suite named {suite!r}; known: local")
+    findings = []
     with Console(stderr=True).status("measuring") as status:
-        findings = suites.run(only.split(",") if only else [], rounds, status.update)
-    for finding in findings:
-        mark = "reached" if finding.reached else "NOT reached"
-        console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
+        for finding in suites.run(only.split(",") if only else [], rounds, status.update):
+            findings.append(finding)
+            mark = "reached" if finding.reached else "NOT reached"
+            console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
+            if out:
+                suites.write(findings, rounds, out)
     if out:
-        suites.write(findings, rounds, out)
         console.print(f"record: {out}")
 
 

@@ -99,6 +99,7 @@ def main(way: str, name: str, batch: str, steps: str) -> None:
     model, x, y = made(name, int(batch))
     if "channels_last" in words and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     losses: list[float] = []
     if kind == "ddp":
         step = ddp(model, x, y)

@@ -38,22 +38,26 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """How often faster: the median over rounds, and the 90 % interval of the mean of logarithms."""
+class Spread:
+    """The median over rounds, and the 90 % interval of the mean (Student's t)."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, slow: Sequence[float], fast: Sequence[float]) -> Ratio:
-        logs = [math.log(a / b) for a, b in zip(slow, fast, strict=True)]
-        mean = statistics.fmean(logs)
-        half = 0.0
-        if len(logs) > 1:
-            student = STUDENT_90[min(len(logs) - 2, len(STUDENT_90) - 1)]
-            half = student * statistics.stdev(logs) / len(logs) ** 0.5
-        return cls(math.exp(statistics.median(logs)), math.exp(mean - half), math.exp(mean + half))
+    def of(cls, each: Sequence[float]) -> Spread:
+        mean, half = statistics.fmean(each), 0.0
+        if len(each) > 1:
+            student = STUDENT_90[min(len(each) - 2, len(STUDENT_90) - 1)]
+            half = student * statistics.stdev(each) / len(each) ** 0.5
+        return cls(statistics.median(each), mean - half, mean + half)
+
+    @classmethod
+    def of_ratios(cls, slow: Sequence[float], fast: Sequence[float]) -> Spread:
+        """How often faster, round by round; the mean is that of logarithms."""
+        logs = cls.of([math.log(a / b) for a, b in zip(slow, fast, strict=True)])
+        return cls(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))
 
     def __str__(self) -> str:
         return f"{self.median:.3f} (90 %: {self.low:.3f} to {self.high:.3f})"
@@ -70,8 +74,8 @@ class Duel:
     def step_s(self, name: str) -> float:
         return statistics.median(turn.step_s for turn in self.turns[name])
 
-    def ratio(self, slow: str, fast: str) -> Ratio:
-        return Ratio.of([t.step_s for t in self.turns[slow]], [t.step_s for t in self.turns[fast]])
+    def ratio(self, slow: str, fast: str) -> Spread:
+        return Spread.of_ratios([t.step_s for t in self.turns[slow]], [t.step_s for t in self.turns[fast]])
 
     def memory(self, more: str, less: str, what: str = "peak_bytes") -> float:
         """Median bytes of ``less`` over those of ``more``."""

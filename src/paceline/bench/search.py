@@ -1,0 +1,129 @@
+"""The plan against an exhaustive search: what was predicted before any row ran, and what was chosen.
+
+Of each model, every candidate is timed in fresh processes, by turns. A prediction is compared with the median of its
+row; the row that `plan` chose in its own 15 s, with the fastest of all that it was allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import plan
+from paceline.bench import job
+from paceline.bench.finding import Finding, Show
+from paceline.probe.predict import predicted_s
+from paceline.probe.profile import take
+from paceline.probe.rows import allowed, candidates
+from paceline.probe.survey import Machine, survey
+from paceline.probe.trial import measure
+
+JOBS = (("small", 64), ("alexnet", 32), ("vgg16", 8), ("resnet50v2", 8))
+MEDIAN, P90, BEHIND = 0.10, 0.25, 1.05
+TIMED_S = 1.5
+MOST_ROUNDS = 3  # every row of every model: an hour of rounds says no more
+
+
+@dataclass(frozen=True)
+class Searched:
+    """*Units*: seconds per step; ``measured`` has one of each round."""
+
+    model: str
+    batch: int
+    chosen: str
+    predicted: dict[str, float | None]
+    measured: dict[str, list[float]]
+
+    def step_s(self, row: str) -> float:
+        return statistics.median(self.measured[row])
+
+    @property
+    def errors(self) -> dict[str, float]:
+        return {
+            row: said / self.step_s(row) - 1
+            for row, said in self.predicted.items()
+            if said is not None and row in self.measured
+        }
+
+    @property
+    def best(self) -> str:
+        return min((row for row in self.measured if allowed(row, "exact")), key=self.step_s)
+
+    @property
+    def behind(self) -> float:
+        """Seconds of the chosen row over those of the best: 1.0 at best."""
+        return self.step_s(self.chosen) / self.step_s(self.best)
+
+    def table(self) -> str:
+        lines = ["| row | predicted s | measured s, each round | error |", "|---|---|---|---|"]
+        for row, each in self.measured.items():
+            said, error = self.predicted[row], self.errors.get(row)
+            mark = ", chosen" if row == self.chosen else ""
+            words = f"{said:.4f} | " if said is not None else "- | "
+            words += " ".join(f"{one:.4f}" for one in each)
+            lines.append(f"| {row}{mark} | {words} | {'-' if error is None else f'{error:+.1%}'} |")
+        return "\n".join(lines)
+
+
+def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) -> Iterator[Finding]:
+    """Raises ValueError where a job cannot be profiled, or nothing of it runs."""
+    found = []
+    for model, batch in jobs:
+        one = searched(model, batch, min(rounds, MOST_ROUNDS), show)
+        found.append(one)
+        what = f"{model} b{batch}: {one.chosen} (chosen) against {one.best} (best of {len(one.measured)})"
+        yield Finding("search", what, f"{one.behind:.3f}", f"<= {BEHIND}", one.behind <= BEHIND, one.table())
+    errors = sorted(abs(error) for one in found for error in one.errors.values())
+    middle, most = statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+    what = f"predicted against measured, {len(errors)} rows of {len(found)} models"
+    yield Finding("search", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
+    yield Finding("search", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
+
+
+def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
+    command, machine = [str(Path(job.__file__)), model, str(batch)], survey()
+    show(f"{model} b{batch}: profile")
+    rows, predicted = _predicted(command, machine)
+    with _without_shelf():
+        chosen = plan.make(command, show=lambda doing: show(f"{model} b{batch}: plan: {doing}")).chosen
+    measured: dict[str, list[float]] = {}
+    for i in range(rounds):
+        order = list(rows)
+        random.Random(i).shuffle(order)
+        for row in order:
+            show(f"{model} b{batch}, round {i + 1} of {rounds}: {row}")
+            trial = measure(command, row, timed_s=TIMED_S)
+            if not trial.error:
+                measured.setdefault(row, []).append(trial.step_s)
+    if chosen not in measured:
+        raise ValueError(f"{model} b{batch}: the row that was chosen, {chosen}, did not run again")
+    return Searched(model, batch, chosen, predicted, {row: measured[row] for row in rows if row in measured})
+
+
+def _predicted(command: list[str], machine: Machine) -> tuple[list[str], dict[str, float | None]]:
+    profile, unknown = take(command, "rounded", plan.LEAST_BUDGET_S * plan.PROFILE_SHARE, machine)
+    if profile is None:
+        raise ValueError(f"{' '.join(command[1:])} could not be profiled: {unknown}")
+    rows = candidates("rounded", machine, profile.facts, plan.engines())
+    return rows, {row: predicted_s(row, profile, machine.cores) for row in rows}
+
+
+@contextmanager
+def _without_shelf() -> Iterator[None]:
+    """A plan that was kept would be found, and nothing searched."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["XDG_CACHE_HOME"]
+            else:
+                os.environ["XDG_CACHE_HOME"] = before
