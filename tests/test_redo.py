@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 
@@ -160,3 +161,21 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
     want, want_losses = reference(model, [(x[turn], y[turn]) for turn in turns], OPTIMIZERS[optimizer])
     assert survivor[0] == pytest.approx(want_losses, rel=1e-12)
     assert gap(survivor[1], want) < 1e-11
+
+
+@pytest.mark.parametrize("drawn_before", range(4))
+@pytest.mark.parametrize("drawn_after", range(1, 4))
+def test_random_numbers_come_again(drawn_before, drawn_after):
+    """NumPy's normals come in pairs: the second lies ready, and using it up changes no other state."""
+
+    def draw(count):
+        return [(random.gauss(), float(torch.randn(())), float(numpy.random.randn())) for _ in range(count)]
+
+    for _ in range(3):
+        draw(drawn_before)
+        kept = randomness.state()
+        first = draw(drawn_after)
+        randomness.set_state(kept)
+        assert draw(drawn_after) == first
+        randomness.set_state(kept)
+        assert randomness.to_json(randomness.state()) == randomness.to_json(kept)

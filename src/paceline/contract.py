@@ -14,6 +14,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,11 +48,11 @@ class Spec:
     shapes: tuple[tuple[int, ...], ...]
     linear: bool = False  # one fully-connected weight (out, in), whose gradient may travel as factors
 
-    @property
+    @cached_property
     def numels(self) -> tuple[int, ...]:
         return tuple(torch.Size(shape).numel() for shape in self.shapes)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(self.numels)
 
@@ -60,18 +61,29 @@ class Spec:
         return num_rows * sum(self.shapes[0]) <= self.numel
 
 
-@dataclass
 class Piece:
     """The gradient of one spec. *Shapes*: flat (numel,) or left (rows, out) with right (rows, in).
 
     With factors the layer's gradient is ``left.T @ right``, exactly. ``flat`` is the receiver's: an
-    exchange adds into it.
+    exchange adds into it. ``grads``: each parameter's own, until someone asks for them in one.
     """
 
-    spec: Spec
-    flat: Tensor | None = None
-    left: Tensor | None = None
-    right: Tensor | None = None
+    def __init__(
+        self,
+        spec: Spec,
+        flat: Tensor | None = None,
+        left: Tensor | None = None,
+        right: Tensor | None = None,
+        grads: Sequence[Tensor] | None = None,
+    ):
+        self.spec, self._flat, self.left, self.right, self.grads = spec, flat, left, right, grads
+
+    @property
+    def flat(self) -> Tensor | None:
+        if self.grads is not None:
+            parts = [grad.reshape(-1) for grad in self.grads]
+            self._flat, self.grads = parts[0] if len(parts) == 1 else torch.cat(parts), None
+        return self._flat
 
 
 @dataclass

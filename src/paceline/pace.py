@@ -206,8 +206,8 @@ class Pace:
         forward = job.forward or batches_.call
 
         def compute(rows: Any) -> torch.Tensor:
-            total, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
-            return total / weight
+            value, times, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
+            return value * (times / weight)
 
         steps = self.asked_epochs * (getattr(batch, "num_steps", 0) or 0)
         what = examine.Examined(

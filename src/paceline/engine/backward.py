@@ -94,14 +94,9 @@ class Backward:
         self._pass: Pass | None = None
         self._spark: Tensor | None = None
         self._hooks: list[Any] = []
+        self._watches: list[Any] = []
+        self.watch()
         for spec in self.specs:
-            for name in spec.names:
-                parameter = self.parameters[name]
-                self._hooks.append(
-                    parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        lambda _, spec=spec, name=name: self._arrived(spec, name)
-                    )
-                )
             for module in factored.get(spec.names[0], ()):
                 self._hooks.append(
                     module.register_forward_pre_hook(lambda module, _, spec=spec: self._enter(spec, module))
@@ -117,8 +112,21 @@ class Backward:
                     )
                 )
 
+    def watch(self, early: bool = True) -> None:
+        """Whether pieces leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
+        for hook in self._watches:
+            hook.remove()
+        self._watches = [
+            self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, spec=spec, name=name: self._arrived(spec, name)
+            )
+            for spec in self.specs
+            for name in spec.names
+            if early
+        ]
+
     def close(self) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._watches):
             hook.remove()
 
     def run(self, forms: Sequence[str], offer: Callable[[Piece], None], *computes: Callable[[], Tensor | None]) -> Pass:
@@ -142,13 +150,17 @@ class Backward:
 
     def _rest(self, state: Pass) -> Pass:
         for spec in self.specs:
+            if state.forms[spec.index] == FACTORS and self.parameters[spec.names[0]].grad is not None:
+                state.strays.add(spec.index)
             if spec.index not in state.offered:
                 self._emit(state, spec)
         return state
 
     def _enter(self, spec: Spec, module: nn.Linear) -> None:
         # a user's hook on the weight waits for its gradient: a stray, so the weight goes dense
-        hooks = module.weight._backward_hooks or len(module.weight._post_accumulate_grad_hooks or ()) > 1
+        hooks = module.weight._backward_hooks or len(module.weight._post_accumulate_grad_hooks or ()) > bool(
+            self._watches
+        )
         if self._pass and self._pass.forms[spec.index] == FACTORS and not hooks:
             module.weight.requires_grad_(False)
 
@@ -215,16 +227,11 @@ class Backward:
             return
         grads = [self._grad(name) for name in spec.names]
         state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
-        if len(grads) == 1 and grads[0] is not None:
-            state.offer(Piece(spec, flat=grads[0].reshape(-1)))
-            return
-        flat = torch.cat(
-            [
-                self.parameters[name].new_zeros(numel) if grad is None else grad.reshape(-1)
-                for name, numel, grad in zip(spec.names, spec.numels, grads, strict=True)
-            ]
-        )
-        state.offer(Piece(spec, flat=flat))
+        whole = [
+            torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad
+            for name, grad in zip(spec.names, grads, strict=True)
+        ]
+        state.offer(Piece(spec, grads=whole))
 
     def _grad(self, name: str) -> Tensor | None:
         grad = self.parameters[name].grad

@@ -91,20 +91,20 @@ def split(batch: Any, parts: int) -> list[Any]:
     return [part(start, stop) for start, stop in pairwise(edges)]
 
 
-def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Tensor, float, dict[str, float]]:
-    """(loss as a sum over what counts, how much counts, each named part of it as a sum).
+def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Tensor, float, float, dict[str, float]]:
+    """(loss, what it times to be the sum over what counts, how much counts, each named part of it as a sum).
 
     ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``.
     """
     said = _own_loss(output) if loss is None else loss(output, target(loss, batch))
     if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
-        return said[0], float(said[1]), {}
+        return said[0], 1.0, float(said[1]), {}
     rows = float(count(batch))
     if _is_number(said):
-        return said * rows, rows, {}
+        return said, rows, rows, {}
     if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
         terms = {str(name): float(part.detach()) * rows for name, part in said.items()}
-        return reduce(operator.add, said.values()) * rows, rows, terms
+        return reduce(operator.add, said.values()), rows, rows, terms
     raise ValueError(
         f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
         f"weight) with a finite weight >= 0, or a dict of means by name"

@@ -156,7 +156,7 @@ def add(parts: Sequence[Piece]) -> Piece:
     if first.flat is not None:
         for part in parts[1:]:
             assert part.flat is not None
-            first.flat += part.flat.to(first.flat.device)
+            first.flat.add_(part.flat.to(first.flat.device))
         return first
     left = [part.left for part in parts if part.left is not None]
     right = [part.right for part in parts if part.right is not None]

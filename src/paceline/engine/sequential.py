@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -66,6 +67,10 @@ class Engine(contract.Engine):
     def buffers(self) -> Sequence[Tensor]:
         return list(self.model.buffers())
 
+    def relay(self, exchange: contract.Exchange) -> contract.Exchange:
+        self.backward.watch(early=exchange.link.size > 1)
+        return exchange
+
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
@@ -84,15 +89,15 @@ class Engine(contract.Engine):
         def compute(part: Any) -> Tensor:
             part, output = self.run(part)
             with self.numerics.forward(self.device):
-                total, weight, terms = judged(self.loss, output, part)
-            ballot.loss_sum += float(total.detach())
+                value, times, weight, terms = judged(self.loss, output, part)
+            ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
             ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
                 said = counted(self.metric(output, target(self.metric, part)), part)
                 ballot.metric_sum += said.get("", (0.0, 0.0))[0]
-            return total * scale
+            return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else split(batch, self.accumulate)
         with self._in_step(batch is not None):
@@ -169,8 +174,8 @@ class Engine(contract.Engine):
         slices = -(-weight.numel() // HASH_VALUES)
         start = self._turn // len(self.weights) % slices * HASH_VALUES
         self._turn += 1
-        words = weight[start : start + HASH_VALUES].contiguous().view(torch.uint8).to(torch.int64)
-        return int((words * torch.arange(1, len(words) + 1, device=words.device)).sum())
+        words = weight[start : start + HASH_VALUES].detach().contiguous().view(torch.uint8)
+        return zlib.crc32(words.cpu().numpy().tobytes())
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))
@@ -182,11 +187,9 @@ class Engine(contract.Engine):
                 if used[name]:
                     self._by_factors(self.backward.parameters[name], piece.left, piece.right, dense, factored)
                 continue
-            assert piece.flat is not None
-            parts = torch.split(piece.flat, list(piece.spec.numels))
-            for name, shape, part in zip(piece.spec.names, piece.spec.shapes, parts, strict=True):
+            for name, grad in zip(piece.spec.names, _grads(piece), strict=True):
                 parameter = self.backward.parameters[name]
-                parameter.grad = _like(parameter, part.view(shape)) if used[name] else None
+                parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
         applied, self.norm = finish(dense, factored, self.optimizer, rule, lambda total: total)
         return applied
@@ -245,6 +248,15 @@ class Engine(contract.Engine):
             everyone.close()
 
 
+def _grads(piece: Piece) -> Sequence[Tensor]:
+    """Each parameter's part, in its shape."""
+    if piece.grads is not None:
+        return piece.grads
+    assert piece.flat is not None
+    parts = torch.split(piece.flat, list(piece.spec.numels))
+    return [part.view(shape) for part, shape in zip(parts, piece.spec.shapes, strict=True)]
+
+
 def _like(parameter: Tensor, grad: Tensor) -> Tensor:
     """In the parameter's own layout: fused optimizers walk through memory, whatever the strides."""
-    return grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
