@@ -21,7 +21,7 @@ def test_a_wrong_sum_and_a_byte_too_many_are_seen():
     def found(sent_bytes, right):
         turns = {"gloo": [{"seconds": 1.0, "sent_bytes": 1, "right": True}]}
         turns["ring"] = [{"seconds": 0.5, "sent_bytes": sent_bytes, "right": right}]
-        measured = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-6, "turns": {"4096": turns}}
+        measured = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-6, "gloo": {"4096": [2, 4096]}, "turns": {"4096": turns}}
         return links._finding(measured, 4096, 2)
 
     assert found(4096, True).reached

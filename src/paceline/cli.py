@@ -355,7 +355,7 @@ def bench(
     from paceline.bench import links
     from paceline.bench import local as one_machine
 
-    suites = {
+    suites: dict[str, tuple[Any, Any]] = {
         "local": (one_machine.run, one_machine.write),
         "links": (functools.partial(links.run, processes=processes), links.write),
     }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from paceline.bench.finding import Finding, Show
+from paceline.contract import Cost
 from paceline.launch import local
 from paceline.link.collective import Collective, names, seconds
 from paceline.link.torch import Link
@@ -57,7 +58,7 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
         sent, equal = {turn["sent_bytes"] for turn in turns}, all(turn["right"] for turn in turns)
         counted = ", ".join(f"{each:.0f}" for each in sorted(sent))
         if name == OWN:
-            cost, counted = Link.cost(_Sized(processes), "sum", num_bytes), "not counted"
+            cost, counted = Cost(*measured["gloo"][str(num_bytes)]), "not counted"
         else:
             cost = Collective(name).cost(processes, num_bytes, 4, _nodes(processes))
             equal = equal and sent == {cost.bytes}
@@ -67,7 +68,7 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
             f"| {name} | {medians[name] * 1e3:.3f} | {predicted_s * 1e3:.3f} | {medians[OWN] / medians[name]:.2f} | "
             f"{cost.steps:.0f} | {counted} | {cost.bytes:.0f} |"
         )
-    head = "| | ms | predicted ms | speed, gloo 1 | steps | sent at most, counted | by its cost |\n|---|---|---|---|---|---|---|"
+    columns = "", "ms", "predicted ms", "speed, gloo 1", "steps", "bytes of who sends most, counted", "by its cost"
     message = f"A message: {alpha_s * 1e6:.0f} us + {1e-9 / beta_s:.2f} GB/s (ping-pong)."
     fastest = min((name for name in medians if name != OWN), key=lambda name: medians[name])
     return Finding(
@@ -76,15 +77,8 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
         f"{fastest} {medians[fastest] * 1e3:.3f} ms, gloo {medians[OWN] * 1e3:.3f} ms",
         "right everywhere, and bytes as by the cost",
         right,
-        "\n".join([message, "", head, *lines]),
+        "\n".join([message, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines]),
     )
-
-
-class _Sized:
-    """As much of a link as the cost of gloo's sum asks for."""
-
-    def __init__(self, size: int):
-        self.size = size
 
 
 def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
@@ -120,7 +114,10 @@ def main(rounds: str, *algorithms: str) -> None:
                 turn = _turn(link, name, num_bytes // 4)
                 turns[num_bytes][name] += [turn] if i else []
     if rank == 0:
-        measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "turns": turns}
+        costs = {
+            num_bytes: (link.cost("sum", num_bytes).steps, link.cost("sum", num_bytes).bytes) for num_bytes in SIZES
+        }
+        measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "gloo": costs, "turns": turns}
         (Path(os.environ["PACELINE_BENCH"]) / "measured.json").write_text(json.dumps(measured))
     link.sum(torch.zeros(1)).wait()
     link.close()

@@ -22,9 +22,13 @@ class Chosen(Link):
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
         self._last: _Sum | None = None
 
-    @property  # type: ignore[override]
+    @property
     def sent_bytes(self) -> int:
         return self.link.sent_bytes
+
+    @sent_bytes.setter
+    def sent_bytes(self, count: int) -> None:
+        self.link.sent_bytes = count
 
     def lane(self, name: str) -> Link:
         return Chosen(self.link.lane(name), self.collective)

@@ -1,7 +1,7 @@
 """One sum over all ranks by a named algorithm of `collectives/`, over any link's messages, with its cost.
 
-All ranks end with the same bits: a value is added up in one place, in an order that the algorithm and the numbers of ranks
-and elements decide, in the tensor's own type, and copied from there.
+All ranks end with the same bits: a value is added up in one place, in the tensor's own type, in an order that depends
+on the algorithm and the numbers of ranks and elements alone, and is copied from there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TAG = 0x5EED  # of messages that belong to a sum
 class Traffic(Cost):
     """A sum's cost, exactly: ``bytes`` and ``flops`` are those of the rank that sends, or adds, most.
 
-    ``serial_bytes``: of the largest message of each step, one after another. ``messages``, ``total_bytes``: of all ranks.
+    ``serial_bytes``: of the largest message of each step, one after another.
+    ``messages``, ``total_bytes``: of all ranks.
     """
 
     serial_bytes: float = 0.0
@@ -70,13 +71,13 @@ class Collective:
         everything = [message for one in rounds for message in one]
         sent, added = [0] * size, [0] * size
         for message in everything:
-            sent[message.source] += message.count
-            added[message.target] += message.count * message.add
+            sent[message.source] += message.length
+            added[message.target] += message.length * message.add
         return Traffic(
             steps=len(rounds),
             bytes=max(sent) * itemsize,
             flops=max(added),
-            serial_bytes=sum(max(message.count for message in one) for one in rounds) * itemsize,
+            serial_bytes=sum(max(message.length for message in one) for one in rounds) * itemsize,
             total_bytes=sum(sent) * itemsize,
             messages=len(everything),
         )
@@ -91,7 +92,8 @@ class Collective:
     ) -> Tensor:
         """Adds all ranks' tensors into each; returns the tensor.
 
-        ``nodes``: as in `rounds`; the link's hosts where nothing is said. ``deadline_s``: of each message. Raises LinkError.
+        ``nodes``: as in `rounds`; the link's hosts where nothing is said. ``deadline_s``: of each message.
+        Raises LinkError.
         """
         where = tuple(link.hosts if nodes is None else nodes)
         flat = tensor.detach().reshape(-1)

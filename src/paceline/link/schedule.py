@@ -2,8 +2,8 @@
 
 A round is what may happen at once where a rank sends one message and receives one at a time. An algorithm says only
 how values flow together, message by message; here they become rounds, and the way back: the same messages in
-reverse, copying what is now whole. So every value is added up in one place and copied from there, and all ranks end with
-the same bits.
+reverse, copying what is now whole. So every value is added up in one place and copied from there, and all ranks end
+with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Message(NamedTuple):
     add: bool = True
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return self.stop - self.start
 
 

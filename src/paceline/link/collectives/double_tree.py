@@ -1,6 +1,7 @@
 """Double binary tree: two trees, each for half of the elements; who is inner in one is a leaf in the other.
 
-*Cost* (N ranks, n bytes): about 4 log2 N steps, and 4 more for each segment of a large tensor; no rank sends more than 2 n.
+*Cost* (N ranks, n bytes): at most 4 log2 N steps of n / 2; a long tensor in S segments: about 4 S more, of n / (2 S),
+so that 2 to 3 n follow one another. No rank sends more than 2 n.
 *Order*: a rank adds its children's sums to its own, as the rounds bring them: a function of N and the length alone.
 *Source*: Sanders, Speck and Traff 2009, with the trees of NCCL 2.4.
 """

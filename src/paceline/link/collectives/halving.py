@@ -2,7 +2,7 @@
 
 *Cost* (N ranks, n bytes): N a power of two: 2 log2 N steps, each rank sends 2 (N - 1) / N n, as in a ring. Else the
 ranks beyond the power of two first add theirs to a neighbour's: 2 steps and up to 2 n more.
-*Order*: of pairs at distance N/2, then N/4, down to neighbours; the rank that keeps a slice adds the other's to its own.
+*Order*: pairs at distance N/2, then N/4, down to neighbours; the rank that keeps a slice adds the other's to its own.
 *Source*: Rabenseifner; Thakur, Rabenseifner and Gropp 2005.
 """
 
