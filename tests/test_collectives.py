@@ -355,6 +355,7 @@ def test_a_chosen_sum_gives_up_at_its_deadline_and_is_still_under_way():
 def one_process(rank, size, port):
     """Prints {what: what went wrong}. After a broken link the rest cannot be tried."""
     faults = {}
+    torch.set_num_threads(1)  # threads that spin for a core keep the other processes off it
     link = find("link", "torch", int(rank), int(size), "127.0.0.1", int(port))
 
     def sums_are_equal(lane):
