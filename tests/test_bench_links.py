@@ -18,16 +18,17 @@ def test_two_numbers_of_a_message_come_out_of_its_times():
 
 
 def test_a_wrong_sum_and_a_byte_too_many_are_seen():
-    def found(sent_bytes, right):
+    def found(sent_bytes, right, cores=8):
         turns = {"gloo": [{"seconds": 1.0, "sent_bytes": 1, "right": True}]}
         turns["ring"] = [{"seconds": 0.5, "sent_bytes": sent_bytes, "right": right}]
-        measured = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-6, "gloo": {"4096": [2, 4096]}, "turns": {"4096": turns}}
+        measured = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-6, "cores": cores, "turns": {"4096": turns}}
         return links._finding(measured, 4096, 2)
 
     assert found(4096, True).reached
     assert not found(4100, True).reached
     assert not found(4096, False).reached
     assert "| ring | 500.000 | 6.096 | 2.00 | 2 | 4096 | 4096 |" in found(4096, True).details
+    assert "| ring | 500.000 | 12.192 |" in found(4096, True, cores=1).details, "four messages, one core"
 
 
 @pytest.mark.timeout(90)

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from paceline.bench.finding import Finding, Show
-from paceline.contract import Cost
 from paceline.launch import local
 from paceline.link.collective import Collective, names, seconds
 from paceline.link.torch import Link
@@ -56,14 +55,11 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
     for name, turns in measured["turns"][str(num_bytes)].items():
         medians[name] = statistics.median(turn["seconds"] for turn in turns)
         sent, equal = {turn["sent_bytes"] for turn in turns}, all(turn["right"] for turn in turns)
-        counted = ", ".join(f"{each:.0f}" for each in sorted(sent))
-        if name == OWN:
-            cost, counted = Cost(*measured["gloo"][str(num_bytes)]), "not counted"
-        else:
-            cost = Collective(name).cost(processes, num_bytes, 4, _nodes(processes))
-            equal = equal and sent == {cost.bytes}
-        right = right and equal
-        predicted_s = seconds(cost, alpha_s, beta_s)
+        counted = "not counted" if name == OWN else ", ".join(f"{each:.0f}" for each in sorted(sent))
+        cost = Collective("ring" if name == OWN else name).cost(processes, num_bytes, 4, _nodes(processes))
+        right = right and equal and (name == OWN or sent == {cost.bytes})
+        every_message_s = cost.messages * alpha_s + cost.total_bytes * beta_s
+        predicted_s = max(seconds(cost, alpha_s, beta_s), every_message_s / measured["cores"])
         lines.append(
             f"| {name} | {medians[name] * 1e3:.3f} | {predicted_s * 1e3:.3f} | {medians[OWN] / medians[name]:.2f} | "
             f"{cost.steps:.0f} | {counted} | {cost.bytes:.0f} |"
@@ -89,9 +85,10 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
     (out / "README.md").write_text(
         f"# Sums over processes of one machine\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, Python "
         f"{platform.python_version()}, torch {torch.__version__}.\n\n`{' '.join(['paceline', *sys.argv[1:]])}`: by "
-        f"turns in the same processes, loopback, medians of {rounds} rounds of the slowest process. Predicted: steps * "
-        f"latency + bytes in sequence / bandwidth of a ping-pong between two of them, the others idle. `two_level`: as "
-        f"if half of the processes were on another node.\n\n{tables}\n"
+        f"turns in the same processes, loopback, medians of {rounds} rounds of the slowest process. Predicted from a "
+        f"ping-pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or all "
+        f"messages and bytes divided among the cores, whichever is longer; gloo as a ring of such messages. "
+        f"`two_level`: as if half of the processes were on another node.\n\n{tables}\n"
     )
     (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
 
@@ -114,10 +111,8 @@ def main(rounds: str, *algorithms: str) -> None:
                 turn = _turn(link, name, num_bytes // 4)
                 turns[num_bytes][name] += [turn] if i else []
     if rank == 0:
-        costs = {
-            num_bytes: (link.cost("sum", num_bytes).steps, link.cost("sum", num_bytes).bytes) for num_bytes in SIZES
-        }
-        measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "gloo": costs, "turns": turns}
+        cores = len(os.sched_getaffinity(0))
+        measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "cores": cores, "turns": turns}
         (Path(os.environ["PACELINE_BENCH"]) / "measured.json").write_text(json.dumps(measured))
     link.sum(torch.zeros(1)).wait()
     link.close()
