@@ -59,7 +59,18 @@ RULES = {
         *("schedule", "lars", "network", "settings"),
     ),
     "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
-    "bench*": ("network", "launch.*", "probe.*", "report.record", "bench.*", ""),
+    "bench*": (
+        "contract",
+        "network",
+        "plan",
+        "data.*",
+        "link.*",
+        "launch.*",
+        "probe.*",
+        "report.record",
+        "bench.*",
+        "",
+    ),
     "cli": ("*",),
     "__main__": ("cli",),
 }

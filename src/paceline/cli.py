@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -335,27 +336,40 @@ def list_() -> None:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="local: this machine against torch by hand and DDP.")],
-    only: Annotated[str | None, typer.Option(help="Tasks, separated by commas; see the record's table.")] = None,
+    suite: Annotated[
+        str, typer.Argument(help="local: this machine against torch by hand and DDP. links: sums against gloo's.")
+    ],
+    only: Annotated[str | None, typer.Option(help="Tasks or algorithms, separated by commas; see the record.")] = None,
     rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 7,
+    processes: Annotated[int, typer.Option(help="links: processes that add up, all on this machine.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Folder for the record.")] = None,
 ) -> None:
-    """The benchmark suite: contenders by turns in fresh processes, kept as a record.
+    """The benchmark suite: contenders by turns, kept as a record.
 
-    Example: paceline bench local --only exact,factors --out benchmarks/mine
+    Examples:
+
+    paceline bench local --only exact,factors --out benchmarks/mine
+
+    paceline bench links --processes 8
     """
-    from paceline.bench import local as suites
+    from paceline.bench import links
+    from paceline.bench import local as one_machine
 
-    if suite != "local":
-        raise ValueError(f"no suite named {suite!r}; known: local")
+    suites: dict[str, tuple[Any, Any]] = {
+        "local": (one_machine.run, one_machine.write),
+        "links": (functools.partial(links.run, processes=processes), links.write),
+    }
+    if suite not in suites:
+        raise ValueError(f"no suite named {suite!r}; known: {', '.join(suites)}")
+    start, write = suites[suite]
     findings = []
     with Console(stderr=True).status("measuring") as status:
-        for finding in suites.run(only.split(",") if only else [], rounds, status.update):
+        for finding in start(only.split(",") if only else [], rounds, status.update):
             findings.append(finding)
             mark = "reached" if finding.reached else "NOT reached"
             console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
             if out:
-                suites.write(findings, rounds, out)
+                write(findings, rounds, out)
     if out:
         console.print(f"record: {out}")
 
