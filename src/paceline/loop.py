@@ -93,6 +93,7 @@ class Loop:
             self.scaler.move(agreement.verdict is Verdict.APPLY)
         if agreement.verdict is Verdict.SKIP or not ballot.weight:
             self.engine.rollback(kept)
+        agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
         self.exchange.reconcile(self.engine.weights)
         self._spent["update_seconds"] = time.perf_counter() - begin
         return agreement
