@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.launch.local import num_processes
+
 NAME = re.compile(r"(?:[A-Za-z0-9_][^\s@:,]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
 OPTIONS = (
@@ -77,8 +79,6 @@ def row(hosts: Sequence[Host], asked: str) -> str:
     (count,) = slots
     if not asked:
         return f"processes:{count}" if count > 1 else ""
-    from paceline.launch.local import num_processes
-
     if hosts[0].slots is not None and num_processes(asked) != count:
         raise ValueError(
             f"-H asks for {count} processes per node, the row {asked!r} for {num_processes(asked)}; leave one of them out"
