@@ -41,9 +41,8 @@ class Sshd:
         self._silent = socket.create_server(("127.0.0.1", 0))
         self.port = _free_port()
         self._configure()
-        self.process = subprocess.Popen(
-            [str(SSHD), "-D", "-e", "-f", str(self.folder / "sshd_config")], stderr=(self.folder / "log").open("w")
-        )
+        command = [str(SSHD), "-D", "-E", str(self.folder / "log"), "-f", str(self.folder / "sshd_config")]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.ssh = f"ssh -F {self.folder / 'config'}"
         end = time.monotonic() + 10
         while subprocess.run([*self.ssh.split(), "one", "true"], capture_output=True, check=False).returncode:

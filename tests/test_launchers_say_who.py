@@ -53,7 +53,9 @@ def test_every_task_of_srun_is_placed(world):
 
 def test_two_jobs_and_two_steps_meet_at_different_ports():
     ports = {
-        translate(slurm(0, 0, 0, JOB_ID=job, STEP_ID=step))["MASTER_PORT"] for job in range(70, 110) for step in (0, 1, 2)
+        translate(slurm(0, 0, 0, JOB_ID=job, STEP_ID=step))["MASTER_PORT"]
+        for job in range(70, 110)
+        for step in (0, 1, 2)
     }
     assert len(ports) == 120
     assert all(20_000 <= int(port) < 32_000 for port in ports)

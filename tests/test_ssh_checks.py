@@ -1,4 +1,4 @@
-"""Every host is asked before anything starts, and each that cannot take part gets a line that says why and what to do."""
+"""Every host is asked before anything starts; each that cannot take part gets a line that says why and what to do."""
 
 import json
 import os
@@ -141,14 +141,12 @@ def test_slots_that_contradict_are_told(hosts, asked, said):
         row(parse(hosts), asked)
 
 
-NODE = (
-    "import sys; from paceline.launch import local, node; local.GRACE_S = 0.5; print('up', flush=True); sys.exit(node.main())"
-)
+NODE = "import sys; from paceline.launch import local, node; local.GRACE_S = 0.5; sys.exit(node.main())"
 
 
 @pytest.mark.parametrize(("then", "code"), [("0\n", 137), ("15\n0\n", 143), ("", 143)], ids=["failed", "stop", "gone"])
 def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path):
-    """A node elsewhere has failed; a signal came; the launcher is gone: in each case a stubborn script is killed in time."""
+    """A node elsewhere has failed; a signal came; the launcher is gone: each time a stubborn script is killed."""
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open('{}', 'w'); time.sleep(60)"
     words = [sys.executable, "-c", stubborn.format(tmp_path / "up")]
     process = subprocess.Popen(
@@ -179,7 +177,12 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
 
 def test_a_node_without_orders_says_who_starts_it():
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.launch.node"], input="", capture_output=True, text=True, timeout=20, check=False
+        [sys.executable, "-m", "paceline.launch.node"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: stdin ended before it said what to start")

@@ -176,7 +176,10 @@ def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_show
 
 
 def test_lines_are_whole(sshd, script):
-    path = script("for _ in range(40):\n    os.write(1, b'begin ' + NODE.encode())\n    os.write(1, b' end\\n')\nos.write(1, b'last')")
+    path = script(
+        "for _ in range(40):\n    os.write(1, b'begin ' + NODE.encode())\n    os.write(1, b' end\\n')\n"
+        "os.write(1, b'last')"
+    )
     output, _ = finish(begin(sshd, path))
     lines = output.splitlines()
     for index, name in enumerate(("one", "two")):
@@ -187,4 +190,6 @@ def test_lines_are_whole(sshd, script):
 
 def test_a_variable_that_is_not_set_is_told(sshd, script):
     _, errors = finish(begin(sshd, "--env", "NOT_SET_HERE", script("")), code=2)
-    assert errors == "paceline: --env names NOT_SET_HERE, which this environment does not have; set it, or leave it out\n"
+    assert (
+        errors == "paceline: --env names NOT_SET_HERE, which this environment does not have; set it, or leave it out\n"
+    )

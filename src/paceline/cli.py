@@ -154,7 +154,9 @@ def train(
         plan = str(resume / "plan.toml")
     if hosts:
         if settings.json:
-            raise ValueError("--json prints nothing but one object, and -H a host's name before each line; leave one out")
+            raise ValueError(
+                "--json prints nothing but one object, and -H a host's name before each line; leave one out"
+            )
         settings.write(out)
         way = Way(ssh_command, python or sys.executable)
         paths = [settings.data] if settings.data else []

@@ -64,9 +64,9 @@ def adopt() -> None:
 def translate(given: Mapping[str, str]) -> dict[str, str]:
     """RANK and its like, where mpirun or srun started this process as one of several; nothing where they did not.
 
-    Processes must be dealt node by node, as both do by default. MASTER_ADDR and MASTER_PORT are kept where they are set.
-    Otherwise nodes meet at the first host of Slurm's list, at port 20000 + (101 job + step) mod 12000, or, within a single
-    node under mpirun, at 20000 + crc32(PMIX_NAMESPACE) mod 12000. Raises ValueError.
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Otherwise nodes meet at the first host of Slurm's list, at
+    port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and the
+    host of rank 0 is not known. Raises ValueError.
     """
     if "RANK" in given or "WORLD_SIZE" in given:
         return {}
@@ -86,8 +86,8 @@ def _by_mpirun(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     if not local_size or rank % local_size != local_rank:
         raise ValueError(
-            f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node after "
-            f"the other, with the same number on each: use --map-by ppr:{max(1, local_size)}:node"
+            f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node "
+            f"after the other, with the same number on each: use --map-by ppr:{max(1, local_size)}:node"
         )
     job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or ""
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
@@ -109,7 +109,8 @@ def _by_srun(given: Mapping[str, str]) -> dict[str, str]:
     counts = {int(part[1]) if part else 0 for part in parts}
     if len(counts) > 1 or not min(counts):
         raise ValueError(
-            f"srun dealt {size} tasks as {dealt} per node; every node needs the same number: give srun --ntasks-per-node"
+            f"srun dealt {size} tasks as {dealt} per node; every node needs the same number: give srun "
+            f"--ntasks-per-node"
         )
     job, step = _number(given, "SLURM_JOB_ID", 0), _number(given, "SLURM_STEP_ID", 0)
     hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or "127.0.0.1"

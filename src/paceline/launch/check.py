@@ -1,4 +1,4 @@
-"""Can every host take part? All are asked at once, within ten seconds, and every fault is told before anything starts."""
+"""Can every host take part? All are asked at once, within ten seconds; every fault is told before anything starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _ask(host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
     try:
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return f"{way.python} there answered {done.stdout[-80:]!r}, which is no Python's answer; name another with --python"
+        return f"{way.python} answered {done.stdout[-80:]!r}, which no Python does; name another with --python"
     return answer
 
 
@@ -73,8 +73,8 @@ def _why(host: Host, errors: str, last: str) -> str:
         f"{host.target}",
         "Permission denied": f"it accepts none of your keys ({last.rpartition(': ')[2]}); let it know one: ssh-copy-id "
         f"{host.target}; a key with a passphrase needs ssh-add first",
-        "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a HostName in "
-        f"~/.ssh/config",
+        "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a "
+        f"HostName in ~/.ssh/config",
         "Connection refused": f"nothing takes ssh connections there ({last}); start sshd, or set its Port in "
         f"~/.ssh/config",
         "timed out": f"no answer ({last}); is it on, and does its firewall let ssh in?",

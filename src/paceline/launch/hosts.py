@@ -38,7 +38,7 @@ class Way:
     folder: str = field(default_factory=os.getcwd)
 
     def command(self, host: Host, *words: str) -> list[str]:
-        """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there can read them."""
+        """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there sees them."""
         return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *words])}"]
 
 
@@ -81,6 +81,7 @@ def row(hosts: Sequence[Host], asked: str) -> str:
         return f"processes:{count}" if count > 1 else ""
     if hosts[0].slots is not None and num_processes(asked) != count:
         raise ValueError(
-            f"-H asks for {count} processes per node, the row {asked!r} for {num_processes(asked)}; leave one of them out"
+            f"-H asks for {count} processes per node, the row {asked!r} for {num_processes(asked)}; "
+            f"leave one of them out"
         )
     return asked

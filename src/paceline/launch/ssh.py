@@ -26,7 +26,9 @@ LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH")  # they are about this machine
 def carried(names: Sequence[str] = ()) -> dict[str, str]:
     """The variables that go along: those that are about the training, and those named. Raises ValueError."""
     if missing := [name for name in names if name not in os.environ]:
-        raise ValueError(f"--env names {', '.join(missing)}, which this environment does not have; set it, or leave it out")
+        raise ValueError(
+            f"--env names {', '.join(missing)}, which this environment does not have; set it, or leave it out"
+        )
     mine = {name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in LEFT_HERE}
     return {**mine, **{name: os.environ[name] for name in names}}
 
@@ -40,11 +42,11 @@ def start(
     paths: Sequence[str] = (),
     address: str | None = None,
 ) -> int:
-    """Runs Python with ``command`` on every host, the first of them node 0. Returns an exit code: the first failing node's.
+    """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
-    ``engine``: the row of every node, or "" for each one's default. ``paths``: what must be there, as it is here. Raises
-    ValueError, before anything starts, for what `check` finds. Ctrl-C and SIGTERM are passed on to every process of every
-    node, once, and there is no hurry then; a second one gives them GRACE_S, as a node's failure does.
+    ``engine``: the row of every node, or "" for each one's default. ``paths``: what must be there, as it is here.
+    Raises ValueError, before anything starts, for what `check` finds. Ctrl-C and SIGTERM are passed on to every process
+    of every node, once, and there is no hurry then; a second one gives them GRACE_S, as a node's failure does.
     """
     meeting = check(hosts, way, paths, address)
     received: list[int] = []
@@ -92,7 +94,9 @@ class Node:
             stderr=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone
         )
-        assert self.process.stdin and self.process.stdout and self.process.stderr
+        assert self.process.stdin
+        assert self.process.stdout
+        assert self.process.stderr
         self.stdin = self.process.stdin
         self.output = Lines(host.name, self.process.stdout.fileno(), sys.stdout.buffer)
         self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
