@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from launching import HERE, environment, launch
+from launching import HERE, environment
 from paceline.world import World, first_host, translate
 
 ABROAD = ("OMPI_", "PMIX_", "SLURM_", "MASTER_")
@@ -133,21 +132,10 @@ def mpirun():
     return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
 
 
-def test_two_processes_of_a_real_mpirun_are_two_processes_of_a_node(mpirun, tmp_path):
-    (tmp_path / "mpi").mkdir()
-    (tmp_path / "ours").mkdir()
-    joined = str(HERE / "scripts" / "joined.py")
+def test_two_processes_of_a_real_mpirun_train_as_two_of_a_node(mpirun, tmp_path):
     clean = {name: value for name, value in environment().items() if not name.startswith(ABROAD)}
-    done = subprocess.run(
-        [*mpirun, sys.executable, joined, str(tmp_path / "mpi")],
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    joined = [sys.executable, str(HERE / "scripts" / "joined.py"), str(tmp_path)]
+    done = subprocess.run([*mpirun, *joined], env=clean, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("node 0 of 1 is done") == 2
-    launch(joined, tmp_path / "ours", engine="processes:2")
-    far, near = (torch.load(tmp_path / where / "0.pt", weights_only=True) for where in ("mpi", "ours"))
-    assert all(torch.equal(far[key], near[key]) for key in near)
+    assert sorted(done.stdout.splitlines()) == [f"process {rank} of 2 of node 0 of 1 is done" for rank in range(2)]
+    assert (tmp_path / "0.pt").exists()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from paceline.launch import facts
-from paceline.launch.check import check, faults
+from paceline.launch.check import check, faults, unreachable
 from paceline.launch.hosts import Host, Way, parse, row
 from sshd import Sshd, unavailable
 
@@ -91,6 +91,32 @@ def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
     host, port = check(parse("one"), Way(sshd.ssh), address="10.1.2.3")
     assert host == "10.1.2.3"
     assert 0 < port < 65536
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        (["10.0.0.1", "10.0.0.2"], None),
+        (["127.0.0.1"], None),
+        (["127.0.0.1", "127.0.0.1"], None),
+        (["10.0.0.1", "127.0.0.1"], None),
+        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
+        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, and nodes meet over IPv4.*--address"),
+    ],
+)
+def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):
+    told = unreachable([{"address": address} for address in addresses])
+    assert told is None if said is None else re.search(said, told)
+
+
+def test_json_and_host_names_do_not_mix(tmp_path):
+    words = ["train", "--json", "-H", "one", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: --json prints nothing but one object")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_host_without_ssh_client_is_told():

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline import __version__, find, world
 from paceline import plan as planning
 from paceline.launch import local, ssh
+from paceline.launch.check import check
 from paceline.launch.hosts import Way, parse, row
 from paceline.plan import Plan
 from paceline.probe.survey import survey
@@ -157,10 +158,9 @@ def train(
             raise ValueError(
                 "--json prints nothing but one object, and -H a host's name before each line; leave one out"
             )
-        settings.write(out)
         way = Way(ssh_command, python or sys.executable)
         paths = [settings.data] if settings.data else []
-        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths))
+        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths, settings))
     made = _made(command, plan, settings.fidelity, settings, settings.json)
     settings.write(out)
     raise typer.Exit(_start(command, made, out, quiet=settings.json))
@@ -471,15 +471,19 @@ def _start_over_ssh(
     names: str | None,
     address: str | None,
     paths: list[str],
+    settings: Settings | None = None,
 ) -> int:
     nodes = parse(hosts)
     wanted = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
     if wanted:
         wanted = Plan.read(wanted).chosen if Path(wanted).is_file() else _row(wanted)
-    environment = ssh.carried(names.replace(",", " ").split() if names else ())
+    chosen, environment = row(nodes, wanted), ssh.carried(names.replace(",", " ").split() if names else ())
     if out:
         environment["PACELINE_FOLDER"] = str(out)
-    code = ssh.start(nodes, command, row(nodes, wanted), way, environment, paths, address)
+    meeting = check(nodes, way, paths, address)
+    if settings and out:
+        settings.write(out)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting)
     if code == 0 and out:
         console.print(f"run: {out} on {nodes[0].name}")
     return code

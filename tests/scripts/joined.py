@@ -17,6 +17,7 @@ for step in range(12):
     if step == 6 and str(world.node) in sys.argv[2:]:
         raise ValueError("the data of this node ran out")
     pace.step(batch)
-print(f"node {world.node} of {world.num_nodes} is done", flush=True)
+part = f"process {world.local_rank} of {world.local_size} of " if world.local_size > 1 else ""
+print(f"{part}node {world.node} of {world.num_nodes} is done\n", end="", flush=True)
 if world.local_rank == 0:
     torch.save(model.state_dict(), Path(sys.argv[1]) / f"{world.node}.pt")

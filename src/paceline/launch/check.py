@@ -29,7 +29,7 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
         said = [answer] if isinstance(answer, str) else faults(mine, answer, way)
         told += [f"{host.name}: {words}" for words in said]
     known = [answer for answer in answers if not isinstance(answer, str)]
-    if not told and not address and (words := _unreachable(known)):
+    if not told and not address and (words := unreachable(known)):
         told.append(f"{hosts[0].name}: {words}")
     if told:
         raise ValueError("nothing was started, because not every host can take part:\n- " + "\n- ".join(told))
@@ -108,7 +108,7 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
     return found
 
 
-def _unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
+def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the others could not meet at node 0's address, where that can be told from here."""
     first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
     if not others:

@@ -44,7 +44,8 @@ class Way:
 
 def parse(text: str) -> list[Host]:
     """Raises ValueError that names every fault."""
-    hosts, faults = [], []
+    hosts: list[Host] = []
+    faults = []
     for word in text.split(","):
         target, colon, count = word.strip().partition(":")
         name = target.rpartition("@")[2]

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from paceline.launch.check import LOST, check
+from paceline.launch.check import LOST
 from paceline.launch.hosts import Host, Way
 from paceline.launch.lines import Lines
 from paceline.launch.local import GRACE_S
@@ -39,16 +39,14 @@ def start(
     engine: str,
     way: Way,
     environment: Mapping[str, str],
-    paths: Sequence[str] = (),
-    address: str | None = None,
+    meeting: tuple[str, int],
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
-    ``engine``: the row of every node, or "" for each one's default. ``paths``: what must be there, as it is here.
-    Raises ValueError, before anything starts, for what `check` finds. Ctrl-C and SIGTERM are passed on to every process
-    of every node, once, and there is no hurry then; a second one gives them GRACE_S, as a node's failure does.
+    ``engine``: the row of every node, or "" for each one's default. ``meeting``: what `check` found. Ctrl-C and SIGTERM
+    are passed on to every process of every node, once, and there is no hurry then; a second one gives them GRACE_S, as
+    a node's failure does.
     """
-    meeting = check(hosts, way, paths, address)
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
@@ -77,8 +75,10 @@ def start(
     if first is None:
         return 0
     code = first.process.returncode
-    what = f"lost {first.host.name}, ssh ended" if code == LOST else f"{first.host.name} failed first,"
-    print(f"paceline: {what} with exit code {code}: {first.errors.last or 'it said nothing'}", file=sys.stderr)
+    lost = code == LOST or code < 0
+    name, said = first.host.name, first.errors.last or "it said nothing"
+    what = f"lost {name}, ssh ended with exit code" if lost else f"{name} failed first, with exit code"
+    print(f"paceline: {what} {code}: {said}", file=sys.stderr)
     return code if code > 0 else 128 - code
 
 
