@@ -175,30 +175,31 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     """A node elsewhere has failed; a signal came; the launcher is gone: each time a stubborn script is killed."""
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open('{}', 'w'); time.sleep(60)"
     words = [sys.executable, "-c", stubborn.format(tmp_path / "up")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", NODE], stdin=subprocess.PIPE, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
     order = {"node": 1, "num_nodes": 2, "host": "h", "port": 1, "engine": "", "folder": "/", "environment": {}}
-    process.stdin.write(json.dumps({**order, "command": words}) + "\n")
-    process.stdin.flush()
-    end = time.monotonic() + 20
-    while not (tmp_path / "up").exists():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    start = time.monotonic()
-    if then:
-        process.stdin.write(then)
-        process.stdin.flush()
-    else:
-        process.stdin.close()
-    process.wait(20)
-    errors = process.stderr.read()
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", NODE], **pipes) as process:
+        try:
+            process.stdin.write(json.dumps({**order, "command": words}) + "\n")
+            process.stdin.flush()
+            end = time.monotonic() + 20
+            while not (tmp_path / "up").exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            start = time.monotonic()
+            if then:
+                process.stdin.write(then)
+                process.stdin.flush()
+            else:
+                process.stdin.close()
+            process.wait(20)
+            took_s = time.monotonic() - start
+            errors = process.stderr.read()
+        finally:
+            process.kill()
     assert process.returncode == code, errors
-    assert 0.4 < time.monotonic() - start < 5
+    assert 0.4 < took_s < 5
     assert "1 processes did not end within" in errors
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        pipe.close()
 
 
 def test_a_node_without_orders_says_who_starts_it():
