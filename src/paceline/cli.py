@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline import __version__, find
+from paceline import __version__, find, world
 from paceline import plan as planning
-from paceline.launch import local
+from paceline.launch import local, ssh
+from paceline.launch.check import check
+from paceline.launch.hosts import Way, parse, row
 from paceline.plan import Plan
 from paceline.probe.survey import survey
 from paceline.settings import Settings
@@ -42,11 +44,25 @@ DataOption = Annotated[
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
 FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
+HostsOption = Annotated[
+    str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:2,hostB:2.")
+]
+EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: variables that go along, A,B.")]
+PythonOption = Annotated[
+    str | None, typer.Option("--python", help="With -H: the interpreter there, if not this one's path.")
+]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="With -H: the first host's, as the others reach it; else as ssh did.")
+]
+SshOption = Annotated[
+    str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the client and its options, 'ssh -F file'.")
+]
 
 
 def main() -> None:
     """A user's mistake is one message on stderr and exit code 2."""
     try:
+        world.adopt()
         app()
     except (ValueError, ConnectionError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -94,6 +110,11 @@ def train(
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
+    hosts: HostsOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
     """Trains a model the fastest way this machine allows; without arguments, on an embedded sample.
@@ -133,6 +154,14 @@ def train(
     command = ["-m", "paceline.train", settings.to_json()]
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
+    if hosts:
+        if settings.json:
+            raise ValueError(
+                "--json prints nothing but one object, and -H a host's name before each line; leave one out"
+            )
+        way = Way(ssh_command, python or sys.executable)
+        paths = [settings.data] if settings.data else []
+        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths, settings))
     made = _made(command, plan, settings.fidelity, settings, settings.json)
     settings.write(out)
     raise typer.Exit(_start(command, made, out, quiet=settings.json))
@@ -188,6 +217,11 @@ def run(
     plan: PlanOption = "auto",
     fidelity: FidelityOption = "exact",
     out: OutOption = None,
+    hosts: HostsOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
 ) -> None:
     """Starts a script everywhere it should run.
 
@@ -196,9 +230,15 @@ def run(
     paceline run examples/own_loop.py
 
     paceline run --plan processes:2 --out runs/mine train.py --my-option 3
+
+    paceline run -H hostA,hostB train.py
     """
     command = [script, *context.args]
     _check_script(command)
+    if hosts:
+        way = Way(ssh_command, python or sys.executable)
+        paths = [] if script == "-m" else [script]
+        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths))
     raise typer.Exit(_start(command, _made(command, plan, fidelity), out))
 
 
@@ -433,6 +473,33 @@ def _start(command: list[str], made: Plan, out: Path | None, quiet: bool = False
     code = local.start([sys.executable, *command], made.chosen, environment=environment)
     if code == 0 and out and not quiet:
         console.print(f"run: {out}")
+    return code
+
+
+def _start_over_ssh(
+    hosts: str,
+    way: Way,
+    command: list[str],
+    plan: str,
+    out: Path | None,
+    names: str | None,
+    address: str | None,
+    paths: list[str],
+    settings: Settings | None = None,
+) -> int:
+    nodes = parse(hosts)
+    wanted = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
+    if wanted:
+        wanted = Plan.read(wanted).chosen if Path(wanted).is_file() else _row(wanted)
+    chosen, environment = row(nodes, wanted), ssh.carried(names.replace(",", " ").split() if names else ())
+    if out:
+        environment["PACELINE_FOLDER"] = str(out)
+    meeting = check(nodes, way, paths, address)
+    if settings and out:
+        settings.write(out)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting)
+    if code == 0 and out:
+        console.print(f"run: {out} on {nodes[0].name}")
     return code
 
 

@@ -1,14 +1,22 @@
-"""Who this process is among all: launchers say it in the environment."""
+"""Who this process is among all: launchers say it in the environment, each in words of its own."""
 
 from __future__ import annotations
 
 import os
+import re
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
 
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK."""
+    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
+
+    What mpirun and srun say in other words is put into these first.
+    """
 
     local_rank: int = 0
     local_size: int = 1
@@ -19,28 +27,22 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World:
-        def number(name: str, default: int) -> int:
-            text = os.environ.get(name, str(default))
-            if not text.isdigit():
-                raise ValueError(
-                    f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher"
-                )
-            return int(text)
-
-        size, local_size = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1)
-        rank, per_node = number("RANK", 0), max(1, local_size)
-        node, local_rank = number("GROUP_RANK", rank // per_node), number("LOCAL_RANK", rank % per_node)
-        given = (
+        adopt()
+        given = os.environ
+        size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
+        rank, per_node = _number(given, "RANK", 0), max(1, local_size)
+        node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
+        told = (
             f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
         )
         if size % per_node or not (
             local_size and rank < size and local_rank < local_size and node < size // local_size
         ):
             raise ValueError(
-                f"{given} do not fit together: every node needs the same number of processes, RANK must be below "
+                f"{told} do not fit together: every node needs the same number of processes, RANK must be below "
                 f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and GROUP_RANK below the number of nodes"
             )
-        if size > local_size and not os.environ.get("MASTER_PORT"):
+        if size > local_size and not given.get("MASTER_PORT"):
             raise ValueError(
                 "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
             )
@@ -49,6 +51,96 @@ class World:
             local_size,
             node,
             size // local_size,
-            os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            number("MASTER_PORT", 0),
+            given.get("MASTER_ADDR", "127.0.0.1"),
+            _number(given, "MASTER_PORT", 0),
         )
+
+
+def adopt() -> None:
+    """What mpirun and srun say is in the environment as RANK and its like from now on, for everyone who reads that."""
+    os.environ.update(translate(os.environ))
+
+
+def translate(given: Mapping[str, str]) -> dict[str, str]:
+    """RANK and its like, where mpirun or srun started this process as one of several; nothing where they did not.
+
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Otherwise nodes meet at the first host of Slurm's list, at
+    port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and the
+    host of rank 0 is not known. Raises ValueError.
+    """
+    if "RANK" in given or "WORLD_SIZE" in given:
+        return {}
+    if "OMPI_COMM_WORLD_RANK" in given:
+        return _by_mpirun(given)
+    if "SLURM_PROCID" in given and "SLURM_STEP_ID" in given:  # a batch script itself is no step
+        return _by_srun(given)
+    return {}
+
+
+def _by_mpirun(given: Mapping[str, str]) -> dict[str, str]:
+    rank, size, local_rank, local_size = (
+        _number(given, f"OMPI_COMM_WORLD_{name}", default)
+        for name, default in (("RANK", 0), ("SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_SIZE", 1))
+    )
+    if size == 1:
+        return {}
+    if not local_size or rank % local_size != local_rank:
+        raise ValueError(
+            f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node "
+            f"after the other, with the same number on each: use --map-by ppr:{max(1, local_size)}:node"
+        )
+    job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or ""
+    port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+    if size > local_size and not given.get("MASTER_ADDR"):
+        raise ValueError(
+            f"mpirun started {size} processes on several nodes and does not say where rank 0 runs; add -x "
+            f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host"
+        )
+    return _canonical(given, rank // local_size, local_rank, local_size, size, "127.0.0.1", port)
+
+
+def _by_srun(given: Mapping[str, str]) -> dict[str, str]:
+    size = _number(given, "SLURM_STEP_NUM_TASKS", _number(given, "SLURM_NTASKS", 1))
+    if size == 1:
+        return {}
+    names = "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"
+    dealt = next((given[name] for name in names if given.get(name)), str(size))
+    parts = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in dealt.split(",")]
+    counts = {int(part[1]) if part else 0 for part in parts}
+    if len(counts) > 1 or not min(counts):
+        raise ValueError(
+            f"srun dealt {size} tasks as {dealt} per node; every node needs the same number: give srun "
+            f"--ntasks-per-node"
+        )
+    job, step = _number(given, "SLURM_JOB_ID", 0), _number(given, "SLURM_STEP_ID", 0)
+    hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    node, local_rank = _number(given, "SLURM_NODEID", 0), _number(given, "SLURM_LOCALID", 0)
+    port = FIRST_PORT + (101 * job + step) % NUM_PORTS
+    return _canonical(given, node, local_rank, counts.pop(), size, first_host(hosts), port)
+
+
+def first_host(hosts: str) -> str:
+    """Of a list as Slurm writes it: "gpu[07-09,12],cpu1" is gpu07 and so on."""
+    whole = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", whole[0] if whole else hosts)
+
+
+def _canonical(
+    given: Mapping[str, str], node: int, local_rank: int, local_size: int, size: int, host: str, port: int
+) -> dict[str, str]:
+    return {
+        "RANK": str(node * local_size + local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": given.get("MASTER_ADDR") or host,
+        "MASTER_PORT": given.get("MASTER_PORT") or str(port),
+    }
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isdigit():
+        raise ValueError(f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher")
+    return int(text)

@@ -1,4 +1,4 @@
-"""Every process of one node on this machine, and nothing left when any of them, or this one, is killed.
+"""Every process of one node or of several on this machine, and nothing left when any of them, or this one, is killed.
 
 Children die with this process (the kernel tells them), and tell each other of a death themselves.
 """
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 GRACE_S = 15.0
 PR_SET_PDEATHSIG = 1
@@ -41,20 +41,31 @@ def start(
     engine: str,
     num_nodes: int = 1,
     environment: Mapping[str, str] | None = None,
+    node: int | None = None,
+    meeting: tuple[str, int] | None = None,
+    asked: Callable[[], Sequence[int]] | None = None,
 ) -> int:
-    """Runs ``command`` as all processes of ``num_nodes`` nodes, all of them here. Returns an exit code.
+    """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
     The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and SIGTERM are
     passed on, and then there is no hurry: a long step ends, a checkpoint is saved. A second one starts the clock.
+
+    engine      a row, or "" for what each process chooses by itself
+    meeting     host and port where the nodes meet, which node 0 serves; else a free port of this machine
+    asked       looked at now and then: signals to pass on as if they had come here; 0 starts the clock
     """
     k = num_processes(engine)
-    base = {**os.environ, **(environment or {}), "PACELINE_ENGINE": engine}
+    host, port = meeting or ("127.0.0.1", free_port())
+    base = {**os.environ, **(environment or {})}
+    if engine:
+        base["PACELINE_ENGINE"] = engine
     base.update(
         WORLD_SIZE=str(k * num_nodes),
         LOCAL_WORLD_SIZE=str(k),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
     )
+    ranks = range(k * num_nodes) if node is None else range(node * k, node * k + k)
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -65,7 +76,7 @@ def start(
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
 
-    def pass_on(number: int, _: object) -> None:
+    def pass_on(number: int, _: object = None) -> None:
         received.append(number)
         for child in children:
             if child.poll() is None:
@@ -73,19 +84,20 @@ def start(
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank in range(k * num_nodes):
+        for rank in ranks:
             mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank % k), "GROUP_RANK": str(rank // k)}
             quiet = subprocess.DEVNULL if rank % k else None  # what a script prints is read once per node
             children.append(
                 subprocess.Popen(
                     command,
                     env=mine,
+                    stdin=subprocess.DEVNULL if asked else None,  # what is asked must not be read by a script
                     stdout=quiet,
                     preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
                     start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
                 )
             )
-        return _wait(children, received)
+        return _wait(children, received, pass_on, asked or tuple)
     finally:
         for child in children:
             if child.poll() is None:
@@ -95,22 +107,34 @@ def start(
             signal.signal(number, handler)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]],
+    received: Sequence[int],
+    pass_on: Callable[[int], None],
+    asked: Callable[[], Sequence[int]],
+) -> int:
     failed: int | None = None
+    hurry = False
     end = float("inf")
     while True:
+        for number in asked():
+            if number:
+                pass_on(number)
+            else:
+                hurry = True
         codes = [child.poll() for child in children]
         for code in codes:
             if failed is None and code:
                 failed = code
         ended = any(code is not None for code in codes)
-        if failed is not None or (received and ended) or len(received) > 1:
+        if hurry or failed is not None or (received and ended) or len(received) > 1:
             end = min(end, time.monotonic() + GRACE_S)
         if all(code is not None for code in codes):
             break
         if time.monotonic() > end:
             left = [child.pid for child in children if child.poll() is None]
             print(f"paceline: {len(left)} processes did not end within {GRACE_S:.0f} s; killed", file=sys.stderr)
+            failed = failed or -signal.SIGKILL
             break
         time.sleep(0.02)
     if received:

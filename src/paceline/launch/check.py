@@ -1,0 +1,120 @@
+"""Can every host take part? All are asked at once, within ten seconds; every fault is told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline.launch import facts
+from paceline.launch.hosts import Host, Way
+
+LIMIT_S = 8.5
+LOST = 255  # how ssh ends when it could not do its part
+
+
+def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: str | None = None) -> tuple[str, int]:
+    """Where the nodes will meet: node 0's address, as ssh reached it or as given, and a port that is free there.
+
+    Raises ValueError with a line for each fault of each host.
+    """
+    mine = facts.tell(way.folder, list(paths))
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        answers = list(pool.map(lambda host: _ask(host, way, paths), hosts))
+    told: list[str] = []
+    for host, answer in zip(hosts, answers, strict=True):
+        said = [answer] if isinstance(answer, str) else faults(mine, answer, way)
+        told += [f"{host.name}: {words}" for words in said]
+    known = [answer for answer in answers if not isinstance(answer, str)]
+    if not told and not address and (words := unreachable(known)):
+        told.append(f"{hosts[0].name}: {words}")
+    if told:
+        raise ValueError("nothing was started, because not every host can take part:\n- " + "\n- ".join(told))
+    return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
+
+
+def _ask(host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
+    """What the host says, or why it does not."""
+    source = Path(facts.__file__).read_text(encoding="utf-8")
+    source += f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!r}, {list(paths)!r})))\n"
+    command = way.command(host, "-")
+    try:
+        done = subprocess.run(
+            command, input=source, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
+        )
+    except FileNotFoundError:
+        return f"there is no {command[0]!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+    except subprocess.TimeoutExpired:
+        return f"no answer within {LIMIT_S} s; is it on, and does its firewall let ssh in?"
+    last = (done.stderr.strip() or "nothing was said").splitlines()[-1].strip()
+    if done.returncode == LOST:
+        return _why(host, done.stderr, last)
+    if done.returncode:
+        return (
+            f"{way.python} did not run there (exit code {done.returncode}: {last}); install Python at that path, or "
+            f"name the one to use with --python"
+        )
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return f"{way.python} answered {done.stdout[-80:]!r}, which no Python does; name another with --python"
+    return answer
+
+
+def _why(host: Host, errors: str, last: str) -> str:
+    """What ssh's complaint means, and the remedy."""
+    causes = {
+        "IDENTIFICATION HAS CHANGED": "its host key is not the one that is known here: another machine answers, or it "
+        f"was set up anew; if you are sure that it is the right one: ssh-keygen -R {host.name}, then connect by hand",
+        "Host key verification failed": f"its host key is not known here; connect once by hand and compare it: ssh "
+        f"{host.target}",
+        "Permission denied": f"it accepts none of your keys ({last.rpartition(': ')[2]}); let it know one: ssh-copy-id "
+        f"{host.target}; a key with a passphrase needs ssh-add first",
+        "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a "
+        f"HostName in ~/.ssh/config",
+        "Connection refused": f"nothing takes ssh connections there ({last}); start sshd, or set its Port in "
+        f"~/.ssh/config",
+        "timed out": f"no answer ({last}); is it on, and does its firewall let ssh in?",
+        "No route to host": f"no way leads there ({last}); check the name and the network",
+        "unreachable": f"no way leads there ({last}); check the name and the network",
+    }
+    return next((said for sign, said in causes.items() if sign in errors), f"ssh could not reach it: {last}")
+
+
+def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list[str]:
+    """What differs there and must not; ``mine`` and ``theirs`` as `facts.tell` gives them."""
+    found = []
+    if not theirs["folder"]:
+        found.append(
+            f"the working directory {way.folder} is not there; make it there, or start from one that every host has"
+        )
+    else:
+        for path, content in theirs["paths"].items():
+            if content is None:
+                found.append(f"{path} is not in {way.folder} there; copy it there")
+            elif mine["paths"][path] not in (None, content):
+                found.append(f"{path} there is another than here; copy it there again")
+    for name, version in theirs["versions"].items():
+        here = mine["versions"][name]
+        wanted = f"{name}=={here}" if here else name
+        remedy = f"install it there: {way.python} -m pip install {wanted}; or name another interpreter with --python"
+        if version is None and here:
+            found.append(f"{name} is not installed for {way.python} there, and here it is {here}; {remedy}")
+        elif version != here:
+            found.append(f"{name} is {version} there and {here or 'not installed'} here; {remedy}")
+    return found
+
+
+def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the others could not meet at node 0's address, where that can be told from here."""
+    first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
+    if not others:
+        return None
+    if ":" in first:
+        return f"it was reached at {first}, and nodes meet over IPv4; give its IPv4 address with --address"
+    if first.startswith("127.") and not all(address.startswith("127.") for address in others):
+        return f"it was reached at {first}, where the other hosts find only themselves; give its address with --address"
+    return None

@@ -1,0 +1,73 @@
+"""One node of a run that another machine started: reads from stdin what to start, and obeys until stdin ends.
+
+`python -m paceline.launch.node` is what ssh starts; the rest comes through stdin, because anybody can read command
+lines. The first line is a JSON object: node, num_nodes, host, port, engine, command, folder, environment. Each later
+line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from typing import Any
+
+from paceline.launch import local
+
+
+class Orders:
+    """Lines from a file descriptor, without waiting after the first."""
+
+    def __init__(self, source: int = 0):
+        self._source, self._bytes, self._ended, self._signalled = source, b"", False, False
+
+    def first(self) -> dict[str, Any]:
+        while b"\n" not in self._bytes:
+            self._read()
+            if self._ended:
+                raise ValueError("stdin ended before it said what to start; this is started by: paceline run -H HOSTS")
+        line, _, self._bytes = self._bytes.partition(b"\n")
+        said: dict[str, Any] = json.loads(line)
+        return said
+
+    def later(self) -> list[int]:
+        """Signals to pass on since the last call; 0: end soon. A launcher that is gone asks for both, once."""
+        ended = self._ended
+        while not self._ended and select.select([self._source], [], [], 0)[0]:
+            self._read()
+        *lines, self._bytes = self._bytes.split(b"\n")
+        numbers = [int(line) for line in lines]
+        if self._ended and not ended:
+            # who was already asked to end is saving: a second signal would cut that short
+            numbers += [0] if self._signalled or any(numbers) else [signal.SIGTERM, 0]
+        self._signalled |= any(numbers)
+        return numbers
+
+    def _read(self) -> None:
+        data = os.read(self._source, 1 << 16)
+        self._bytes, self._ended = self._bytes + data, not data
+
+
+def main() -> int:
+    orders = Orders()
+    try:
+        said = orders.first()
+        os.chdir(said["folder"])
+        return local.start(
+            said["command"],
+            said["engine"],
+            said["num_nodes"],
+            said["environment"],
+            node=said["node"],
+            meeting=(said["host"], said["port"]),
+            asked=orders.later,
+        )
+    except (ValueError, OSError) as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

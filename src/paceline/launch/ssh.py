@@ -1,0 +1,150 @@
+"""Every node over ssh, with the user's own OpenSSH, keys and configuration; started together, ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from paceline.launch.check import LOST
+from paceline.launch.hosts import Host, Way
+from paceline.launch.lines import Lines
+from paceline.launch.local import GRACE_S
+
+GLANCE_S = 0.1
+MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
+CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
+LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH")  # they are about this machine
+
+
+def carried(names: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that go along: those that are about the training, and those named. Raises ValueError."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"--env names {', '.join(missing)}, which this environment does not have; set it, or leave it out"
+        )
+    mine = {name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in LEFT_HERE}
+    return {**mine, **{name: os.environ[name] for name in names}}
+
+
+def start(
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    engine: str,
+    way: Way,
+    environment: Mapping[str, str],
+    meeting: tuple[str, int],
+) -> int:
+    """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
+
+    ``engine``: the row of every node, or "" for each one's default. ``meeting``: what `check` found. Ctrl-C and SIGTERM
+    are passed on to every process of every node, once, and there is no hurry then; a second one gives them GRACE_S, as
+    a node's failure does.
+    """
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    nodes: list[Node] = []
+    try:
+        for host in hosts:
+            nodes.append(Node(host, way))
+        for index, node in enumerate(nodes):
+            own = {"PYTHONUNBUFFERED": "1", **environment, "PACELINE_HOST": node.host.name}
+            node.tell(
+                {
+                    **{"node": index, "num_nodes": len(nodes), "host": meeting[0], "port": meeting[1]},
+                    **{"engine": engine, "command": [way.python, *command], "folder": way.folder, "environment": own},
+                }
+            )
+        first = _watch(nodes, received)
+    finally:
+        for node in nodes:
+            node.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        return 128 + received[0]
+    if first is None:
+        return 0
+    code = first.process.returncode
+    lost = code == LOST or code < 0
+    name, said = first.host.name, first.errors.last or "it said nothing"
+    what = f"lost {name}, ssh ended with exit code" if lost else f"{name} failed first, with exit code"
+    print(f"paceline: {what} {code}: {said}", file=sys.stderr)
+    return code if code > 0 else 128 - code
+
+
+class Node:
+    """One host's ssh."""
+
+    def __init__(self, host: Host, way: Way):
+        self.host = host
+        self.process = subprocess.Popen(
+            way.command(host, "-m", "paceline.launch.node"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone
+        )
+        assert self.process.stdin
+        assert self.process.stdout
+        assert self.process.stderr
+        self.stdin = self.process.stdin
+        self.output = Lines(host.name, self.process.stdout.fileno(), sys.stdout.buffer)
+        self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
+        self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
+
+    def tell(self, what: object) -> None:
+        with contextlib.suppress(OSError):  # its end is seen by whoever waits for it
+            self.stdin.write(json.dumps(what).encode() + b"\n")
+            self.stdin.flush()
+
+    def close(self) -> None:
+        """Ends it there as well: what runs there sees its stdin end."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.stdin, *self.pipes):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _watch(nodes: Sequence[Node], received: Sequence[int]) -> Node | None:
+    """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first."""
+    first: Node | None = None
+    told, end = 0, float("inf")
+    sys.stdout.flush()
+    with selectors.DefaultSelector() as selector:
+        for node in nodes:
+            for pipe, lines in node.pipes.items():
+                selector.register(pipe, selectors.EVENT_READ, lines)
+        while True:
+            over = all(node.process.poll() is not None for node in nodes)
+            ready = selector.select(0 if over else GLANCE_S)
+            for key, _ in ready:
+                if not key.data.pass_on():
+                    selector.unregister(key.fileobj)
+            if over and not ready:
+                return first or next((node for node in nodes if node.process.returncode), None)
+            for number in received[told:]:
+                told += 1
+                for node in nodes:
+                    node.tell(number)
+            if first is None and not received:
+                first = next((node for node in nodes if node.process.poll()), None)
+                for other in nodes if first else ():
+                    other.tell(0)
+            if first or told > 1:
+                end = min(end, time.monotonic() + GRACE_S + MARGIN_S)
+            if time.monotonic() > end:
+                left = ", ".join(node.host.name for node in nodes if node.process.poll() is None)
+                print(f"paceline: cut off from {left}, which did not end within {GRACE_S:.0f} s", file=sys.stderr)
+                return first

@@ -1,0 +1,91 @@
+"""A real sshd on a free port of this machine, with keys of its own, and hosts that are all this machine."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import paceline
+
+HERE = Path(__file__).parent
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+GOOD = "one", "two", "three"
+
+
+def unavailable() -> str | None:
+    missing = [name for name in ("ssh", "ssh-keygen") if not shutil.which(name)] + ([] if SSHD else ["sshd"])
+    return f"there is no {' and no '.join(missing)} on this machine" if missing else None
+
+
+class Sshd:
+    """`ssh` is a client's command line that knows the hosts in GOOD, and these, which cannot take part:
+
+    stranger (host key unknown), changed (another host key), locked (no key accepted), shut (nothing listens),
+    silent (never answers), nowhere (no such name).
+    """
+
+    def __enter__(self) -> Sshd:
+        self._temporary = tempfile.TemporaryDirectory(prefix="paceline-test-sshd-")
+        self.folder = Path(self._temporary.name)
+        self._made = os.getuid() == 0 and not Path("/run/sshd").exists()
+        if self._made:
+            Path("/run/sshd").mkdir(mode=0o755)  # sshd insists on it where root starts it
+        for name in ("host", "user", "other"):
+            self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+        self._silent = socket.create_server(("127.0.0.1", 0))
+        self.port = _free_port()
+        self._configure()
+        command = [str(SSHD), "-D", "-E", str(self.folder / "log"), "-f", str(self.folder / "sshd_config")]
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self.ssh = f"ssh -F {self.folder / 'config'}"
+        end = time.monotonic() + 10
+        while subprocess.run([*self.ssh.split(), "one", "true"], capture_output=True, check=False).returncode:
+            assert self.process.poll() is None, (self.folder / "log").read_text()
+            assert time.monotonic() < end, "sshd does not answer"
+            time.sleep(0.05)
+        return self
+
+    def _configure(self) -> None:
+        key = (self.folder / "host.pub").read_text().split()[:2]
+        other = (self.folder / "other.pub").read_text().split()[:2]
+        (self.folder / "known").write_text(f"paceline-test {' '.join(key)}\n")
+        (self.folder / "wrong").write_text(f"paceline-test {' '.join(other)}\n")
+        (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
+        path = f"{Path(paceline.__file__).parent.parent}:{HERE}"
+        (self.folder / "sshd_config").write_text(
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
+            f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
+            f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nAcceptEnv *\nMaxStartups 100\n"
+            f"SetEnv PYTHONPATH={path} XDG_CACHE_HOME={self.folder}\n"
+        )
+        (self.folder / "config").write_text(
+            f"Host stranger\n  UserKnownHostsFile /dev/null\nHost changed\n  UserKnownHostsFile {self.folder}/wrong\n"
+            f"Host locked\n  IdentityFile {self.folder}/other\nHost shut\n  Port {_free_port()}\n"
+            f"Host silent\n  Port {self._silent.getsockname()[1]}\nHost nowhere\n  HostName nowhere.invalid\n"
+            f"Host * !locked\n  IdentityFile {self.folder}/user\n"
+            f"Host *\n  HostName 127.0.0.1\n  Port {self.port}\n  User {getpass.getuser()}\n  IdentitiesOnly yes\n"
+            f"  IdentityAgent none\n  HostKeyAlias paceline-test\n  UserKnownHostsFile {self.folder}/known\n"
+            f"  GlobalKnownHostsFile /dev/null\n  UpdateHostKeys no\n"
+        )
+
+    def _run(self, *command: str) -> None:
+        subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(10)
+        self._silent.close()
+        if self._made:
+            Path("/run/sshd").rmdir()
+        self._temporary.cleanup()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,215 @@
+"""Every host is asked before anything starts; each that cannot take part gets a line that says why and what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.launch import facts
+from paceline.launch.check import check, faults, unreachable
+from paceline.launch.hosts import Host, Way, parse, row
+from sshd import Sshd, unavailable
+
+needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+
+
+@pytest.fixture(scope="module")
+def sshd():
+    with Sshd() as server:
+        yield server
+
+
+@needs_sshd
+def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(sshd, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
+    hosts = "one,stranger,changed,locked,shut,silent,nowhere"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "-H", hosts, "--ssh", sshd.ssh, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ,
+    )
+    took_s = time.monotonic() - start
+    head, *lines = done.stderr.splitlines()
+    assert head == "paceline: nothing was started, because not every host can take part:"
+    wanted = {
+        "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
+        "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
+        "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
+        "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
+        "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
+        "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
+    }
+    assert len(lines) == len(wanted), done.stderr
+    for line, (name, said) in zip(lines, wanted.items(), strict=True):
+        assert re.match(rf"- {name}: {said}", line), line
+    assert done.returncode == 2
+    assert took_s < 10 + 2, "besides the start of Python"
+    assert not (tmp_path / "started").exists()
+
+
+@needs_sshd
+def test_what_is_not_there_is_told_by_every_host(sshd, tmp_path):
+    (tmp_path / "here.py").touch()
+    with pytest.raises(ValueError, match="not every host") as told:
+        check(parse("one,two"), Way(sshd.ssh, folder=str(tmp_path)), ["here.py", "absent.py"])
+    lines = [f"- {name}: absent.py is not in {tmp_path} there; copy it there" for name in ("one", "two")]
+    assert str(told.value).splitlines()[1:] == lines
+    missing = f"the working directory {tmp_path}/not is not there; make it there"
+    with pytest.raises(ValueError, match=f"- one: {missing}.*"):
+        check(parse("one"), Way(sshd.ssh, folder=f"{tmp_path}/not"), ["here.py"])
+
+
+@needs_sshd
+def test_another_interpreter_is_told_what_it_lacks(sshd, tmp_path):
+    with pytest.raises(ValueError, match=r"- one: /no/python did not run there \(exit code 127: .*--python"):
+        check(parse("one"), Way(sshd.ssh, python="/no/python"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
+    bare = Way(sshd.ssh, python=str(tmp_path / "bare" / "bin" / "python"))
+    mine = facts.tell(".", [])["versions"]["torch"]
+    with pytest.raises(ValueError, match=re.escape(f"- one: torch is not installed for {bare.python} there, and here")):
+        check(parse("one"), bare)
+    (packages,) = tmp_path.glob("bare/lib/python*/site-packages")
+    for name in ("torch", "paceline"):
+        (packages / f"{name}-0.0.1.dist-info").mkdir()
+        (packages / f"{name}-0.0.1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 0.0.1\n")
+    with pytest.raises(ValueError, match=re.escape(f"- one: torch is 0.0.1 there and {mine} here; install it there: ")):
+        check(parse("one"), bare)
+
+
+@needs_sshd
+def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
+    assert check(parse("one,two"), Way(sshd.ssh))[0] == "127.0.0.1"
+    host, port = check(parse("one"), Way(sshd.ssh), address="10.1.2.3")
+    assert host == "10.1.2.3"
+    assert 0 < port < 65536
+
+
+@pytest.mark.parametrize(
+    ("addresses", "said"),
+    [
+        (["10.0.0.1", "10.0.0.2"], None),
+        (["127.0.0.1"], None),
+        (["127.0.0.1", "127.0.0.1"], None),
+        (["10.0.0.1", "127.0.0.1"], None),
+        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
+        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, and nodes meet over IPv4.*--address"),
+    ],
+)
+def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):
+    told = unreachable([{"address": address} for address in addresses])
+    assert told is None if said is None else re.search(said, told)
+
+
+def test_json_and_host_names_do_not_mix(tmp_path):
+    words = ["train", "--json", "-H", "one", "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: --json prints nothing but one object")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_without_ssh_client_is_told():
+    with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' here to reach it with; install OpenSSH"):
+        check(parse("one"), Way("no-such-ssh -v"))
+
+
+def test_a_script_that_differs_is_told(tmp_path):
+    (tmp_path / "a.py").write_text("1")
+    mine = facts.tell(str(tmp_path), ["a.py"])
+    assert faults(mine, mine, Way()) == []
+    (tmp_path / "a.py").write_text("2")
+    theirs = facts.tell(str(tmp_path), ["a.py"])
+    assert faults(mine, theirs, Way()) == ["a.py there is another than here; copy it there again"]
+
+
+def test_hosts_are_read_with_users_and_slots():
+    assert parse("a, me@b.example:2") == [Host("a", "a"), Host("b.example", "me@b.example", 2)]
+    assert row(parse("a,b"), "") == row(parse("a:1,b"), "") == ""
+    assert row(parse("a:3,b:3"), "") == row(parse("a,b"), "processes:3") == "processes:3"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "'' is no host name; accepted: hosts as ssh knows them"),
+        ("a,,b", "-H a,,b: '' is no host name"),
+        ("-oProxyCommand=x", "'-oProxyCommand=x' is no host name"),
+        ("a b", "'a b' is no host name"),
+        ("a:0,b:x", "'a:0' asks for '0' processes.*'b:x' asks for 'x' processes"),
+        ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
+    ],
+)
+def test_what_is_no_host_is_told(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "asked", "said"),
+    [
+        ("a:2,b:4", "", "-H a:2, b:4: every node needs the same number of processes"),
+        ("a:2,b:2", "threads:4", "asks for 2 processes per node, the row 'threads:4' for 1; leave one of them out"),
+    ],
+)
+def test_slots_that_contradict_are_told(hosts, asked, said):
+    with pytest.raises(ValueError, match=said):
+        row(parse(hosts), asked)
+
+
+NODE = "import sys; from paceline.launch import local, node; local.GRACE_S = 0.5; sys.exit(node.main())"
+
+
+@pytest.mark.parametrize(("then", "code"), [("0\n", 137), ("15\n0\n", 143), ("", 143)], ids=["failed", "stop", "gone"])
+def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path):
+    """A node elsewhere has failed; a signal came; the launcher is gone: each time a stubborn script is killed."""
+    stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open('{}', 'w'); time.sleep(60)"
+    words = [sys.executable, "-c", stubborn.format(tmp_path / "up")]
+    order = {"node": 1, "num_nodes": 2, "host": "h", "port": 1, "engine": "", "folder": "/", "environment": {}}
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", NODE], **pipes) as process:
+        try:
+            process.stdin.write(json.dumps({**order, "command": words}) + "\n")
+            process.stdin.flush()
+            end = time.monotonic() + 20
+            while not (tmp_path / "up").exists():
+                assert process.poll() is None, process.stderr.read()
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            start = time.monotonic()
+            if then:
+                process.stdin.write(then)
+                process.stdin.flush()
+            else:
+                process.stdin.close()
+            process.wait(20)
+            took_s = time.monotonic() - start
+            errors = process.stderr.read()
+        finally:
+            process.kill()
+    assert process.returncode == code, errors
+    assert 0.4 < took_s < 5
+    assert "1 processes did not end within" in errors
+
+
+def test_a_node_without_orders_says_who_starts_it():
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.launch.node"],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: stdin ended before it said what to start")

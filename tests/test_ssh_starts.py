@@ -1,0 +1,193 @@
+"""Nodes started over ssh train as nodes started here do; they end together, and what they say is told by host."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from launching import launch
+from sshd import Sshd, unavailable
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+JOINED = str(Path(__file__).parent / "scripts" / "joined.py")
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def sshd():
+    with Sshd() as server:
+        yield server
+
+
+def begin(sshd, *words, hosts="one,two", cwd=None, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", "run", "-H", hosts, *map(str, words)],
+        env={**os.environ, "PACELINE_SSH": sshd.ssh, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+    )
+
+
+def finish(process, code=0):
+    try:
+        output, errors = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, output + errors
+    return output, errors
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script that needs no torch; its first lines know FOLDER and NODE."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(
+            "import os, signal, sys, time\nfrom pathlib import Path\n"
+            f"FOLDER, NODE = Path({str(tmp_path)!r}), os.environ['GROUP_RANK']\n"
+            "(FOLDER / f'pid.{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n" + text
+        )
+        return path
+
+    return write
+
+
+def wait_for_pids(folder, count, process):
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        said = [path.read_text() for path in folder.glob("pid.*")]
+        if len(said) == count and all(said):
+            return [int(text) for text in said]
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "not started"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids, limit_s=5.0):
+    end = time.monotonic() + limit_s
+    while any(map(alive, pids)):
+        assert time.monotonic() < end, "processes were left behind"
+        time.sleep(0.02)
+
+
+def test_two_nodes_over_ssh_train_to_the_bits_of_two_nodes_here(sshd, tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").mkdir()
+    output, _ = finish(begin(sshd, "--engine", "sequential", JOINED, tmp_path / "far"))
+    assert sorted(output.splitlines()) == ["[one] node 0 of 2 is done", "[two] node 1 of 2 is done"]
+    launch(JOINED, tmp_path / "near", engine="sequential", num_nodes=2)
+    for name in ("0.pt", "1.pt"):
+        far, near = (torch.load(tmp_path / where / name, weights_only=True) for where in ("far", "near"))
+        assert all(torch.equal(far[key], near[key]) for key in near)
+
+
+def test_a_node_that_fails_is_named_with_its_error_and_exit_code_and_the_others_end(sshd, tmp_path):
+    _, errors = finish(begin(sshd, "--engine", "sequential", JOINED, tmp_path, 1), code=1)
+    assert "did not end within" not in errors
+    lines = errors.splitlines()
+    assert lines[-1] == "paceline: two failed first, with exit code 1: ValueError: the data of this node ran out"
+    assert any(re.match(r"\[one\] paceline: rank 0 of 2 on one at step \d+: .*rank 1 on two", line) for line in lines)
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script):
+    path = script("time.sleep(0.5 * (NODE == '0'))\nprint('oh', file=sys.stderr)\nsys.exit(7 + int(NODE))")
+    _, errors = finish(begin(sshd, path), code=8)
+    assert sorted(errors.splitlines()) == [
+        "[one] oh",
+        "[two] oh",
+        "paceline: two failed first, with exit code 8: oh",
+    ]
+
+
+def test_ctrl_c_reaches_every_process_once_and_nothing_is_left(sshd, script, tmp_path):
+    path = script(
+        "def heard(*_):\n    print('heard', flush=True)\n    time.sleep(0.2)\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, heard)\ntime.sleep(60)"
+    )
+    process = begin(sshd, path, hosts="one:2,two:2")
+    pids = wait_for_pids(tmp_path, 4, process)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = finish(process, code=130)
+    assert sorted(output.splitlines()) == ["[one] heard", "[two] heard"]
+    assert not any(map(alive, pids))
+
+
+def test_a_second_ctrl_c_reaches_them_too(sshd, script, tmp_path):
+    path = script("signal.signal(signal.SIGINT, lambda *_: signal.signal(2, signal.SIG_DFL))\n" + "time.sleep(9)\n" * 9)
+    process = begin(sshd, path)
+    pids = wait_for_pids(tmp_path, 2, process)
+    time.sleep(0.2)
+    for _ in range(2):
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    finish(process, code=130)
+    assert not any(map(alive, pids))
+
+
+def test_a_launcher_that_is_killed_takes_every_process_with_it(sshd, script, tmp_path):
+    process = begin(sshd, script("time.sleep(60)"), hosts="one:2,two:2")
+    pids = wait_for_pids(tmp_path, 4, process)
+    process.kill()
+    finish(process, code=-signal.SIGKILL)
+    wait_until_gone(pids)
+
+
+def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_shows_it(sshd, script):
+    path = script(
+        "lines = [p.read_bytes() for p in Path('/proc').glob('[0-9]*/cmdline')]\n"
+        "assert len(lines) > 5\n"
+        "if NODE == '0':\n"
+        "    for name in sorted(os.environ):\n        print(name, os.environ[name] if 'ECRET' in name else '')\n"
+        "    print('shown', sum(b'tell nobody' in line for line in lines))"
+    )
+    given = {"SECRET": "tell nobody 1", "PACELINE_SECRET": "tell nobody 2", "ONLY_HERE": "3", "GLOO_X": "4"}
+    output, _ = finish(begin(sshd, "--env", "SECRET", path, cwd=path.parent, **given, PACELINE_HOST="laptop"))
+    said = dict(line.removeprefix("[one] ").split(" ", 1) for line in output.splitlines())
+    assert (said["SECRET"], said["PACELINE_SECRET"], said["shown"]) == ("tell nobody 1", "tell nobody 2", "0")
+    assert "GLOO_X" in said
+    ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    far = subprocess.run([*sshd.ssh.split(), "one", "env"], capture_output=True, text=True, check=True, timeout=20)
+    login = {line.partition("=")[0] for line in far.stdout.splitlines()}
+    carried = {name for name in os.environ if re.match("PACELINE_|GLOO_|NCCL_|OMP_NUM_THREADS", name)}
+    set_there = {"PACELINE_HOST", "PYTHONUNBUFFERED", "LC_CTYPE"}  # Python itself sets the last in a C locale
+    assert said.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
+
+
+def test_lines_are_whole(sshd, script):
+    path = script(
+        "for _ in range(40):\n    os.write(1, b'begin ' + NODE.encode())\n    os.write(1, b' end\\n')\n"
+        "os.write(1, b'last')"
+    )
+    output, _ = finish(begin(sshd, path))
+    lines = output.splitlines()
+    for index, name in enumerate(("one", "two")):
+        mine = [line for line in lines if line.startswith(f"[{name}] ")]
+        assert mine == [f"[{name}] begin {index} end"] * 40 + [f"[{name}] last"]
+    assert len(lines) == 82
+
+
+def test_a_variable_that_is_not_set_is_told(sshd, script):
+    _, errors = finish(begin(sshd, "--env", "NOT_SET_HERE", script("")), code=2)
+    assert (
+        errors == "paceline: --env names NOT_SET_HERE, which this environment does not have; set it, or leave it out\n"
+    )
