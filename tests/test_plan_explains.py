@@ -11,6 +11,7 @@ import pytest
 
 from paceline import plan
 from paceline.probe.choice import Candidate, choose, equal
+from paceline.probe.rows import Facts
 from paceline.probe.trial import Trial, merge
 
 
@@ -68,6 +69,14 @@ def test_the_same_row_twice_is_a_tie_whatever_it_is_called():
 
 def test_beyond_the_spread_the_faster_row_wins_although_it_is_not_simpler():
     assert choose([SEQUENTIAL, tried("threads:2", 0.77)])[0] == "threads:2"
+
+
+@pytest.mark.parametrize("division", ["slices", "whole tensors"])
+def test_rows_of_processes_say_how_the_optimizer_is_divided(division):
+    plan_ = plan.Plan("processes:2", rows=choose([SEQUENTIAL, PROCESSES], facts=Facts(division=division))[2])
+    assert [row.optimizer for row in plan_.rows] == ["", division]
+    assert plan.Plan.from_toml(plan_.to_toml()).rows == plan_.rows
+    assert division in "".join(map(str, plan.table(plan_).columns[-2]._cells))
 
 
 def test_noise_is_no_merit():

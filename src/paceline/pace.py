@@ -26,6 +26,7 @@ from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.engine import batch as batches_
+from paceline.engine.shares import division
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
@@ -221,6 +222,7 @@ class Pace:
             steps,
             job.clip,
             input_s,
+            division(job.optimizer),
         )
         examine.answer(form, what)
 

@@ -25,10 +25,17 @@ from paceline.engine.crew import Crew
 
 # torch.optim's optimizers of which any slice of a weight may be updated by itself
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
+SLICES = "slices"
 LINE_BYTES = 64
 DOING = "gathering the optimizer's state"
 
 Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the optimizer sees it
+
+
+def division(optimizer: torch.optim.Optimizer) -> str:
+    """How processes divide its work: any rows of a weight, or nothing smaller than a weight."""
+    kind = type(optimizer)
+    return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
 
 
 class Shares:
@@ -36,13 +43,13 @@ class Shares:
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], crew: Crew):
         self.optimizer, self.crew = optimizer, crew
-        kind = type(optimizer)
-        elementwise = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
-        self.division = "slices" if elementwise else "whole tensors"
+        self.division = division(optimizer)
+        elementwise = self.division == SLICES
         if not elementwise and crew.size > 1 and _couples(optimizer):
             raise ValueError(
-                f"optimizer {kind.__name__} updates a weight differently when there are others, so its work cannot be "
-                f"divided among {crew.size} processes; use engine 'threads:k', or an optimizer of torch.optim"
+                f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its "
+                f"work cannot be divided among {crew.size} processes; use engine 'threads:k', or an optimizer of "
+                f"torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]

@@ -117,5 +117,6 @@ def _row(one: Candidate, base: Candidate, facts: Facts | None, reason: str) -> R
         fidelity(one.engine, facts),
         bool(ran and ran.extrapolated),
         len(ran.steps_s) if ran else 0,
+        facts.division if facts and one.engine.startswith("processes") else "",
         reason,
     )

@@ -48,6 +48,7 @@ class Examined:
     steps: int = 0
     clip: float | None = None
     input_s: float = 0.0
+    division: str = ""
 
 
 def asked() -> Path | None:
@@ -152,6 +153,7 @@ class _Examination:
             gradients,
             states * gradients,
             2 * layers.input_bytes * job.rows // few,
+            job.division,
         )
 
     def _settings(self, facts: Facts) -> list[Setting]:

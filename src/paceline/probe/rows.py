@@ -34,6 +34,7 @@ class Facts:
     gradient_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
+    division: str = ""  # of the optimizer's work among processes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key tha
 ``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as "processes:2+channels_last"), ``predicted_s``
 and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row,
 by measurement where both have one), ``peak_bytes`` (of all processes, shared memory once), ``fidelity``,
-``extrapolated`` (from smaller batches), ``steps`` (timed), ``reason``. A number that is not known is left out of TOML
+``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes divide its work: "slices" or
+"whole tensors"), ``reason``. A number that is not known is left out of TOML
 and null in JSON.
 """
 
@@ -46,6 +47,7 @@ class Row:
     fidelity: str = "exact"
     extrapolated: bool = False
     steps: int = 0
+    optimizer: str = ""
     reason: str = ""
 
 
@@ -174,6 +176,7 @@ def table(plan: Plan) -> Table:
         "speedup": [number(row.speedup, "{:.2f}x") for row in plan.rows],
         "memory": [number(row.peak_bytes and row.peak_bytes / 2**20, "{:.0f} MiB") for row in plan.rows],
         "fidelity": [row.fidelity for row in plan.rows],
+        "optimizer": [row.optimizer for row in plan.rows],
         "": ["<- chosen" if row.reason == CHOSEN else row.reason for row in plan.rows],
     }
     kept = {name: cells for name, cells in columns.items() if any(cells)}
