@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline import __version__, find
 from paceline import plan as planning
+from paceline.balance import wanted
 from paceline.launch import local
 from paceline.plan import Plan
 from paceline.probe.survey import survey
@@ -40,6 +41,9 @@ DataOption = Annotated[
 ]
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
 FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
+SharesOption = Annotated[
+    str | None, typer.Option(help="Rows of each node: measured (also without it), equal, or as 3,1.")
+]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
 
 
@@ -81,6 +85,7 @@ def train(
     batch_norm: Annotated[str, typer.Option(help="Statistics: local to each process, or sync.")] = "local",
     exchange: Annotated[str, typer.Option(help="How nodes agree, where there are several.")] = "allreduce",
     codec: Annotated[str, typer.Option(help="What a gradient looks like on the wire.")] = "none",
+    shares: SharesOption = None,
     plan: PlanOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
@@ -186,6 +191,7 @@ def run(
     script: Annotated[str, typer.Argument(help="A Python script with its own arguments, or -m and a module.")],
     plan: PlanOption = "auto",
     fidelity: FidelityOption = "exact",
+    shares: SharesOption = None,
     out: OutOption = None,
 ) -> None:
     """Starts a script everywhere it should run.
@@ -198,7 +204,8 @@ def run(
     """
     command = [script, *context.args]
     _check_script(command)
-    raise typer.Exit(_start(command, _made(command, plan, fidelity), out))
+    wanted(shares or "measured")
+    raise typer.Exit(_start(command, _made(command, plan, fidelity), out, shares=shares))
 
 
 @app.command()
@@ -410,8 +417,8 @@ def _row(text: str) -> str:
     return text
 
 
-def _start(command: list[str], made: Plan, out: Path | None, quiet: bool = False) -> int:
-    environment: dict[str, str] = {}
+def _start(command: list[str], made: Plan, out: Path | None, quiet: bool = False, shares: str | None = None) -> int:
+    environment = {"PACELINE_SHARES": shares} if shares else {}
     if out:
         out.mkdir(parents=True, exist_ok=True)
         made.write(out / "plan.toml")
