@@ -5,12 +5,12 @@ without another message. A node's step is taken as ``fixed + rows x seconds per 
 be fixed. What else does not depend on rows counts as if it did, so a change is too small rather than too large, and the
 next one goes on from there.
 
-    each step   the median over each node's last 9 steps; if that is not enough to be sure, over its last 33
+    each step   the median over each node's last 9 steps; if that is not enough to be sure, over more
                 the best rows for these medians: would the slowest node end more than 5 % earlier, beyond the noise?
     four yeses  these rows from the next step on, and all is measured anew
 
-*Laws*: no row is lost; no node has more than its ``most`` nor fewer than its ``least``; nodes that differ by noise alone
-keep their shares; a node that slows down has fewer rows soon after, and gets them back.
+*Laws*: no row is lost; no node has more than its ``most`` nor fewer than its ``least``; nodes that differ by noise
+alone keep their shares; a node that slows down has fewer rows soon after, and gets them back.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARM_UP = 2  # steps after a change that say nothing yet
-SPANS = (9, 33)  # odd: while a node's speed changes, the median is the old or the new, and nothing between
-KEPT = 64  # steps that the noise is estimated from
+SPANS = (9, 17, 33, 65)  # odd: while a node's speed changes, the median is the old or the new, and nothing between
 GAIN = 0.05  # of a step's time
-SURE = 3.0  # standard errors beyond that
+SURE = 3.0  # standard errors that a median may be off by; counted in ranks, so whatever the noise is like
 PATIENCE = 4  # steps, one after the other, that must say so
 LEAST_S = 1e-9
 
@@ -50,7 +49,7 @@ class Balance:
 
     def _forget(self) -> None:
         self._seen = self._sure = 0
-        self._paces: tuple[deque[tuple[float, float]], ...] = tuple(deque(maxlen=KEPT) for _ in self.least)
+        self._paces: tuple[deque[tuple[float, float]], ...] = tuple(deque(maxlen=SPANS[-1]) for _ in self.least)
 
     def allows(self, rows: tuple[int, ...]) -> bool:
         if len(rows) != len(self.least) or sum(rows) != self.count:
@@ -77,15 +76,23 @@ class Balance:
 
     def _change(self, rows: tuple[int, ...], span: int) -> Change | None:
         recent = [list(kept)[-span:] for kept in self._paces]
-        busy = [max(LEAST_S, _median([one for one, _ in node])) for node in recent]
-        fixed = [min(_median([one for _, one in node]), each) for node, each in zip(recent, busy, strict=True)]
-        per_row = [max(LEAST_S, each - f) / count for each, f, count in zip(busy, fixed, rows, strict=True)]
-        error = max(_noise([one for one, _ in kept]) for kept in self._paces) * 1.2533 / math.sqrt(span)
+        times = [sorted(max(LEAST_S, busy) for busy, _ in node) for node in recent]
+        busy = [each[span // 2] for each in times]
+        fixed = [sorted(each for _, each in node)[span // 2] for node in recent]
         now = max(busy)
-        needed = GAIN * now + SURE * error
+        if now - _ideal(rows, busy, fixed) <= GAIN * now:
+            return None
+        # what is left of it if all medians are as far off as they may be
+        edge = max(0, int(span / 2 - SURE / 2 * math.sqrt(span)))
+        cautious = [each[edge] if median == now else each[-1 - edge] for each, median in zip(times, busy, strict=True)]
+        if max(each for each, median in zip(cautious, busy, strict=True) if median == now) <= _ideal(
+            rows, cautious, fixed
+        ):
+            return None
+        per_row = _per_row(rows, busy, fixed)
         new = fair(self.count, fixed, per_row, self.least, self.most)
-        expected = max(f + count * s for f, count, s in zip(fixed, new, per_row, strict=True))
-        if now - expected <= needed:
+        expected = max(f + count * each for f, count, each in zip(fixed, new, per_row, strict=True))
+        if now - expected <= GAIN * now:
             return None
         slowest = busy.index(now)
         per_s = tuple(count / each for count, each in zip(rows, busy, strict=True))
@@ -140,13 +147,12 @@ def wanted(said: str | Sequence[float]) -> str | tuple[float, ...]:
     return numbers
 
 
-def _median(values: Sequence[float]) -> float:
-    """Of an odd number of them."""
-    return sorted(values)[len(values) // 2]
+def _per_row(rows: Sequence[int], busy: Sequence[float], fixed: Sequence[float]) -> list[float]:
+    return [max(LEAST_S, each - f) / count for each, f, count in zip(busy, fixed, rows, strict=True)]
 
 
-def _noise(values: Sequence[float]) -> float:
-    """The standard deviation around a level that may have changed once: from differences of successive values, without
-    the largest of them."""
-    steps = sorted(abs(b - a) for a, b in zip(values, list(values)[1:], strict=False))[:-1]
-    return math.fsum(steps) / len(steps) / 1.128
+def _ideal(rows: Sequence[int], busy: Sequence[float], fixed: Sequence[float]) -> float:
+    """When all would end together if parts of rows, and less than none, could be dealt: no rows can end earlier."""
+    per_row = _per_row(rows, busy, fixed)
+    at_once = math.fsum(1 / each for each in per_row)
+    return (sum(rows) + math.fsum(f / each for f, each in zip(fixed, per_row, strict=True))) / at_once

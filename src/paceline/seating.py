@@ -19,8 +19,8 @@ def place(job: Job, world: World) -> Seat:
     shares = None if world.num_nodes == 1 or isinstance(job.shares, str) else job.shares
     if shares and len(shares) != world.num_nodes:
         raise ValueError(
-            f"join: shares={shares} are for {len(shares)} nodes, and {world.num_nodes} are here; give a number for each "
-            f"node, or 'measured' or 'equal'"
+            f"join: shares={shares} are for {len(shares)} nodes, and {world.num_nodes} are here; give a number for "
+            f"each node, or 'measured' or 'equal'"
         )
     return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares)
 
@@ -44,8 +44,8 @@ def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Se
     if over := [node for node in range(nodes) if dealt[node] > most[node]]:
         if seat.shares:
             raise ValueError(
-                f"join: shares={seat.shares} give node {over[0]} {dealt[over[0]]} of {count} rows, and its most_rows is "
-                f"{most[over[0]]}; give it less, or use shares='measured'"
+                f"join: shares={seat.shares} give node {over[0]} {dealt[over[0]]} of {count} rows, and its most_rows "
+                f"is {most[over[0]]}; give it less, or use shares='measured'"
             )
         seat = dataclasses.replace(seat, shares=fair(count, [0.0] * nodes, [1.0] * nodes, least, most))
     follows = job.shares == "measured" and nodes > 1
