@@ -22,7 +22,7 @@ from paceline.seating import place, settle
 from paceline.world import World
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
-from norms import Normed, optimizer  # noqa: E402
+from norms import Normed, optimizer
 
 WHOLE = [rows(32, seed) for seed in range(4)]
 

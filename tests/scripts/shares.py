@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import paceline
 from nodes import OPTIMIZERS, Plain, build, rows
 
-BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 20
+BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 12
 NODE, PLACE = int(os.environ.get("GROUP_RANK", "0")), os.environ.get("RANK", "0")
 
 
