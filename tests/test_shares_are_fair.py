@@ -8,6 +8,7 @@ import pytest
 from paceline.balance import Balance, fair, wanted
 from paceline.contract import Ballot
 from paceline.data.order import Seat, deal
+from paceline.settings import Settings
 
 DICE = random.Random(5)
 SHARES = [tuple(DICE.choice((0, 1, 2, 5, 0.1, 1 / 3, 40)) for _ in range(n)) for n in (1, 2, 3, 5, 8) for _ in range(6)]
@@ -191,6 +192,9 @@ def test_what_shares_may_be():
     for wrong in ("fast", "3,-1", "0,0", "", (), (1, float("nan")), (1, float("inf")), None, 3):
         with pytest.raises(ValueError, match=r"'measured', 'equal', or a number >= 0 for each node.*got "):
             wanted(wrong)
+    assert Settings(shares="3,1").shares == "3,1"
+    with pytest.raises(ValueError, match=r"got 'fast'"):
+        Settings(shares="fast")
 
 
 @pytest.mark.parametrize("paces", [(), ((1.5, 0.25), (2.0, 0.5), (0.0, 0.0))])
