@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline import __version__, find, world
 from paceline import plan as planning
+from paceline.balance import wanted
 from paceline.launch import local, ssh
 from paceline.launch.check import check
 from paceline.launch.hosts import Way, parse, row
@@ -43,6 +44,9 @@ DataOption = Annotated[
 ]
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
 FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
+SharesOption = Annotated[
+    str | None, typer.Option(help="Rows of each node: measured (also without it), equal, or as 3,1.")
+]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
 HostsOption = Annotated[
     str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:2,hostB:2.")
@@ -98,6 +102,7 @@ def train(
     batch_norm: Annotated[str, typer.Option(help="Statistics: local to each process, or sync.")] = "local",
     exchange: Annotated[str, typer.Option(help="How nodes agree, where there are several.")] = "allreduce",
     codec: Annotated[str, typer.Option(help="What a gradient looks like on the wire.")] = "none",
+    shares: SharesOption = None,
     plan: PlanOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
@@ -216,6 +221,7 @@ def run(
     script: Annotated[str, typer.Argument(help="A Python script with its own arguments, or -m and a module.")],
     plan: PlanOption = "auto",
     fidelity: FidelityOption = "exact",
+    shares: SharesOption = None,
     out: OutOption = None,
     hosts: HostsOption = None,
     env: EnvOption = None,
@@ -235,11 +241,12 @@ def run(
     """
     command = [script, *context.args]
     _check_script(command)
+    wanted(shares or "measured")
     if hosts:
         way = Way(ssh_command, python or sys.executable)
         paths = [] if script == "-m" else [script]
-        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths))
-    raise typer.Exit(_start(command, _made(command, plan, fidelity), out))
+        raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths, shares=shares))
+    raise typer.Exit(_start(command, _made(command, plan, fidelity), out, shares=shares))
 
 
 @app.command()
@@ -464,8 +471,8 @@ def _row(text: str) -> str:
     return text
 
 
-def _start(command: list[str], made: Plan, out: Path | None, quiet: bool = False) -> int:
-    environment: dict[str, str] = {}
+def _start(command: list[str], made: Plan, out: Path | None, quiet: bool = False, shares: str | None = None) -> int:
+    environment = {"PACELINE_SHARES": shares} if shares else {}
     if out:
         out.mkdir(parents=True, exist_ok=True)
         made.write(out / "plan.toml")
@@ -486,12 +493,15 @@ def _start_over_ssh(
     address: str | None,
     paths: list[str],
     settings: Settings | None = None,
+    shares: str | None = None,
 ) -> int:
     nodes = parse(hosts)
-    wanted = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
-    if wanted:
-        wanted = Plan.read(wanted).chosen if Path(wanted).is_file() else _row(wanted)
-    chosen, environment = row(nodes, wanted), ssh.carried(names.replace(",", " ").split() if names else ())
+    engine = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
+    if engine:
+        engine = Plan.read(engine).chosen if Path(engine).is_file() else _row(engine)
+    chosen, environment = row(nodes, engine), ssh.carried(names.replace(",", " ").split() if names else ())
+    if shares:
+        environment["PACELINE_SHARES"] = shares
     if out:
         environment["PACELINE_FOLDER"] = str(out)
     meeting = check(nodes, way, paths, address)

@@ -19,6 +19,7 @@ def compare(
         "batch_size": job.batch_size,
         "seed": job.seed,
         "clip": job.clip,
+        "shares": job.shares,
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": (type(codec).__module__, codec.wire),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],

@@ -96,14 +96,20 @@ class Ballot:
     metric_sum: float = 0.0
     weight: float = 0.0  # what the loss divides by: samples, tokens, mask
     seconds: float = 0.0  # spent computing
+    busy: float = 0.0  # seconds of this step, as far as it did not wait for other nodes
+    fixed: float = 0.0  # those of them that its rows do not change: the update
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     stop: int = 0  # a signal has asked this process to end after this step
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
     rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
+    paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
 
-    _HEAD = struct.Struct("<??ddddqBIIII")
+    # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
+    _TERMS = 32
+
+    _HEAD = struct.Struct("<??ddddddqBIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -113,28 +119,35 @@ class Ballot:
             self.metric_sum,
             self.weight,
             self.seconds,
+            self.busy,
+            self.fixed,
             self.hash,
             self.stop,
             len(self.used),
             len(self.dense),
             len(self.rows),
             len(self.terms),
+            len(self.paces),
         )
-        numbers = struct.pack(f"<{len(self.rows)}I{len(self.terms)}d", *self.rows, *self.terms)
-        return head + self.used + self.dense + numbers
+        paces = itertools.chain.from_iterable(self.paces)
+        shape = f"<{len(self.rows)}I{len(self.terms) + 2 * len(self.paces)}d"
+        numbers = struct.pack(shape, *self.rows, *self.terms, *paces)
+        return head + self.used + self.dense + numbers + bytes(8 * max(0, self._TERMS - len(self.terms)))
 
     @classmethod
     def unpack(cls, data: bytes) -> Ballot:
-        *scalars, num_used, num_dense, num_rows, num_terms = cls._HEAD.unpack_from(data)
+        *scalars, num_used, num_dense, num_rows, num_terms, num_nodes = cls._HEAD.unpack_from(data)
         a = cls._HEAD.size
         b = a + num_used
         c = b + num_dense
-        numbers = struct.unpack_from(f"<{num_rows}I{num_terms}d", data, c)
+        numbers = struct.unpack_from(f"<{num_rows}I{num_terms + 2 * num_nodes}d", data, c)
+        paces = numbers[num_rows + num_terms :]
         tail: dict[str, Any] = {
             "used": data[a:b],
             "dense": data[b:c],
             "rows": numbers[:num_rows],
-            "terms": numbers[num_rows:],
+            "terms": numbers[num_rows : num_rows + num_terms],
+            "paces": tuple(zip(paces[::2], paces[1::2], strict=True)),
         }
         return cls(*scalars, **tail)
 
@@ -149,6 +162,8 @@ class Ballot:
             metric_sum=sum(b.metric_sum for b in ballots),
             weight=sum(b.weight for b in ballots),
             seconds=max(b.seconds for b in ballots),
+            busy=max(b.busy for b in ballots),
+            fixed=max(b.fixed for b in ballots),
             hash=first.hash,
             stop=max(b.stop for b in ballots),
             # a process without rows has no terms
@@ -210,6 +225,11 @@ class Engine:
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds, so far, in which `gradient` waited for other processes in the middle of its work."""
+        return 0.0
 
     def open(
         self,
@@ -395,6 +415,9 @@ class Exchange:
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         """Called after each update."""
+
+    def dealt(self, largest: float) -> None:
+        """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Sums of a few numbers over all processes, for evaluation and reports."""

@@ -20,7 +20,7 @@ class Job:
     """``loss(output, target)`` is a mean over rows, (sum, weight) where rows do not count alike, or a dict of means.
 
     None takes the output's own ``loss``. ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a
-    sum over rows. Raises ValueError, all faults at once.
+    sum over rows. ``most_rows``: of this node. Raises ValueError, all faults at once.
     """
 
     model: torch.nn.Module
@@ -35,6 +35,8 @@ class Job:
     scheduler: Any = None
     batch_norm: str = "local"
     forward: Callable[..., Any] | None = None
+    shares: str | tuple[float, ...] = "measured"
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         model: Any = self.model  # what was given, whatever it was declared as
@@ -59,6 +61,7 @@ class Job:
         counts: tuple[tuple[str, Any], ...] = (
             ("batch_size is the global batch,", self.batch_size),
             ("accumulate is", self.accumulate),
+            ("most_rows is None or", 1 if self.most_rows is None else self.most_rows),
         )
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -9,11 +9,13 @@ reconcile  what the scheme does to weights after an update (averaging every k st
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.balance import Balance
 from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, Piece, Rule, Verdict
 from paceline.report.record import Record
 from paceline.scaler import Scaler
@@ -42,10 +44,12 @@ class Loop:
         who: str = "this process",
         schedule: Any = None,
         scaler: Scaler | None = None,
+        balance: Balance | None = None,
     ):
         self.engine, self.exchange, self.seat, self.record = engine, exchange, seat, record
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
-        self.who, self.num_steps = who, 0
+        self.who, self.num_steps, self.balance = who, 0, balance
+        self._update_s = 0.0
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
 
@@ -74,6 +78,13 @@ class Loop:
             **facts,
         )
         self.num_steps += 1
+        if self.balance and getattr(batch, "dealt", False):
+            change = self.balance.after(self.seat.dealt(int(batch.weight)), ballot.paces)
+            if change:
+                # everyone was told the same, and so deals the next step alike
+                self.seat = dataclasses.replace(self.seat, shares=change.new)
+                self.exchange.dealt(max(change.new) / sum(change.new))
+                self.record.write("shares", step=self.num_steps, **dataclasses.asdict(change))
         return agreement
 
     def _step(self, batch: Any, gradient: Gradient) -> Agreement:
@@ -94,6 +105,7 @@ class Loop:
         if agreement.verdict is Verdict.SKIP or not ballot.weight:
             self.engine.rollback(kept)
         agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
+        self._update_s = time.perf_counter() - begin
         self.exchange.reconcile(self.engine.weights)
         self._spent["update_seconds"] = time.perf_counter() - begin
         return agreement
@@ -104,13 +116,16 @@ class Loop:
             share = batch.share(self.seat)
             self._spent["wait_seconds"] = time.perf_counter() - begin
             self.exchange.before(self.engine.weights)
-            forms, offer = self.exchange.forms(), self.exchange.offer
+            forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:
                 ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
             except BaseException:
                 self.engine.rollback(kept)
                 raise
             ballot.stop, begin = self.stop, time.perf_counter()
+            ballot.fixed = self._update_s
+            own_s = ballot.seconds - (self.engine.waited_s - waited)
+            ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)
             agreement = self.exchange.agree(ballot)
             self._spent["exchange_seconds"] = time.perf_counter() - begin
             if agreement.verdict is not Verdict.REDO:

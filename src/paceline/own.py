@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ class OwnStep:
 
     def __init__(self, batch: Any, rows: int | None):
         self.batch, self.rows, self.ballot = batch, rows, Ballot()
-        self.begun = False
+        self.begun, self.start = False, time.perf_counter()
 
     def add(self, loss: Any, rows: int | None, loss_scale: float) -> Tensor:
         """What to call backward on. ``loss``: a mean over ``rows``, or (sum, weight)."""
@@ -48,7 +49,7 @@ class Spent:
     """A batch whose rows have already been used."""
 
     def __init__(self, batch: Any):
-        for name in ("epoch", "step", "ends_epoch"):
+        for name in ("epoch", "step", "ends_epoch", "wait_s", "dealt"):
             if hasattr(batch, name):
                 setattr(self, name, getattr(batch, name))
         self.weight = batch.weight

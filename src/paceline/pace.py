@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from paceline import contract, resume
+from paceline import contract, resume, seating
 from paceline.compare import compare
 from paceline.contract import LinkError
 from paceline.data import feed
-from paceline.data.order import Seat
 from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
@@ -68,7 +67,8 @@ class Pace:
         self.leader = world.node == 0 and world.local_rank == 0
         if link:
             compare(link, job, engine, exchange, codec)
-        rows = -(-job.batch_size // world.num_nodes)
+        seat = seating.place(job, world)
+        rows = max(seat.dealt(job.batch_size))
         if world.local_rank == 0:
             exchange.open(engine.specs, link or _alone(), codec, rows, job.seed, engine.absorbs)
         else:
@@ -79,12 +79,12 @@ class Pace:
             engine.sync_norm(link)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
+        seat, balance = seating.settle(seat, job, engine, self.exchange)
         if world.num_nodes * world.local_size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
             torch.manual_seed(job.seed * 100_003 + world.node * world.local_size + world.local_rank)
         if self.witness and self.leader:
             self.witness.begin(engine.state())
-        seat = Seat(world.node, world.num_nodes, world.local_rank, world.local_size)
         self.stopwatch = Stopwatch.of_environment(self.leader)
         self.form = examine.asked()
         self.asked_epochs = 0
@@ -99,7 +99,15 @@ class Pace:
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
         scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
         self.loop = Loop(
-            engine, self.exchange, seat, self.record, job.clip, who=who, schedule=job.scheduler, scaler=scaler
+            engine,
+            self.exchange,
+            seat,
+            self.record,
+            job.clip,
+            who=who,
+            schedule=job.scheduler,
+            scaler=scaler,
+            balance=None if self.watched else balance,
         )
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         self.facts: dict[str, Any] = {}
@@ -126,8 +134,10 @@ class Pace:
         self._resumed = False
         last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
         start = self.epoch, self.next_step
-        job, seat = self.job, self.loop.seat
-        for batch in feed.batches(dataset, job.batch_size, last, job.seed, seat, shuffle, start=start, workers=workers):
+        job = self.job
+        for batch in feed.batches(
+            dataset, job.batch_size, last, job.seed, lambda: self.loop.seat, shuffle, start=start, workers=workers
+        ):
             yield batch
             if self.stopwatch:
                 self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
@@ -141,6 +151,12 @@ class Pace:
         self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
         device = self.engine.weights[0].device
         return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Each node's rows of a whole global batch, as they are dealt at present."""
+        dealt: tuple[int, ...] = self.loop.seat.dealt(self.job.batch_size)
+        return dealt
 
     @property
     def terms(self) -> dict[str, float]:
@@ -254,13 +270,15 @@ class Pace:
             self._forget()  # without rows here, what the last step left in .grad would count again
         kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
         self._own = self._clip = None
+        spent_s = time.perf_counter() - own.start
+
+        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> contract.Ballot:
+            ballot = self.engine.gathered(dataclasses.replace(own.ballot), forms, offer)
+            ballot.seconds += spent_s
+            return ballot
+
         try:
-            return self._step(
-                Spent(own.batch),
-                lambda _share, _scale, forms, offer: self.engine.gathered(
-                    dataclasses.replace(own.ballot), forms, offer
-                ),
-            )
+            return self._step(Spent(own.batch), gradient)
         finally:
             self.loop.clip = kept
 
@@ -315,6 +333,8 @@ class Pace:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.exchange.spread(self.engine.buffers)
         rows = rows or max(1, self.job.batch_size // (self.world.num_nodes * self.world.local_size))
+        if self.job.most_rows:
+            rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         return evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
 
     # what is kept

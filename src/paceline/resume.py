@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ def state(pace: Any) -> dict[str, Any]:
         "began": pace.began,
         "seed": pace.job.seed,
         "batch_size": pace.job.batch_size,
+        "shares": list(pace.shares),
         "optimizer_kind": type(pace.job.optimizer).__name__,
         "optimizer": pace.engine.optimizer_state(),
         "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
@@ -63,6 +65,9 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         randomness.set_state(randomness.of_json(said["random"][place]))
     pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
     pace.loop.num_steps, pace.facts = kept.step, said["facts"]
+    shares = tuple(said.get("shares", ()))
+    if pace.loop.balance and pace.loop.balance.allows(shares):
+        pace.loop.seat = dataclasses.replace(pace.loop.seat, shares=shares)
     pace.exchange.spread(pace.engine.weights)
     pace.exchange.spread(pace.engine.buffers)
 

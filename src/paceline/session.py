@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from paceline import contract
+from paceline import balance, contract
 from paceline.contract import LinkError
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.engine.numerics import parse_row
@@ -50,6 +50,8 @@ def join(
     codec: str = "none",
     folder: str | os.PathLike[str] | None = None,
     keep: int = 2,
+    shares: str | Sequence[float] | None = None,
+    most_rows: int | None = None,
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
@@ -69,11 +71,30 @@ def join(
     exchange, codec     how nodes agree, and what a gradient looks like on the wire
     folder, keep        the run's folder (record, checkpoints; else PACELINE_FOLDER), and how many checkpoints stay
 
+    shares              of the global batch on several nodes: "measured": as fast as each is, re-dealt when that
+                        changes; "equal"; or numbers in proportion, one per node; else PACELINE_SHARES, else measured
+    most_rows           of the global batch that this node ever has, for memory
+
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
     """
+    if shares is None:
+        shares = os.environ.get("PACELINE_SHARES", "measured")
     job = Job(
-        model, optimizer, loss, batch_size, clip, seed, metric, accumulate, precision, scheduler, batch_norm, forward
+        model,
+        optimizer,
+        loss,
+        batch_size,
+        clip,
+        seed,
+        metric,
+        accumulate,
+        precision,
+        scheduler,
+        batch_norm,
+        forward,
+        balance.wanted(shares),
+        most_rows,
     )
     world = World.of_environment()
     row = engine or os.environ.get("PACELINE_ENGINE") or _default_row(world, job)
@@ -116,6 +137,7 @@ def join(
         codec=codec,
         num_nodes=world.num_nodes,
         batch_size=batch_size,
+        shares=pace.shares,
     )
     if pace.record.folder:
         pace._usage = Usage(pace.record).start()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.balance import wanted
+
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
 SCALINGS = ("none", "linear", "sqrt")
 DECAYS = ("none", "cosine", "poly", "step")
@@ -45,6 +47,7 @@ class Settings:
     exchange: str = "allreduce"
     save_every: int | None = None
     keep: int = 2
+    shares: str | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +75,10 @@ class Settings:
                 faults.append(f"{option(name)} must be at least 0, got {getattr(self, name)}")
         if not 0 < self.test_fraction < 1:
             faults.append(f"--test-fraction must lie between 0 and 1, got {self.test_fraction}")
+        try:
+            wanted(self.shares or "equal")
+        except ValueError as error:
+            faults.append(str(error))
         if faults:
             raise ValueError("; ".join(faults))
 

@@ -112,6 +112,7 @@ def run(settings: Settings) -> dict[str, Any]:
         codec=settings.codec,
         exchange=settings.exchange,
         keep=settings.keep,
+        shares=settings.shares,
     )
     _met.append(True)
     with pace:

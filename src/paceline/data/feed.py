@@ -1,6 +1,7 @@
 """Global batches, dealt to whoever asks: a batch knows its samples, and fetches those of a seat.
 
-A batch that must be computed again by other ranks is the same batch: only the seat changes. Sources
+A batch that must be computed again by other ranks is the same batch: only the seat changes. It may change
+between any two steps; rows that were fetched ahead for another seat are dropped and fetched again. Sources
 that draw their randomness from (seed, epoch, sample) are fetched ahead of time in a thread. Datasets that make
 their samples themselves are read when asked, so that their use of global random state keeps its
 order, or ahead of time by processes, where every sample has a random state of its own.
@@ -33,8 +34,10 @@ class Batch:
     """One global batch. ``weight``: its number of rows, known before anybody computes.
 
     ``num_steps``: of its epoch, or None where only reading on would tell. ``wait_s``: seconds for which its rows were
-    waited for, so far.
+    waited for, so far. ``dealt``: whether seats say whose its rows are.
     """
+
+    dealt = True
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Batch:
         self.source, self.indices, self.epoch, self.step = source, indices, epoch, step
         self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
         self.weight = float(len(indices))
-        self._ahead: tuple[Seat, Callable[[Batch], Any]] | None = None
+        self._take: Callable[[Batch, Seat], Any] = Batch.fetch
 
     @property
     def next(self) -> Position:
@@ -59,8 +62,7 @@ class Batch:
     def share(self, seat: Seat) -> Any:
         """The seat's rows, or None if it has none."""
         start = time.perf_counter()
-        is_coming = self._ahead is not None and self._ahead[0] == seat
-        rows = self._ahead[1](self) if self._ahead and is_coming else self.fetch(seat)
+        rows = self._take(self, seat)
         self.wait_s += time.perf_counter() - start
         return rows
 
@@ -74,15 +76,15 @@ class Batch:
         mine: list[int] = self.indices[rows.start : rows.stop].tolist()
         return mine
 
-    def expect(self, seat: Seat, take: Callable[[Batch], Any]) -> None:
-        """``take(batch)`` gives this seat's rows, which somebody is fetching already."""
-        self._ahead = seat, take
+    def expect(self, take: Callable[[Batch, Seat], Any]) -> None:
+        """``take(batch, seat)`` gives a seat's rows, which somebody may be fetching already."""
+        self._take = take
 
 
 class Given:
     """Rows that the user brought: they are this process's share, and cannot be dealt to another."""
 
-    wait_s = 0.0
+    wait_s, dealt = 0.0, False
 
     def __init__(self, rows: Any, weight: float):
         self.rows, self.weight = rows, weight
@@ -96,7 +98,7 @@ def batches(
     batch_size: int,
     epochs: int,
     seed: int,
-    seat: Seat,
+    seat: Seat | Callable[[], Seat],
     shuffle: bool = True,
     ahead: int = 2,
     start: Position = (0, 0),
@@ -104,11 +106,14 @@ def batches(
 ) -> Iterator[Batch]:
     """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``seat``.
 
+    ``seat``: this process's, or a function that says which it is by now.
+
     A DataLoader brings its own order and number of processes; ``workers`` are the processes that fetch, 0 for none.
     A stream is read whole by every process, in its own order. Raises ValueError for what is no dataset.
     """
     if workers < 0 or ahead < 0 or min(start) < 0:
         raise ValueError(f"batches() got workers={workers}, ahead={ahead}, start={start}; give numbers of 0 or more")
+    now: Callable[[], Seat] = seat if callable(seat) else partial(_same, seat)
     source, options = as_source(dataset), {}
     if isinstance(dataset, DataLoader):
         workers, options = workers or dataset.num_workers, options_of(dataset)
@@ -126,11 +131,15 @@ def batches(
     else:
         turns = Order(size, batch_size, seed, shuffle)
     if workers:
-        yield from _by_processes(Seeded(source, seed), turns, epochs, start, seat, workers, options)
+        yield from _by_processes(Seeded(source, seed), turns, epochs, start, now, workers, options)
     elif isinstance(source, Collated) or not ahead:
         yield from _of_map(source, turns, epochs, start)
     else:
-        yield from _by_thread(_of_map(source, turns, epochs, start), seat, ahead)
+        yield from _by_thread(_of_map(source, turns, epochs, start), now, ahead)
+
+
+def _same(seat: Seat) -> Seat:
+    return seat
 
 
 def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Iterator[Batch]:
@@ -147,23 +156,41 @@ def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Itera
                 yield Batch(source, indices, epoch, step, steps, step == steps - 1)
 
 
-def _by_thread(plain: Iterator[Batch], seat: Seat, ahead: int) -> Iterator[Batch]:
-    queue: list[Batch] = []
+def _by_thread(plain: Iterator[Batch], now: Callable[[], Seat], ahead: int) -> Iterator[Batch]:
+    queue: list[_Coming] = []
     pool = ThreadPoolExecutor(1, "paceline feed")
     try:
         for batch in plain:
-            batch.expect(seat, partial(_result, pool.submit(batch.fetch, seat)))
-            queue.append(batch)
+            for coming in queue:
+                coming.send(now())
+            queue.append(_Coming(pool, batch, now()))
             if len(queue) > ahead:
-                yield queue.pop(0)
-        yield from queue
+                yield queue.pop(0).batch
+        while queue:
+            for coming in queue:
+                coming.send(now())
+            yield queue.pop(0).batch
         pool.shutdown()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _result(future: Future[Any], batch: Batch) -> Any:
-    return future.result()
+class _Coming:
+    """A batch whose rows for one seat a thread is fetching."""
+
+    def __init__(self, pool: ThreadPoolExecutor, batch: Batch, seat: Seat):
+        self.pool, self.batch, self.seat = pool, batch, seat
+        self.rows: Future[Any] = pool.submit(batch.fetch, seat)
+        batch.expect(self.take)
+
+    def send(self, seat: Seat) -> None:
+        """For this seat, if it is another."""
+        if seat != self.seat:
+            self.rows.cancel()
+            self.seat, self.rows = seat, self.pool.submit(self.batch.fetch, seat)
+
+    def take(self, batch: Batch, seat: Seat) -> Any:
+        return self.rows.result() if seat == self.seat else batch.fetch(seat)
 
 
 def _by_processes(
@@ -171,19 +198,31 @@ def _by_processes(
     turns: Order,
     epochs: int,
     start: Position,
-    seat: Seat,
+    now: Callable[[], Seat],
     num_processes: int,
     options: dict[str, Any],
 ) -> Iterator[Batch]:
     told, dealt = tee(_of_map(source, turns, epochs, start))
-    rows = Rows(source, ((batch.epoch, batch.indices_of(seat)) for batch in told), num_processes, options)
+    asked: dict[int, Seat] = {}  # whose rows the processes were asked for
 
-    def take(number: int, batch: Batch) -> Any:
-        return rows.take(number) if rows.has(number) else batch.fetch(seat)
+    def requests() -> Iterator[tuple[int, list[int]]]:
+        for number, batch in enumerate(told):
+            asked[number] = now()
+            yield batch.epoch, batch.indices_of(asked[number])
+
+    rows = Rows(source, requests(), num_processes, options)
+
+    def take(number: int, batch: Batch, seat: Seat) -> Any:
+        if not rows.has(number):
+            return batch.fetch(seat)
+        found = rows.take(number)  # even if it is another's: the processes go on as rows are taken
+        for older in [each for each in asked if each < number]:
+            del asked[older]
+        return found if asked[number] == seat else batch.fetch(seat)
 
     try:
         for number, batch in enumerate(dealt):
-            batch.expect(seat, partial(take, number))
+            batch.expect(partial(take, number))
             yield batch
     except BaseException:
         rows.close()

@@ -8,6 +8,8 @@ the same global sequence, and the state to save is (seed, epoch, step).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +17,31 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 
 
+@lru_cache(maxsize=1024)
+def deal(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """``count`` rows among nodes in proportion to ``shares``, to within a row: what is left over goes to the largest
+    remainders, and among equals to the lowest ranks.
+
+    *Laws*: no row is lost; a larger share has no fewer rows; a share of 0 has none; shares that are themselves rows
+    of ``count`` are dealt as they are. The same on every machine: nothing is rounded on the way.
+    """
+    total = sum(map(Fraction, shares))
+    if not total > 0:
+        raise ValueError(f"shares are numbers >= 0 of which one at least is not 0, got {shares}")
+    fair = [count * Fraction(share) / total for share in shares]
+    rows = [int(part) for part in fair]
+    by_remainder = sorted(range(len(rows)), key=lambda node: (rows[node] - fair[node], node))
+    for node in by_remainder[: count - sum(rows)]:
+        rows[node] += 1
+    return tuple(rows)
+
+
 @dataclass(frozen=True)
 class Seat:
-    """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows."""
+    """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
+
+    ``shares``: numbers that the nodes' rows are in proportion to; None: all alike.
+    """
 
     node: int = 0
     num_nodes: int = 1
@@ -27,15 +51,16 @@ class Seat:
 
     def rows(self, count: int) -> range:
         """The rows of a batch of ``count`` that are this seat's: contiguous, disjoint, complete, in seat order."""
-        shares = self.shares or (1.0,) * self.num_nodes
-        total = sum(shares)
-        start = int(count * sum(shares[: self.node]) / total + 1e-9)
-        stop = int(count * sum(shares[: self.node + 1]) / total + 1e-9) if self.node + 1 < self.num_nodes else count
-        size = stop - start
+        nodes = self.dealt(count)
+        start, size = sum(nodes[: self.node]), nodes[self.node]
         return range(
             start + self.local_rank * size // self.local_size,
             start + (self.local_rank + 1) * size // self.local_size,
         )
+
+    def dealt(self, count: int) -> tuple[int, ...]:
+        """How many of them each node has."""
+        return deal(count, self.shares or (1,) * self.num_nodes)
 
 
 def permutation(seed: int, epoch: int, size: int) -> Indices:

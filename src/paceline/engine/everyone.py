@@ -13,6 +13,7 @@ a step in which some node has no rows.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,7 @@ class Everyone:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
         self.hear: Callable[[Tensor], None] = lambda vector: None
         self._inside = False
+        self.waited_s = 0.0  # in all steps so far, for those who are slower
 
     def inside(self) -> bool:
         return self._inside
@@ -41,11 +43,12 @@ class Everyone:
     @contextmanager
     def step(self, present: bool) -> Iterator[None]:
         """One forward and backward of this process, or nothing if it has no rows. All must enter it."""
-        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
-        self._here = [rank for rank, (here,) in enumerate(rows) if here]
-        if self.lane:
-            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
-            self._all_nodes = float(nodes[0]) == self.lane.size
+        with self._waiting():
+            rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
+            self._here = [rank for rank, (here,) in enumerate(rows) if here]
+            if self.lane:
+                nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
+                self._all_nodes = float(nodes[0]) == self.lane.size
         self._inside = True
         try:
             yield
@@ -55,16 +58,24 @@ class Everyone:
             raise
         finally:
             self._inside = False
-        self._end(present)
+        with self._waiting():
+            self._end(present)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - start
 
     def total(self, vector: Tensor) -> Tensor:
-        if not self.leads:
-            assert self.crew
-            self.crew.send_long(0, vector.numpy().tobytes(), b"n")
-            return _numbers(self.crew.recv_long(0, b"n", DOING))
-        whole = self._serve(vector)
-        assert whole is not None
-        return whole
+        with self._waiting():
+            if not self.leads:
+                assert self.crew
+                self.crew.send_long(0, vector.numpy().tobytes(), b"n")
+                return _numbers(self.crew.recv_long(0, b"n", DOING))
+            whole = self._serve(vector)
+            assert whole is not None
+            return whole
 
     def _serve(self, vector: Tensor | None) -> Tensor | None:
         """One sum, given to those of this node who are in it; None when they have ended."""

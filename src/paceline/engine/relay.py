@@ -142,6 +142,11 @@ class Leader(_Relay):
             self.exchange.reconcile(weights)
             self.crew.barrier("reconciling")
 
+    def dealt(self, largest: float) -> None:
+        self.exchange.dealt(largest)
+        self._forms = list(self.exchange.forms())
+        self._share_forms()
+
     def total(self, values: Sequence[float]) -> list[float]:
         node = [sum(column) for column in zip(*self.crew.gather(values, "adding up"), strict=True)]
         whole = self.exchange.total(node)
@@ -206,6 +211,9 @@ class Follower(_Relay):
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
             self.crew.barrier("reconciling")
+
+    def dealt(self, largest: float) -> None:
+        self._hear_forms()
 
     def total(self, values: Sequence[float]) -> list[float]:
         self.crew.gather(values, "adding up")

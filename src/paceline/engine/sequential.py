@@ -64,6 +64,10 @@ class Engine(contract.Engine):
         self._parameters, self._modules = list(model.parameters()), list(model.modules())
 
     @property
+    def waited_s(self) -> float:
+        return self._norms[0][1].waited_s if self._norms else 0.0
+
+    @property
     def buffers(self) -> Sequence[Tensor]:
         return list(self.model.buffers())
 

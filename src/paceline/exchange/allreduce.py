@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ class Exchange(Meeting):
         self._never = {spec.index for spec in specs if not spec.linear}
         self._forms = self._choose([rows] * len(specs), [rows * link.size] * len(specs))
         self._seen = False
+        self._total: list[int] = []  # rows per spec, of everyone, that the forms were chosen for
         self._start()
 
     def _start(self) -> None:
@@ -158,9 +160,14 @@ class Exchange(Meeting):
         self._never |= strays
         if not self._seen or strays:
             most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
-            self._forms = self._choose(most, merged.rows)
+            self._total = list(merged.rows)
+            self._forms = self._choose(most, self._total)
             self._seen = self._seen or merged.ok
         return bool(strays)
+
+    def dealt(self, largest: float) -> None:
+        if self._total:
+            self._forms = self._choose([math.ceil(rows * largest) for rows in self._total], self._total)
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
         forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs)
@@ -171,12 +178,13 @@ class Exchange(Meeting):
         return total
 
     def state(self) -> dict[str, Any]:
-        kept = {"forms": list(self._forms), "never": sorted(self._never), "seen": self._seen}
+        kept = {"forms": list(self._forms), "never": sorted(self._never), "seen": self._seen, "total": self._total}
         return {"step": self.step, "memory": self.memory, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.memory = state["step"], state.get("memory", self.memory)
         self._forms, self._never, self._seen = list(state["forms"]), set(state["never"]), state["seen"]
+        self._total = list(state.get("total", ()))
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()

@@ -21,7 +21,9 @@ class Meeting(contract.Exchange):
         words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
         everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
         ballots = [Ballot.unpack(bytes(part.numpy())) for part in everyone]
-        return Ballot.merge(ballots), ballots, len({b.hash for b in ballots}) > 1
+        merged = Ballot.merge(ballots)
+        merged.paces = tuple((b.busy, b.fixed) for b in ballots)
+        return merged, ballots, len({b.hash for b in ballots}) > 1
 
     def total(self, values: Sequence[float]) -> list[float]:
         if self.link.size == 1:

@@ -1,0 +1,59 @@
+"""Whose rows are whose when training begins, and whether that follows the nodes' speed from then on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.balance import Balance, fair
+from paceline.contract import Engine, Exchange
+from paceline.data.order import Seat
+from paceline.job import Job
+from paceline.world import World
+
+
+def place(job: Job, world: World) -> Seat:
+    """This process's. Raises ValueError for shares of another number of nodes; one node alone has all rows."""
+    shares = None if world.num_nodes == 1 or isinstance(job.shares, str) else job.shares
+    if shares and len(shares) != world.num_nodes:
+        raise ValueError(
+            f"join: shares={shares} are for {len(shares)} nodes, and {world.num_nodes} are here; give a number for "
+            f"each node, or 'measured' or 'equal'"
+        )
+    return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares)
+
+
+def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Seat, Balance | None]:
+    """With what every node can take, which all tell each other: the seat to begin with, and what moves it, if anything.
+
+    Every process must call it. Raises ValueError, everywhere, where the batch does not fit."""
+    count, nodes = job.batch_size, seat.num_nodes
+    mine = json.dumps([_least(seat, job, engine), job.most_rows or count]).encode()
+    said = [json.loads(words) for words in exchange.gather(mine)]
+    crews = [said[node * seat.local_size : (node + 1) * seat.local_size] for node in range(nodes)]
+    most = [min(count, *(each for _, each in crew)) for crew in crews]
+    least = [min(crew[0][0], limit, count // nodes) for crew, limit in zip(crews, most, strict=True)]
+    if sum(most) < count:
+        raise ValueError(
+            f"join: batch_size is {count}, and the nodes take at most {' + '.join(map(str, most))} rows of it "
+            f"(most_rows); raise most_rows, lower batch_size, or use accumulate instead"
+        )
+    dealt = seat.dealt(count)
+    if over := [node for node in range(nodes) if dealt[node] > most[node]]:
+        if seat.shares:
+            raise ValueError(
+                f"join: shares={seat.shares} give node {over[0]} {dealt[over[0]]} of {count} rows, and its most_rows "
+                f"is {most[over[0]]}; give it less, or use shares='measured'"
+            )
+        seat = dataclasses.replace(seat, shares=fair(count, [0.0] * nodes, [1.0] * nodes, least, most))
+    follows = job.shares == "measured" and nodes > 1
+    return seat, Balance(count, least, most) if follows else None
+
+
+def _least(seat: Seat, job: Job, engine: Engine) -> int:
+    """Rows without which a node's speed is not known any more, or without which batch norm has nothing to normalise."""
+    normalises = job.batch_norm == "local" and any(isinstance(each, _BatchNorm) for each in job.model.modules())
+    passes: int = job.accumulate * getattr(engine, "num_replicas", 1)
+    return seat.local_size * (2 * passes if normalises else 1)
