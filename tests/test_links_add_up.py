@@ -137,8 +137,9 @@ def many_are_in_flight_on_two_lanes(link):
     for i, lane in reversed(list(enumerate(lanes))) if link.rank % 2 else enumerate(lanes):
         for k in range(6):
             mine = (link.rank + 1) * (10 * i + k + 1) * pattern(1000 * (k % 2) + 7)
+            head = mine[:3].clone()  # before the sum, which is in place
             flying.append((i, k, lane.sum(mine)))
-            flying.append((i, k, lane.all_gather(mine[:3].clone(), even=True)))
+            flying.append((i, k, lane.all_gather(head, even=True)))
     for i, k, handle in reversed(flying):
         result = handle.wait(LIMIT_S)
         if isinstance(result, list):

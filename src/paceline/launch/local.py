@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -55,6 +56,7 @@ def start(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
     )
+    base.setdefault("PACELINE_SECRET", secrets.token_hex(32))  # in the environment alone: everyone reads command lines
     parent = os.getpid()
 
     def die_with_parent() -> None:
