@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -66,6 +67,8 @@ def start(
         MASTER_PORT=str(port),
     )
     ranks = range(k * num_nodes) if node is None else range(node * k, node * k + k)
+    if node is None:
+        base.setdefault("PACELINE_SECRET", secrets.token_hex(32))  # in the environment alone: everyone reads command lines
     parent = os.getpid()
 
     def die_with_parent() -> None:

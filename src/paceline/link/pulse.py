@@ -10,6 +10,7 @@ process died) or LIMIT_S without a beat (the machine or its cable died) does. Ra
 from __future__ import annotations
 
 import contextlib
+import hmac
 import secrets
 import selectors
 import socket
@@ -17,12 +18,16 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
+
+from paceline.contract import LinkError
 
 BEAT_S = 1.0
 GLANCE_S = 0.1  # how soon the end of this process is noticed
 LIMIT_S = 6.0
 JOIN_S = 60.0
+TOKEN = 16  # bytes
+MAX_STRANGERS = 64
 
 
 class Pulse:
@@ -44,26 +49,65 @@ class Pulse:
         self._thread.start()
 
     def _gather(self, store: Any, address: str) -> None:
-        token = secrets.token_bytes(16)
-        with socket.create_server((address, 0)) as server:
+        token = secrets.token_bytes(TOKEN)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
+        end = time.monotonic() + JOIN_S
+        with socket.create_server((address, 0), family=family) as server, selectors.DefaultSelector() as eyes:
+            server.setblocking(False)
+            eyes.register(server, selectors.EVENT_READ)
             store.set("pulse", f"{address} {server.getsockname()[1]} {token.hex()}")
-            end = time.monotonic() + JOIN_S
-            while len(self._peers) < self.size - 1:
-                server.settimeout(max(0.01, end - time.monotonic()))
-                peer, _ = server.accept()
-                peer.settimeout(2.0)
-                hello = b""
-                with contextlib.suppress(OSError):
-                    hello = peer.recv(18, socket.MSG_WAITALL)
-                if hello[:16] == token and len(hello) == 18:
-                    self._peers[struct.unpack("<H", hello[16:])[0]] = peer
-                else:
-                    peer.close()
+            while missing := set(range(1, self.size)) - set(self._peers):
+                if (left_s := end - time.monotonic()) <= 0:
+                    who = ", ".join(f"rank {rank}" for rank in sorted(missing))
+                    raise LinkError(f"{who} did not send a heartbeat to {address} within {JOIN_S:.0f} s; look there")
+                for key, _ in eyes.select(left_s):
+                    with contextlib.suppress(BlockingIOError):
+                        if key.fileobj is server:
+                            line, _ = server.accept()
+                            line.setblocking(False)
+                            eyes.register(line, selectors.EVENT_READ)
+                            strangers[line] = b""
+                        else:
+                            line = cast(socket.socket, key.fileobj)
+                            if line in strangers and self._meet(line, strangers, token, missing):
+                                eyes.unregister(line)
+                    while len(strangers) > MAX_STRANGERS:
+                        eyes.unregister(oldest := next(iter(strangers)))
+                        strangers.pop(oldest)
+                        oldest.close()
+        for line in strangers:
+            line.close()
+
+    def _meet(
+        self, line: socket.socket, strangers: dict[socket.socket, bytes], token: bytes, missing: set[int]
+    ) -> bool:
+        """Whether it has said all that it may: a peer from now on, or sent away."""
+        words = b""
+        with contextlib.suppress(ConnectionError):
+            words = line.recv(TOKEN + 2 - len(strangers[line]))
+        strangers[line] += words
+        said = strangers[line]
+        if words and len(said) < TOKEN + 2:
+            return False
+        del strangers[line]
+        rank = int.from_bytes(said[TOKEN:], "little")
+        if hmac.compare_digest(said[:TOKEN], token) and len(said) == TOKEN + 2 and rank in missing:
+            self._peers[rank] = line
+            missing.discard(rank)
+        else:
+            line.close()
+        return True
 
     def _reach(self, store: Any) -> None:
         address, port, token = store.get("pulse").decode().split()
-        hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
-        hub.sendall(bytes.fromhex(token) + struct.pack("<H", self.rank))
+        try:
+            hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
+            hub.sendall(bytes.fromhex(token) + struct.pack("<H", self.rank))
+        except OSError as error:
+            raise LinkError(
+                f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0
+            ) from error
         self._peers[0] = hub
 
     def _run(self) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,32 +23,38 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
+from paceline.link.join import join
 from paceline.link.pulse import Pulse
+from paceline.link.route import REACH_S
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
 class Link(contract.Link):
-    """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or an agent does)."""
+    """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
 
     def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
         self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
-        self._store = _rendezvous(rank, size, host, port, f"paceline/{generation}")
-        self._device, address = _device(host, rank)
-        me = os.environ.get("PACELINE_HOST", socket.gethostname())
-        self._store.set(f"host/{rank}", me)
-        self.hosts = [self._store.get(f"host/{r}").decode() for r in range(size)]
+        self._meeting, self._store, self.members = join(rank, size, host, port, generation)
+        self.hosts = [member.host for member in self.members]
+        address = self.members[rank].address
+        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
         self.pulse = Pulse(rank, size, self._store, address) if size > 1 else None
+        self._meeting.alert = self._look_at_pulse
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
-        for thing in (self._device, self._store):
+        for thing in (self._device, self._store, self._meeting):
             _outlive(thing)
         self._group = self._make_group("control")
+        self._meeting.patience_s = PATIENCE_S  # from here on the pulse tells who is lost
+
+    def _look_at_pulse(self) -> None:
+        if self.pulse and (self.pulse.dead or self.pulse.left):
+            raise self.lost("the making of a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -63,7 +67,25 @@ class Link(contract.Link):
         except RuntimeError as error:
             raise LinkError(f"could not join the others on lane {name!r}: {_first_line(error)}") from error
         _outlive(self._groups[-1])
+        self._try_out(self._groups[-1], name)
         return self._groups[-1]
+
+    def _try_out(self, group: Any, name: str) -> None:
+        """One small sum, before anything depends on it."""
+        mine = torch.tensor([self.rank + 1])
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        why = "it came out wrong"
+        try:
+            group.allreduce([mine], options).wait(timedelta(seconds=REACH_S))
+        except RuntimeError as error:
+            why = _first_line(error)
+        if int(mine) != self.size * (self.size + 1) // 2:
+            me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
+            raise LinkError(
+                f"{me} met {', '.join(map(str, others))} on lane {name!r}, but a first sum did not arrive within "
+                f"{REACH_S:.0f} s ({why}); check the firewall and the network between these addresses"
+            )
 
     def lane(self, name: str) -> Link:
         lane = object.__new__(Link)
@@ -271,30 +293,3 @@ def _first_line(error: Exception | None) -> str:
 def _outlive(thing: Any) -> None:
     """Never destroyed: its destructor may wait for ever, and its threads may not meet an interpreter that is ending."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-def _rendezvous(rank: int, size: int, host: str, port: int, prefix: str) -> Any:
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not agent
-    patience = timedelta(seconds=JOIN_S)
-    try:
-        store = dist.TCPStore(host, port, size, serves, patience, wait_for_workers=False, multi_tenant=True)
-        store.set_timeout(patience)
-        return dist.PrefixStore(prefix, store)
-    except (RuntimeError, OSError) as error:
-        doing = "serve" if serves else "reach"
-        raise LinkError(
-            f"rank {rank} of {size} on {socket.gethostname()} could not {doing} the meeting point "
-            f"{host}:{port} within {JOIN_S:.0f} s ({_first_line(error)}); check MASTER_ADDR, MASTER_PORT, "
-            f"the firewall, and that rank 0 is running"
-        ) from error
-
-
-def _device(host: str, rank: int) -> tuple[Any, str]:
-    """The gloo device, and its address: GLOO_SOCKET_IFNAME if set, else where the route to rank 0 leaves."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: asks the routing table
-        address = probe.getsockname()[0] if rank else socket.gethostbyname(host)
-    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return dist.ProcessGroupGloo.create_device(interface=name), address
-    return dist.ProcessGroupGloo.create_device(hostname=address), address

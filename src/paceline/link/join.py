@@ -1,0 +1,104 @@
+"""How the ranks of a run find each other: the meeting point, who is where, and whether everyone reaches everyone."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from paceline.contract import LinkError
+from paceline.link import route
+from paceline.link.meeting import Meeting
+from paceline.link.meeting_point import MeetingPoint
+from paceline.link.proof import secret_of_environment
+from paceline.link.route import Door, Member
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+JOIN_S = 60.0
+
+_points: dict[tuple[str, int], MeetingPoint] = {}  # of this process: a run may join more than once
+
+
+def join(
+    rank: int, size: int, host: str, port: int, generation: int = 0, patience_s: float = JOIN_S
+) -> tuple[Meeting, Any, list[Member]]:
+    """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank."""
+    point, place, number = _place(rank, size, host, port, patience_s)
+    meeting = Meeting(place, number, secret_of_environment(), rank, size, patience_s, point)
+    try:
+        store = dist.PrefixStore(f"paceline/{generation}", meeting)
+        return meeting, store, _introduce(meeting, store)
+    except BaseException:
+        meeting.close()
+        raise
+
+
+def _place(rank: int, size: int, host: str, port: int, patience_s: float) -> tuple[MeetingPoint | None, str, int]:
+    """Where the meeting is: at MASTER_PORT; or where that is taken by torch's own store, which then says where."""
+    here = f"rank {rank} of {size} on {socket.gethostname()}"
+    patience = timedelta(seconds=patience_s)
+    board = _board(here, size, host, port, patience)
+    if rank == 0:
+        if (host, port) not in _points:
+            point = MeetingPoint(route.resolve(host), 0 if board else port, secret_of_environment())
+            atexit.register(point.close)
+            _points[host, port] = point
+        point = _points[host, port]
+        if board:
+            board.set("meeting", f"{point.address} {point.port}")
+        return point, point.address, point.port
+    if not board:
+        return None, route.resolve(host), port
+    try:
+        board.wait(["meeting"], patience)
+        place, number = board.get("meeting").decode().split()
+    except (RuntimeError, ValueError) as error:
+        raise LinkError(
+            f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it says"
+        ) from error
+    return None, place, int(number)
+
+
+def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> Any:
+    """The store of torchrun's agent, or of a default group that the script has made; None where there is neither."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if dist.is_initialized():
+        return dist.PrefixStore(f"paceline/{restart}", dist.distributed_c10d._get_default_store())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        store = dist.TCPStore(host, port, size, False, patience, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise LinkError(
+            f"{here} could not reach torchrun's store at {host}:{port} within {patience.total_seconds():.0f} s; check "
+            f"MASTER_ADDR, MASTER_PORT, the firewall, and that torchrun is running there"
+        ) from error
+    return dist.PrefixStore(f"paceline/{restart}", store)
+
+
+def _introduce(meeting: Meeting, store: Any) -> list[Member]:
+    rank, ranks = meeting.rank, range(meeting.size)
+    if store.add(f"came/{rank}", 1) != 1:
+        raise LinkError(
+            f"{meeting.here}: another process has already come to {meeting.place} as rank {rank}; give each its own "
+            f"RANK, and each run its own MASTER_PORT"
+        )
+    name = os.environ.get("PACELINE_HOST", socket.gethostname())
+    door = Door(rank, name, route.own_address(meeting.address))
+    try:
+        store.set(f"member/{rank}", door.member.write())
+        found = store.multi_get([f"member/{r}" for r in ranks])
+        members = [Member.read(r, text) for r, text in enumerate(found)]
+        store.set(f"reached/{rank}", route.complaint(door.member, members))
+        complaints = [text.decode() for text in store.multi_get([f"reached/{r}" for r in ranks])]
+    finally:
+        door.close()
+    if first := next(filter(None, complaints), ""):
+        raise LinkError(first)
+    return members

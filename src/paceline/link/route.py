@@ -1,0 +1,170 @@
+"""The way to the peers: which address is ours, and whether everyone really reaches everyone.
+
+Each rank listens on its address, and says a token that only the meeting point knows to whoever connects. It reads
+nothing from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+
+from paceline.contract import LinkError
+
+REACH_S = 10.0
+TOKEN = 16  # bytes
+
+
+def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
+    """The address of MASTER_ADDR as this machine sees it, IPv4 first. Raises LinkError for the loopback trap."""
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                raise LinkError(
+                    f"MASTER_ADDR={host!r} is no name that {socket.gethostname()} knows ({error.strerror or error}); "
+                    f"give rank 0's address"
+                ) from error
+            time.sleep(0.2)  # in a young cluster names come up with their machines
+    address = str(min(found, key=lambda way: way[0] != socket.AF_INET)[4][0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise LinkError(f"MASTER_ADDR={host!r} is every address of a machine; give one (here: {_addresses()})")
+    if is_loopback(address) and address != host and host != "localhost":
+        raise LinkError(
+            f"MASTER_ADDR={host!r} is {address} on {socket.gethostname()}, where no other machine comes: a name that "
+            f"leads home; set MASTER_ADDR to rank 0's address in the network (here: {_addresses()}), or to 127.0.0.1 "
+            f"where all ranks are on this machine"
+        )
+    return address
+
+
+def own_address(used: str) -> str:
+    """GLOO_SOCKET_IFNAME's address if set, else the one ``used`` on the way to rank 0."""
+    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+        cards = psutil.net_if_addrs()
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for card in cards.get(name, ()):
+                if card.family == family:
+                    return str(card.address)
+        raise LinkError(
+            f"GLOO_SOCKET_IFNAME={name!r} is no interface of {socket.gethostname()} with an address; there are: "
+            f"{', '.join(sorted(cards))}; name one of these, or unset it"
+        )
+    return used
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _addresses() -> str:
+    own = (card.address for cards in psutil.net_if_addrs().values() for card in cards if card.family == socket.AF_INET)
+    return ", ".join(address for address in own if not is_loopback(address)) or "none"
+
+
+@dataclass(frozen=True)
+class Member:
+    """Where a rank is: what it tells the others at the meeting point."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+    token: bytes
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} ({self.address})"
+
+    def write(self) -> bytes:
+        return f"{self.address} {self.port} {self.token.hex()} {self.host}".encode()
+
+    @classmethod
+    def read(cls, rank: int, text: bytes) -> Member:
+        address, port, token, host = text.decode().split(" ", 3)
+        return cls(rank, host, address, int(port), bytes.fromhex(token))
+
+
+class Door:
+    """Says this rank's token to all who connect, until closed."""
+
+    def __init__(self, rank: int, host: str, address: str):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            self._server = socket.create_server((address, 0), family=family, backlog=128)
+        except OSError as error:
+            raise LinkError(
+                f"rank {rank} on {host} cannot listen on {address} ({error.strerror or error}); check "
+                f"GLOO_SOCKET_IFNAME and the addresses of this machine ({_addresses()})"
+            ) from error
+        self._server.settimeout(0.2)
+        self.member = Member(rank, host, address, self._server.getsockname()[1], secrets.token_bytes(TOKEN))
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline door", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(OSError):
+                guest, _ = self._server.accept()
+                with guest:
+                    guest.send(self.member.token)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+        self._server.close()
+
+
+def complaint(me: Member, members: Sequence[Member], limit_s: float = REACH_S) -> str:
+    """Why ``me`` cannot train with these: the first that it does not reach. Empty where all is well."""
+    for member in members:
+        if is_loopback(member.address) and not is_loopback(me.address):
+            return (
+                f"{member} tells the others an address where only its own machine comes; let it reach rank 0 by an "
+                f"address in the network: check its GLOO_SOCKET_IFNAME, and its MASTER_ADDR"
+            )
+    others = [member for member in members if member.rank != me.rank]
+    if not others:
+        return ""
+    with ThreadPoolExecutor(min(32, len(others))) as crowd:
+        found = crowd.map(lambda member: _knock(me, member, limit_s), others)
+        return next(filter(None, found), "")
+
+
+def _knock(me: Member, peer: Member, limit_s: float) -> str:
+    end = time.monotonic() + limit_s
+    why = f"no answer within {limit_s:.0f} s"
+    heard = b""
+    try:
+        with socket.create_connection((peer.address, peer.port), limit_s, (me.address, 0)) as line:
+            while len(heard) < TOKEN and (left_s := end - time.monotonic()) > 0:
+                line.settimeout(left_s)
+                words = line.recv(TOKEN - len(heard))
+                if not words:
+                    break
+                heard += words
+    except TimeoutError:
+        pass
+    except OSError as error:
+        why = error.strerror or str(error)
+    if heard == peer.token:
+        return ""
+    if len(heard) == TOKEN:
+        why = "somebody else answered"
+    return (
+        f"{me} does not reach {peer} at port {peer.port}: {why}; a firewall that lets only one direction through? All "
+        f"ports that the system gives out must be open among the nodes, both ways"
+    )
