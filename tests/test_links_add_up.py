@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import traceback
 import pytest
 import torch
 
+import mpirun
 import ranks
 from paceline.contract import LinkError
 from paceline.find import find, module, names
@@ -231,10 +233,9 @@ def in_threads(link, size):
 
 def in_processes(link, size):
     """{law: what went wrong}: this file, started once per rank, prints it."""
-    port = str(free_port())
-    command = [sys.executable, __file__, link, str(size), port]
+    command = [__file__, link, str(size), str(free_port())]
     started = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     faults = {}
@@ -252,7 +253,20 @@ def in_processes(link, size):
     return faults
 
 
-def one_rank(link, size, port, rank):
+def under_mpirun(link, size):
+    """The same, started by mpirun, which says what all of them print."""
+    if reason := mpirun.unavailable():
+        pytest.skip(reason)
+    command = mpirun.command(size, __file__, link, size, 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == size
+    return {name: fault for faults in said for name, fault in faults.items()}
+
+
+def one_rank(link, size, port, rank=os.environ.get("OMPI_COMM_WORLD_RANK")):
     """What each process does. After a broken link the laws that are left cannot be tried, and say so."""
     faults = {}
     whole = find("link", link, int(rank), int(size), "127.0.0.1", int(port))
@@ -269,7 +283,7 @@ def one_rank(link, size, port, rank):
 
 
 # How a link's ranks are made, and how many; any other link is made like a network's.
-WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5))}
+WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (2, 3, 4))}
 NETWORK = (in_processes, (1, 2, 3))
 
 
