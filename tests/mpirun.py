@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
-WAYS = {"shared memory": "self,sm", "sockets": "self,tcp"}
+WAYS = {
+    "shared memory": ("--mca", "btl", "self,sm"),
+    "sockets": ("--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo"),
+}
 
 
 def found() -> str | None:
@@ -27,4 +30,4 @@ def unavailable() -> str:
 def command(size: int, *words: Any, way: str = "shared memory", options: tuple[str, ...] = ()) -> list[str]:
     """This Python with ``words``, as ``size`` processes."""
     here = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "pml", "ob1")
-    return [str(found()), *here, "--mca", "btl", WAYS[way], *options, "-n", str(size), sys.executable, *map(str, words)]
+    return [str(found()), *here, *WAYS[way], *options, "-n", str(size), sys.executable, *map(str, words)]

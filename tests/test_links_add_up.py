@@ -235,7 +235,9 @@ def in_processes(link, size):
     """{law: what went wrong}: this file, started once per rank, prints it."""
     command = [__file__, link, str(size), str(free_port())]
     started = [
-        subprocess.Popen([sys.executable, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(size)
     ]
     faults = {}
@@ -266,7 +268,7 @@ def under_mpirun(link, size):
     return {name: fault for faults in said for name, fault in faults.items()}
 
 
-def one_rank(link, size, port, rank=os.environ.get("OMPI_COMM_WORLD_RANK")):
+def one_rank(link, size, port, rank):
     """What each process does. After a broken link the laws that are left cannot be tried, and say so."""
     faults = {}
     whole = find("link", link, int(rank), int(size), "127.0.0.1", int(port))
@@ -360,7 +362,7 @@ def test_the_error_of_the_rank_that_failed_is_the_one_reported():
 
 
 if __name__ == "__main__":
-    one_rank(*sys.argv[1:])
+    one_rank(*sys.argv[1:4], *(sys.argv[4:] or [os.environ["OMPI_COMM_WORLD_RANK"]]))
 
 
 def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():

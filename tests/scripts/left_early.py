@@ -1,4 +1,4 @@
-"""The last rank leaves after one sum, the others want two; they print how it ended for them."""
+"""The last rank leaves after one sum, the others want two, and print how that ended for them."""
 
 import os
 

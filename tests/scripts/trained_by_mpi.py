@@ -1,4 +1,4 @@
-"""Trains models over MPI, joining anew for each; every rank keeps its weights: trained_by_mpi.py FOLDER MODEL,CODEC..."""
+"""Trains over MPI, joining anew for each case; all ranks keep their weights: trained_by_mpi.py FOLDER MODEL,CODEC..."""
 
 import sys
 from pathlib import Path

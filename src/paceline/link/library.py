@@ -12,6 +12,8 @@ from torch import Tensor
 
 from paceline.link.progress import Progress
 
+DRAIN_S = 5.0
+
 
 class Library:
     """``unclosed``: the links that have not left in peace."""
@@ -32,9 +34,9 @@ class Library:
         level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if self.ours else MPI.Query_thread()
         if level != MPI.THREAD_MULTIPLE:
             raise ValueError(
-                f"link 'mpi' calls MPI from several threads and needs MPI_THREAD_MULTIPLE (level {MPI.THREAD_MULTIPLE}), "
-                f"but this process has level {level}; join before the script initialises MPI, or have it ask for "
-                f"MPI_THREAD_MULTIPLE, or set PACELINE_LINK=torch"
+                f"link 'mpi' calls MPI from several threads and needs MPI_THREAD_MULTIPLE (level "
+                f"{MPI.THREAD_MULTIPLE}), but this process has level {level}; join before the script initialises MPI, "
+                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK=torch"
             )
         self.progress = Progress()
         self.unclosed: set[object] = set()
@@ -63,7 +65,9 @@ class Library:
 
     def close(self) -> None:
         """Finalizing waits for all: only those who have left everyone in peace may."""
-        if self.progress.stop() and self.ours and not self.unclosed:
+        if self.unclosed:
+            self.progress.stop(0.0)
+        elif self.progress.stop(DRAIN_S) and self.ours:
             self.mpi.Finalize()
 
 

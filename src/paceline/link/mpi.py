@@ -53,8 +53,8 @@ class Link(contract.Link):
         world = self._library.mpi.COMM_WORLD
         if (world.rank, world.size) != (rank, size):
             raise ValueError(
-                f"link 'mpi' is rank {rank} of {size}, but MPI says rank {world.rank} of {world.size}; start the script "
-                f"by mpirun -n {size}, and by that of the library that mpi4py loads "
+                f"link 'mpi' is rank {rank} of {size}, but MPI says rank {world.rank} of {world.size}; start "
+                f"the script by mpirun -n {size}, and by that of the library that mpi4py loads "
                 f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=torch"
             )
         self.pulse: Pulse | None = None
@@ -107,8 +107,8 @@ class Link(contract.Link):
         """A tensor as MPI takes it; its values by their width, unless they are computed with."""
         if tensor.device.type != "cpu":
             raise ValueError(
-                f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it reads "
-                f"device memory; copy the tensor to the CPU, or set PACELINE_LINK=torch on every node"
+                f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it "
+                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK=torch on every node"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"link 'mpi' needs a contiguous tensor, got strides {tensor.stride()}; call contiguous()")
@@ -156,7 +156,7 @@ class Link(contract.Link):
         tensor = tensor.detach().contiguous()
         # (size * n, ...) -> (n, ...)
         mine = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
-        out, into = self._memory(tensor, kind=dtype), self._memory(mine, kind=dtype)
+        out, into = self._memory(tensor, mine.numel(), dtype), self._memory(mine, kind=dtype)
         if not tensor.numel():
             return _Handle(self, what, lambda: mine)
         start = partial(self._comm.Ireduce_scatter_block, out, into, operation)
@@ -198,7 +198,9 @@ class Link(contract.Link):
         if pulse and pulse.left:
             who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(pulse.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
-        return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}")
+        return LinkError(
+            f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}"
+        )
 
     def close(self) -> None:
         if self.pulse and self.pulse.dead:

@@ -6,13 +6,13 @@ travel only once the step waits for it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import Any
 
 PAUSE_S = 2e-4  # between two rounds of asking
 WAITED_PAUSE_S = 1e-5  # while somebody waits
-DRAIN_S = 5.0
 
 
 class Flight:
@@ -41,7 +41,7 @@ class Progress:
         self._changed = threading.Condition()
         self._flights: list[Flight] = []
         self._num_waiting = 0
-        self._stopping = False
+        self._end = math.inf
         self._thread = threading.Thread(target=self._run, name="paceline progress", daemon=True)
         self._thread.start()
 
@@ -65,9 +65,9 @@ class Progress:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._flights or self._stopping)
+                self._changed.wait_for(lambda: self._flights or self._end < math.inf)
                 flights = list(self._flights)
-            if not flights:
+            if not flights or time.monotonic() > self._end:
                 return
             if ended := [flight for flight in flights if flight.ask()]:
                 with self._changed:
@@ -75,10 +75,10 @@ class Progress:
             else:
                 time.sleep(WAITED_PAUSE_S if self._num_waiting else PAUSE_S)
 
-    def stop(self) -> bool:
-        """Lets what is under way end, for DRAIN_S; whether all of it did."""
+    def stop(self, drain_s: float) -> bool:
+        """Lets what is under way end, for ``drain_s``; whether all of it did."""
         with self._changed:
-            self._stopping = True
+            self._end = time.monotonic() + drain_s
             self._changed.notify()
-        self._thread.join(DRAIN_S)
-        return not self._thread.is_alive()
+        self._thread.join()
+        return not self._flights
