@@ -139,8 +139,9 @@ def many_are_in_flight_on_two_lanes(link):
     for i, lane in reversed(list(enumerate(lanes))) if link.rank % 2 else enumerate(lanes):
         for k in range(6):
             mine = (link.rank + 1) * (10 * i + k + 1) * pattern(1000 * (k % 2) + 7)
+            head = mine[:3].clone()  # what is under way is not to be read
             flying.append((i, k, lane.sum(mine)))
-            flying.append((i, k, lane.all_gather(mine[:3].clone(), even=True)))
+            flying.append((i, k, lane.all_gather(head, even=True)))
     for i, k, handle in reversed(flying):
         result = handle.wait(LIMIT_S)
         if isinstance(result, list):
@@ -172,6 +173,16 @@ def counted_bytes_are_the_declared_ones(link):
         received.wait(LIMIT_S)
         assert link.sent_bytes - before == mine.nbytes
         assert link.cost("send", mine.nbytes).bytes == mine.nbytes
+
+
+def what_was_started_ends_though_nobody_waits(link):
+    mine = (link.rank + 1) * pattern(1 << 19)
+    flying = [link.sum(mine), link.all_gather(mine[:7].clone(), even=True)]
+    end = time.monotonic() + LIMIT_S
+    while not all(handle.done() for handle in flying):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    same(flying[0].wait(0.5), everyone(link) * pattern(1 << 19))
 
 
 def a_late_peer_is_not_a_lost_one(link):
@@ -214,6 +225,7 @@ LAWS = {
         send_reaches_the_peer_and_tag,
         many_are_in_flight_on_two_lanes,
         counted_bytes_are_the_declared_ones,
+        what_was_started_ends_though_nobody_waits,
         a_late_peer_is_not_a_lost_one,
         a_wait_ends_at_its_deadline,
     )

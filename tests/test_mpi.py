@@ -47,23 +47,23 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
         assert gap(model.state_dict(), wanted) > 1e-2, "nothing was learned, so nothing is tested"
 
 
-def endless(folder, way="shared memory", options=()):
-    """Three ranks that train until they are killed, and their pids."""
+def endless(folder, size, way="shared memory", options=()):
+    """mpirun of ranks that train until they are killed, and their pids."""
     script = mpirun.SCRIPTS / "endless.py"
     started = subprocess.Popen(
-        mpirun.command(3, WRAP, script, folder, way=way, options=options),
+        mpirun.command(size, WRAP, script, folder, way=way, options=options),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    return started, wait_for([folder / f"{rank}.0" for rank in range(3)], started)
+    return started, wait_for([folder / f"{rank}.0" for rank in range(size)], started)
 
 
 @needs_mpi
 @pytest.mark.parametrize(("victim", "way"), [(1, "shared memory"), (0, "sockets")])
 def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_lets_it(victim, way, tmp_path):
-    started, pids = endless(tmp_path, way, ("--enable-recovery",))
+    started, pids = endless(tmp_path, 3, way, ("--with-ft", "ulfm"))
     os.kill(pids[victim], signal.SIGKILL)
     _, errors = started.communicate(timeout=DEADLINE_S)
     wait_until_gone(pids)
@@ -78,7 +78,7 @@ def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_
 
 @needs_mpi
 def test_plain_mpirun_ends_all_within_ten_seconds_and_names_the_dead(tmp_path):
-    started, pids = endless(tmp_path)
+    started, pids = endless(tmp_path, 2)
     os.kill(pids[1], signal.SIGKILL)
     out, errors = started.communicate(timeout=DEADLINE_S)
     wait_until_gone(pids)
@@ -159,10 +159,8 @@ mpi4py.rc.thread_level = "funneled"
 from mpi4py import MPI
 refused(lambda: find("link", "mpi", 0, 1), "MPI_THREAD_MULTIPLE", "has level 1", "PACELINE_LINK=torch")
 """,
-    "another mpirun": """
+    "ranks and tensors": """
 refused(lambda: find("link", "mpi", 1, 2), "rank 1 of 2, but MPI says rank 0 of 1", "mpirun -n 2", "Open MPI")
-""",
-    "tensors": """
 link = find("link", "mpi", 0, 1)
 refused(lambda: link.sum(torch.ones(2, device="meta")), "host memory", "meta", "PACELINE_LINK=torch")
 refused(lambda: link.broadcast(torch.ones(2, 2).t()[:1]), "contiguous", "(1, 2)")

@@ -5,8 +5,8 @@ max: 2 ceil(log2 N) steps, 2 (N - 1) / N n; all-gather: N - 1 steps, (N - 1) n; 
 that deals it out: 2 ceil(log2 N) steps, (N - 1) (N + 1) / N^2 n; broadcast: ceil(log2 N) steps, (N - 1) / N n.
 *Types*: MPI has neither bf16 nor fp16: torch adds them, on the same way and rounding every sum to the type. Tensors
 in host memory only.
-*Laws*: plain mpirun ends the whole job when a process dies, and says which. Under ``mpirun --enable-recovery`` the
-survivors are told by a heartbeat, and each ends by a LinkError that names the dead rank.
+*Laws*: plain mpirun ends the whole job when a process dies, and says which. Under ``mpirun --with-ft ulfm`` (Open MPI
+5) the survivors are told by a heartbeat, and each ends by a LinkError that names the dead rank.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Link(contract.Link):
             rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
         # (all ranks' rows, ...)
         whole = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        parts = list(whole.split(rows))
+        parts = list(torch.split(whole, rows))
         if not whole.numel():
             return _Handle(self, what, lambda: parts)
         out = self._memory(tensor)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 PAUSE_S = 2e-4  # between two rounds of asking
-WAITED_PAUSE_S = 1e-5  # while somebody waits
+WAITED_PAUSE_S = 5e-5  # while somebody waits
 
 
 class Flight:
