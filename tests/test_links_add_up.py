@@ -297,7 +297,7 @@ def one_rank(link, size, port, rank):
 
 
 # How a link's ranks are made, and how many; any other link is made like a network's.
-WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (2, 3, 4))}
+WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (3, 4))}
 NETWORK = (in_processes, (1, 2, 3))
 
 

@@ -112,6 +112,7 @@ def join(
         codec=codec,
         num_nodes=world.num_nodes,
         batch_size=batch_size,
+        **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     if pace.record.folder:
         pace._usage = Usage(pace.record).start()
