@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
+# what killed ranks share would stay behind in /dev/shm
+_segments = tempfile.TemporaryDirectory(prefix="mpirun-")
 WAYS = {
-    "shared memory": ("--mca", "btl", "self,sm"),
+    "shared memory": ("--mca", "btl", "self,sm", "--mca", "btl_sm_backing_directory", _segments.name),
     "sockets": ("--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", "lo"),
 }
 
