@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import traceback
 import pytest
 import torch
 
+import mpirun
 import ranks
 from paceline.contract import LinkError
 from paceline.find import find, module, names
@@ -173,6 +175,16 @@ def counted_bytes_are_the_declared_ones(link):
         assert link.cost("send", mine.nbytes).bytes == mine.nbytes
 
 
+def what_was_started_ends_though_nobody_waits(link):
+    mine = (link.rank + 1) * pattern(1 << 19)
+    flying = [link.sum(mine), link.all_gather(mine[:7].clone(), even=True)]
+    end = time.monotonic() + LIMIT_S
+    while not all(handle.done() for handle in flying):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    same(flying[0].wait(0.5), everyone(link) * pattern(1 << 19))
+
+
 def a_late_peer_is_not_a_lost_one(link):
     late = link.size - 1
     if link.rank == late:
@@ -213,6 +225,7 @@ LAWS = {
         send_reaches_the_peer_and_tag,
         many_are_in_flight_on_two_lanes,
         counted_bytes_are_the_declared_ones,
+        what_was_started_ends_though_nobody_waits,
         a_late_peer_is_not_a_lost_one,
         a_wait_ends_at_its_deadline,
     )
@@ -232,10 +245,11 @@ def in_threads(link, size):
 
 def in_processes(link, size):
     """{law: what went wrong}: this file, started once per rank, prints it."""
-    port = str(free_port())
-    command = [sys.executable, __file__, link, str(size), port]
+    command = [__file__, link, str(size), str(free_port())]
     started = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(size)
     ]
     faults = {}
@@ -251,6 +265,19 @@ def in_processes(link, size):
             process.kill()
             process.wait()
     return faults
+
+
+def under_mpirun(link, size):
+    """The same, started by mpirun, which says what all of them print."""
+    if reason := mpirun.unavailable():
+        pytest.skip(reason)
+    command = mpirun.command(size, __file__, link, size, 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(said) == size
+    return {name: fault for faults in said for name, fault in faults.items()}
 
 
 def one_rank(link, size, port, rank):
@@ -270,7 +297,7 @@ def one_rank(link, size, port, rank):
 
 
 # How a link's ranks are made, and how many; any other link is made like a network's.
-WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5))}
+WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (3, 4))}
 NETWORK = (in_processes, (1, 2, 3))
 
 
@@ -347,7 +374,7 @@ def test_the_error_of_the_rank_that_failed_is_the_one_reported():
 
 
 if __name__ == "__main__":
-    one_rank(*sys.argv[1:])
+    one_rank(*sys.argv[1:4], *(sys.argv[4:] or [os.environ["OMPI_COMM_WORLD_RANK"]]))
 
 
 def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
 import sys
@@ -122,7 +123,7 @@ def join(
             f"or codec 'none'"
         )
     if world.num_nodes > 1 and world.local_rank == 0:
-        link = find("link", "torch", world.node, world.num_nodes, world.host, world.port, next(_joins))
+        link = find("link", _link(world, model), world.node, world.num_nodes, world.host, world.port, next(_joins))
         if adding:
             link = Chosen(link, adding)
     folder = folder or os.environ.get("PACELINE_FOLDER")
@@ -138,10 +139,24 @@ def join(
         num_nodes=world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,
+        **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     if pace.record.folder:
         pace._usage = Usage(pace.record).start()
     return pace
+
+
+def _link(world: World, model: torch.nn.Module) -> str:
+    """PACELINE_LINK, else "mpi" where mpirun started one process per node and a model on the CPU, else "torch"."""
+    if asked := os.environ.get("PACELINE_LINK"):
+        if asked not in ("mpi", "torch"):
+            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use mpi or torch, or unset it")
+        return asked
+    started = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
+    possible = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if started == (str(world.node), str(world.num_nodes)) and possible and importlib.util.find_spec("mpi4py"):
+        return "mpi"
+    return "torch"
 
 
 def _default_row(world: World, job: Job) -> str:

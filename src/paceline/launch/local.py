@@ -68,7 +68,9 @@ def start(
     )
     ranks = range(k * num_nodes) if node is None else range(node * k, node * k + k)
     if node is None:
-        base.setdefault("PACELINE_SECRET", secrets.token_hex(32))  # in the environment alone: everyone reads command lines
+        base.setdefault(
+            "PACELINE_SECRET", secrets.token_hex(32)
+        )  # in the environment alone: everyone reads command lines
     parent = os.getpid()
 
     def die_with_parent() -> None:

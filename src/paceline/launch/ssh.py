@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import secrets
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ def start(
     a node's failure does.
     """
     received: list[int] = []
+    secret = secrets.token_hex(32)  # of this run; it travels through stdin, as everything here
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
@@ -57,7 +59,7 @@ def start(
         for host in hosts:
             nodes.append(Node(host, way))
         for index, node in enumerate(nodes):
-            own = {"PYTHONUNBUFFERED": "1", **environment, "PACELINE_HOST": node.host.name}
+            own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": secret, **environment, "PACELINE_HOST": node.host.name}
             node.tell(
                 {
                     **{"node": index, "num_nodes": len(nodes), "host": meeting[0], "port": meeting[1]},

@@ -1,0 +1,133 @@
+"""Emulated compute: waits as a recorded step took, layer by layer, and offers pieces of the real sizes.
+
+It needs almost no processor, so that many nodes of any speed fit on a few cores, while exchange, link and wire are
+real. ``replay:FILE`` takes a timeline (`timeline.record`) in the current folder, ``replay:FILE,faster=10`` a tenth of
+its time. Nothing is trained, and every share takes as long as the recorded one. What comes of it are times and bytes,
+always labelled emulated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Rule
+from paceline.engine.timeline import Timeline
+
+
+class Engine(contract.Engine):
+    """``fill``: the value of every gradient, and of every left factor; right factors are ones.
+
+    ``late_s``: how far the replay has fallen behind its timeline at most, for want of a processor.
+    """
+
+    fidelity = "emulated"
+
+    def __init__(self, file: str, faster: float = 1.0, fill: float = 1.0):
+        if not faster > 0:
+            raise ValueError(f"engine 'replay': faster={faster} must be above 0; 10 is ten times as fast as recorded")
+        self.timeline, self.faster, self.fill, self.late_s = Timeline.read(file), float(faster), fill, 0.0
+        self.num_threads = 1
+
+    def open(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Any] | None,
+        metric: Callable[..., Any] | None = None,
+    ) -> None:
+        """The model's own layers are not looked at."""
+        line, self.optimizer = self.timeline, optimizer
+        self.specs = line.specs
+        self.names = tuple(name for spec in self.specs for name in spec.names)
+        dtype = getattr(torch, line.dtype)
+        self._flats = [torch.empty(spec.numel, dtype=dtype) for spec in self.specs]
+        self._factors = {
+            spec.index: [torch.ones(line.factor_rows[spec.index], width, dtype=dtype) for width in spec.shapes[0]]
+            for spec in self.specs
+            if spec.linear
+        }
+        for left, _ in self._factors.values():
+            left.fill_(self.fill)
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        return ()
+
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        """``batch``: its absence alone matters."""
+        line, present = self.timeline, batch is not None
+        seconds = {form: dict(line.backward[form]) for form in (DENSE, FACTORS)}
+        start = self._due = time.perf_counter()
+        for _, layer_s in line.forward:
+            self._wait(layer_s * present)
+        for index, _ in line.backward[FACTORS if FACTORS in forms else DENSE]:
+            piece = self._piece(index, forms[index], present)
+            self._wait(seconds[forms[index]][index] * present)
+            offer(piece)
+        return Ballot(
+            weight=float(line.rows * present),
+            seconds=time.perf_counter() - start,
+            used=bytes([present]) * len(self.names),
+            dense=bytes(len(self.specs)),
+            rows=tuple(rows * present for rows in line.factor_rows),
+        )
+
+    def _piece(self, index: int, form: str, present: bool) -> Piece:
+        if form == FACTORS:
+            left, right = self._factors[index]
+            return Piece(self.specs[index], left=left, right=right) if present else self._none(index)
+        # what was agreed on in the step before has been added up in this place
+        return Piece(self.specs[index], flat=self._flats[index].fill_(self.fill * present))
+
+    def _none(self, index: int) -> Piece:
+        left, right = self._factors[index]
+        return Piece(self.specs[index], left=left[:0], right=right[:0])
+
+    def _wait(self, seconds: float) -> None:
+        """Until the timeline's next moment: what filling a piece or a late sleep took is not waited for twice."""
+        self._due += seconds / self.faster
+        left_s = self._due - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        else:
+            self.late_s = max(self.late_s, -left_s)
+
+    def update(self, agreement: Agreement, rule: Rule) -> bool:
+        """As long as an update by dense gradients takes, and multiplying out everyone's factors."""
+        line, seconds = self.timeline, self.timeline.update
+        for piece in agreement.pieces:
+            if piece.left is not None and (rows := line.factor_rows[piece.spec.index]):
+                seconds += line.products[piece.spec.index] * len(piece.left) / rows
+        self._due = time.perf_counter()
+        self._wait(seconds)
+        return True
+
+    def run(self, batch: Any) -> NoReturn:
+        raise ValueError("engine 'replay' emulates: it has no outputs to evaluate; use sequential or threads:k")
+
+    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> NoReturn:
+        raise ValueError("engine 'replay' emulates whole steps: backward() and update() need sequential or threads:k")
+
+    def sync_norm(self, link: contract.Link | None) -> NoReturn:
+        raise ValueError("engine 'replay' replays no sums within forward; use batch_norm='local'")
+
+    def snapshot(self) -> None:
+        return None
+
+    def rollback(self, kept: Any) -> None:
+        pass
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        pass

@@ -1,0 +1,161 @@
+"""What one step of a model takes on one machine, layer by layer: recorded, written as JSON, read again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import contract
+from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
+
+FORMAT = 1
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """*Units*: seconds. ``rows``: samples in the step.
+
+    ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
+    the seconds since the one before. ``factor_rows`` and ``products``, per spec: rows of its factors, and what it
+    takes to multiply them out. ``update``: by dense gradients.
+    """
+
+    rows: int
+    dtype: str
+    specs: tuple[Spec, ...]
+    forward: tuple[tuple[str, float], ...]
+    backward: dict[str, tuple[tuple[int, float], ...]]
+    factor_rows: tuple[int, ...]
+    products: tuple[float, ...]
+    update: float
+
+    def total(self, forms: Sequence[str]) -> float:
+        """Forward, backward and the update by one node's own rows."""
+        backward = sum(dict(self.backward[form])[i] for i, form in enumerate(forms))
+        products = sum(s for s, form in zip(self.products, forms, strict=True) if form == FACTORS)
+        return sum(s for _, s in self.forward) + backward + self.update + products
+
+    def write(self, path: str | Path) -> None:
+        pieces = [
+            {"names": s.names, "shapes": s.shapes, "linear": s.linear, "factor_rows": rows, "product_seconds": seconds}
+            for s, rows, seconds in zip(self.specs, self.factor_rows, self.products, strict=True)
+        ]
+        whole = {
+            "timeline": FORMAT,
+            "rows": self.rows,
+            "dtype": self.dtype,
+            "forward": self.forward,
+            "backward": self.backward,
+            "pieces": pieces,
+            "update_seconds": self.update,
+        }
+        Path(path).write_text(json.dumps(whole, indent=1))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Timeline:
+        try:
+            whole = json.loads(Path(path).read_text())
+            if whole["timeline"] != FORMAT:
+                raise ValueError(f"its format is {whole['timeline']}, this version reads {FORMAT}")
+            pieces = whole["pieces"]
+            return cls(
+                whole["rows"],
+                whole["dtype"],
+                tuple(
+                    Spec(i, tuple(p["names"]), tuple(tuple(shape) for shape in p["shapes"]), p["linear"])
+                    for i, p in enumerate(pieces)
+                ),
+                tuple((name, seconds) for name, seconds in whole["forward"]),
+                {form: tuple((i, s) for i, s in line) for form, line in whole["backward"].items()},
+                tuple(p["factor_rows"] for p in pieces),
+                tuple(p["product_seconds"] for p in pieces),
+                whole["update_seconds"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no timeline ({type(error).__name__}: {error}); make one by paceline.engine.timeline.record"
+            ) from error
+
+
+def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: int = 7) -> Timeline:
+    """The medians of ``passes`` steps on ``batch``, by an engine of one process that was opened on ``model``.
+
+    The steps are real: the model is another one afterwards. Give it weights of its own.
+    """
+    forwards, dense, factors, updates = [], [], [], []
+    products: dict[int, list[float]] = {}
+    forms = [DENSE] * len(engine.specs)
+    for _ in range(WARM_UP + passes):
+        forward, backward, agreement = _step(engine, model, batch, forms)
+        start = time.perf_counter()
+        engine.update(agreement, Rule(1.0 / agreement.ballot.weight))
+        updates.append(time.perf_counter() - start)
+        forwards.append(forward)
+        dense.append(backward)
+    rows = agreement.ballot.rows
+    forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.specs, rows, strict=True)]
+    for _ in range(WARM_UP + passes):
+        _, backward, agreement = _step(engine, model, batch, forms)
+        factors.append(backward)
+        for piece in agreement.pieces:
+            if piece.left is not None and piece.right is not None:
+                start = time.perf_counter()
+                torch.mm(piece.left.T, piece.right)
+                products.setdefault(piece.spec.index, []).append(time.perf_counter() - start)
+    return Timeline(
+        round(agreement.ballot.weight),
+        str(engine.weights[0].dtype).removeprefix("torch."),
+        engine.specs,
+        _medians(forwards),
+        {DENSE: _medians(dense), FACTORS: _medians(factors)},
+        tuple(rows),
+        tuple(statistics.median(products.get(spec.index, [0.0])[-passes:]) for spec in engine.specs),
+        statistics.median(updates[WARM_UP:]),
+    )
+
+
+def _step(
+    engine: contract.Engine, model: torch.nn.Module, batch: Any, forms: Sequence[str]
+) -> tuple[list[tuple[str, float]], list[tuple[int, float]], Agreement]:
+    """(seconds of each layer, seconds until each piece after the one before, what an update needs)."""
+    layers: list[tuple[str, float]] = []
+    ready: list[tuple[int, float]] = []
+    pieces: list[Piece] = []
+    last = 0.0
+
+    def lap() -> float:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        return last - before
+
+    def offer(piece: Piece) -> None:
+        ready.append((piece.spec.index, lap()))
+        pieces.append(piece)
+
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: layers.append((name, lap())))
+        for name, module in model.named_modules()
+        if not list(module.children())
+    ]
+    kept = engine.snapshot()
+    lap()
+    try:
+        ballot = engine.gradient(batch, 1.0, forms, offer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        engine.rollback(kept)
+    return layers, ready, Agreement(Verdict.APPLY, sorted(pieces, key=lambda p: p.spec.index), ballot)
+
+
+def _medians(passes: Sequence[Sequence[tuple[Any, float]]]) -> tuple[tuple[Any, float], ...]:
+    columns = zip(*passes[WARM_UP:], strict=True)
+    return tuple((column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns)

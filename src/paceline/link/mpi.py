@@ -1,0 +1,259 @@
+"""MPI through mpi4py: every network that the cluster's MPI knows, between processes that mpirun started.
+
+*Cost* (N ranks, n bytes), bytes being the mean over the ranks, whichever tree or ring the library picks: sum and
+max: 2 ceil(log2 N) steps, 2 (N - 1) / N n; all-gather: N - 1 steps, (N - 1) n; reduce-scatter, a sum at one rank
+that deals it out: 2 ceil(log2 N) steps, (N - 1) (N + 1) / N^2 n; broadcast: ceil(log2 N) steps, (N - 1) / N n.
+*Types*: MPI has neither bf16 nor fp16: torch adds them, on the same way and rounding every sum to the type. Tensors
+in host memory only.
+*Laws*: plain mpirun ends the whole job when a process dies, and says which. Under ``mpirun --with-ft ulfm`` (Open MPI
+5) the survivors are told by a heartbeat, and each ends by a LinkError that names the dead rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import Cost, LinkError
+from paceline.link.library import library
+from paceline.link.progress import Flight
+from paceline.link.pulse import Pulse
+
+JOIN_S = 60.0
+PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
+GLANCE_S = 0.2
+LEFT_S = 8.0  # in which what a peer sent before it left has arrived
+NAME_BYTES = 256
+
+
+class Link(contract.Link):
+    """One node's end. mpirun must have started one process per node, rank ``rank`` of ``size``.
+
+    ``host``: rank 0's address for the heartbeat, where it is not this machine's own; the port is not used.
+    """
+
+    def __init__(self, rank: int, size: int, host: str = "127.0.0.1", port: int = 0, generation: int = 0):
+        self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
+        started = os.environ.get("OMPI_COMM_WORLD_SIZE", str(size))
+        if started != str(size):  # before MPI begins, which waits for every process
+            raise ValueError(
+                f"link 'mpi' needs one process of mpirun per node, but there are {started} for {size} nodes; use "
+                f"mpirun --map-by ppr:1:node, or set PACELINE_LINK=torch"
+            )
+        self._library = library()
+        world = self._library.mpi.COMM_WORLD
+        if (world.rank, world.size) != (rank, size):
+            raise ValueError(
+                f"link 'mpi' is rank {rank} of {size}, but MPI says rank {world.rank} of {world.size}; start "
+                f"the script by mpirun -n {size}, and by that of the library that mpi4py loads "
+                f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=torch"
+            )
+        self.pulse: Pulse | None = None
+        self.hosts = [f"the node of rank {r}" for r in range(size)]
+        self._library.unclosed.add(self)
+        self._comm = self._duplicate(world, "joining the others")
+        names = self._tell(socket.gethostname())
+        self.hosts = self._tell(os.environ.get("PACELINE_HOST", socket.gethostname()))
+        if size > 1:
+            try:
+                address = _address(host, names) if rank == 0 else ""
+                self.pulse = Pulse(rank, size, _Bulletin(self), address)
+            except OSError as error:
+                if isinstance(error, LinkError):
+                    raise
+                raise LinkError(
+                    f"rank {rank} on {self.hosts[rank]} could not meet the others for a heartbeat ({error}); set "
+                    f"MASTER_ADDR to an address of rank 0 that every node reaches"
+                ) from error
+
+    def _duplicate(self, comm: Any, what: str) -> Any:
+        lane, request = comm.Idup()
+        _Handle(self, what, lambda: None, self._library.progress.watch(request, comm)).wait(JOIN_S)
+        lane.Set_errhandler(self._library.mpi.ERRORS_RETURN)
+        return lane
+
+    def _tell(self, word: str) -> list[str]:
+        """Every rank's word."""
+        mine = torch.tensor(list(word.encode()[:NAME_BYTES].ljust(NAME_BYTES)), dtype=torch.uint8)
+        everyone = self.all_gather(mine, "the names of the nodes", even=True).wait(JOIN_S)
+        return [bytes(part.tolist()).decode(errors="replace").strip() for part in everyone]
+
+    def lane(self, name: str) -> Link:
+        lane = object.__new__(Link)
+        lane.__dict__.update(self.__dict__, sent_bytes=0)
+        lane._comm = self._duplicate(self._comm, f"opening lane {name!r}")
+        return lane
+
+    def _fly(
+        self, kind: str, num_bytes: int, what: str, start: Callable[[], Any], result: Callable[[], Any], *kept: Any
+    ) -> contract.Handle:
+        try:
+            request = start()
+        except self._library.mpi.Exception as error:
+            raise self.lost(what, 0.0, error) from error
+        self.sent_bytes += int(self.cost(kind, num_bytes).bytes)
+        return _Handle(self, what, result, self._library.progress.watch(request, kept))
+
+    def _memory(self, tensor: Tensor, num_values: Any = None, kind: Any = None) -> list[Any]:
+        """A tensor as MPI takes it; its values by their width, unless they are computed with."""
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it "
+                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK=torch on every node"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"link 'mpi' needs a contiguous tensor, got strides {tensor.stride()}; call contiguous()")
+        place = self._library.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        count = tensor.numel() if num_values is None else num_values
+        return [place, count, kind or self._library.widths[tensor.itemsize]]
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+        return self._reduce("sum", tensor, what)
+
+    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+        return self._reduce("max", tensor, what)
+
+    def _reduce(self, kind: str, tensor: Tensor, what: str) -> contract.Handle:
+        operation, dtype = self._library.operation(kind, tensor.dtype), self._library.types[tensor.dtype]
+        into = self._memory(tensor, kind=dtype)
+        if not tensor.numel():
+            return _Handle(self, what, lambda: tensor)
+        # not in place: that would keep the library from its better algorithms
+        mine = tensor.detach().clone()
+        out = self._memory(mine, kind=dtype)
+        start = partial(self._comm.Iallreduce, out, into, operation)
+        return self._fly(kind, tensor.nbytes, what, start, lambda: tensor, mine, tensor)
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+        tensor = tensor.detach().contiguous()
+        rows = [len(tensor)] * self.size
+        if not even:
+            mine = torch.tensor([len(tensor)], dtype=torch.int64)
+            rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
+        # (all ranks' rows, ...)
+        whole = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        parts = list(torch.split(whole, rows))
+        if not whole.numel():
+            return _Handle(self, what, lambda: parts)
+        out = self._memory(tensor)
+        if len(set(rows)) == 1:
+            start = partial(self._comm.Iallgather, out, self._memory(whole, tensor.numel()))
+        else:
+            start = partial(self._comm.Iallgatherv, out, self._memory(whole, [part.numel() for part in parts]))
+        return self._fly("all-gather", tensor.nbytes, what, start, lambda: parts, tensor, whole)
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+        operation, dtype = self._library.operation("sum", tensor.dtype), self._library.types[tensor.dtype]
+        tensor = tensor.detach().contiguous()
+        # (size * n, ...) -> (n, ...)
+        mine = tensor.new_empty((len(tensor) // self.size, *tensor.shape[1:]))
+        out, into = self._memory(tensor, mine.numel(), dtype), self._memory(mine, kind=dtype)
+        if not tensor.numel():
+            return _Handle(self, what, lambda: mine)
+        start = partial(self._comm.Ireduce_scatter_block, out, into, operation)
+        return self._fly("reduce-scatter", tensor.nbytes, what, start, lambda: mine, tensor, mine)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+        start = partial(self._comm.Ibcast, self._memory(tensor), root)
+        if not tensor.numel():
+            return _Handle(self, what, lambda: tensor)
+        return self._fly("broadcast", tensor.nbytes, what, start, lambda: tensor, tensor)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        start = partial(self._comm.Isend, self._memory(tensor), peer, tag)
+        return self._fly("send", tensor.nbytes, f"send to rank {peer}", start, lambda: tensor, tensor)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        start = partial(self._comm.Irecv, self._memory(tensor), peer, tag)
+        return self._fly("recv", tensor.nbytes, f"receive from rank {peer}", start, lambda: tensor, tensor)
+
+    def cost(self, operation: str, num_bytes: int) -> Cost:
+        size, others, rounds = self.size, self.size - 1, math.ceil(math.log2(self.size))
+        if operation in ("sum", "max"):
+            return Cost(2 * rounds, 2 * others * num_bytes // size)
+        if operation == "all-gather":
+            return Cost(others, others * num_bytes)
+        if operation == "reduce-scatter":
+            return Cost(2 * rounds, others * (size + 1) * num_bytes // size**2)
+        if operation == "broadcast":
+            return Cost(rounds, others * num_bytes // size)
+        return Cost(1, num_bytes if operation == "send" else 0)
+
+    def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
+        """The error for a broken operation: which peer, on which host, how long we waited."""
+        pulse = self.pulse
+        peer = pulse.verdict(2.5 if error else 0.0) if pulse else None
+        if pulse and peer is not None:
+            who = f"rank {peer} on {self.hosts[peer]}"
+            return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {pulse.dead[peer]}", peer)
+        if pulse and pulse.left:
+            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(pulse.left))
+            return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
+        return LinkError(
+            f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}"
+        )
+
+    def close(self) -> None:
+        if self.pulse and self.pulse.dead:
+            return
+        if self.pulse:
+            self.pulse.close()
+        self._library.unclosed.discard(self)
+
+
+class _Handle(contract.Handle):
+    """``flight``: None where there was nothing to move."""
+
+    def __init__(self, link: Link, what: str, result: Callable[[], Any], flight: Flight | None = None):
+        self.link, self.what, self.result, self.flight = link, what, result, flight
+
+    def done(self) -> bool:
+        return self.flight is None or self.flight.ended.is_set()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        patience_s = PATIENCE_S if deadline_s is None else deadline_s
+        start, flight, pulse = time.monotonic(), self.flight, self.link.pulse
+        while flight and not self.link._library.progress.wait(flight, min(GLANCE_S, patience_s)):
+            waited_s = time.monotonic() - start
+            if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)) and not self.done():
+                raise self.link.lost(self.what, waited_s)
+            if waited_s >= patience_s and not self.done():
+                raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; no peer is known to be dead")
+        if flight and flight.error:
+            raise self.link.lost(self.what, time.monotonic() - start, flight.error)
+        return self.result()
+
+
+class _Bulletin:
+    """What the heartbeat asks of a store: rank 0 says one word, all others hear it."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def set(self, key: str, word: str) -> None:
+        letters = torch.tensor(list(word.encode().ljust(NAME_BYTES)), dtype=torch.uint8)
+        self.link.broadcast(letters, 0, f"the address of the {key}").wait(JOIN_S)
+
+    def get(self, key: str) -> bytes:
+        letters = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+        return bytes(self.link.broadcast(letters, 0, f"the address of the {key}").wait(JOIN_S).tolist())
+
+
+def _address(host: str, names: list[str]) -> str:
+    """Where the others reach rank 0: as given, or where the route to the first on another machine leaves."""
+    given = socket.gethostbyname(host)
+    far = [name for name in names if name != names[0]]
+    if not given.startswith("127.") or not far:
+        return given
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((far[0], 9))  # sends nothing: asks the routing table
+        return str(probe.getsockname()[0])
