@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import secrets
+import selectors
 import signal
 import subprocess
 import sys
