@@ -12,6 +12,7 @@ import pytest
 from paceline.launch import facts
 from paceline.launch.check import check, faults, unreachable
 from paceline.launch.hosts import Host, Way, parse, row
+from paceline.launch.lines import Lines
 from sshd import Sshd, unavailable
 
 needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
@@ -200,6 +201,20 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     assert process.returncode == code, errors
     assert 0.4 < took_s < 5
     assert "1 processes did not end within" in errors
+
+
+def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
+    sent = b"first\n\n" + b"\xff" * 50_000_000 + b"\nlast"
+    (tmp_path / "sent").write_bytes(sent)
+    start = time.monotonic()
+    with open(tmp_path / "sent", "rb") as source, open(tmp_path / "out", "wb") as out:
+        lines = Lines("one", source.fileno(), out)
+        while lines.pass_on():
+            pass
+    took_s = time.monotonic() - start
+    assert (tmp_path / "out").read_bytes() == b"[one] " + sent.replace(b"\n", b"\n[one] ") + b"\n"
+    assert lines.last == "last"
+    assert took_s < 5
 
 
 def test_a_node_without_orders_says_who_starts_it():
