@@ -120,9 +120,31 @@ def test_json_and_host_names_do_not_mix(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("words", [["train"], ["run", __file__]])
+def test_one_process_of_several_does_not_start_hosts(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", words[0], "-H", "one", "--out", str(tmp_path / "run"), *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "PACELINE_SSH": "false"},
+    )
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("paceline: -H starts every node from one process, and a launcher started this one")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_host_without_ssh_client_is_told():
     with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' here to reach it with; install OpenSSH"):
         check(parse("one"), Way("no-such-ssh -v"))
+
+
+def test_an_ssh_command_that_is_none_is_told():
+    with pytest.raises(ValueError, match="--ssh \"ssh 'x\" cannot be taken apart into words: No closing quotation"):
+        Way("ssh 'x")
+    with pytest.raises(ValueError, match="--ssh needs a command, as in 'ssh -F file', and is empty"):
+        Way(" ")
 
 
 def test_a_script_that_differs_is_told(tmp_path):
