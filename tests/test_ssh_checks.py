@@ -170,6 +170,7 @@ def test_hosts_are_read_with_users_and_slots():
         ("-oProxyCommand=x", "'-oProxyCommand=x' is no host name"),
         ("a b", "'a b' is no host name"),
         ("a:0,b:x", "'a:0' asks for '0' processes.*'b:x' asks for 'x' processes"),
+        ("fe80::2,me@[::1]:2", r"^-H .*: 'fe80::2' is an IPv6 .*; give it a name .*; 'me@\[::1\]:2' is an IPv6 "),
         ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
     ],
 )

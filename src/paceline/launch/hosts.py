@@ -37,6 +37,14 @@ class Way:
     python: str = sys.executable
     folder: str = field(default_factory=os.getcwd)
 
+    def __post_init__(self) -> None:
+        try:
+            given = shlex.split(self.ssh)
+        except ValueError as error:
+            raise ValueError(f"--ssh {self.ssh!r} cannot be taken apart into words: {error}") from None
+        if not given:
+            raise ValueError("--ssh needs a command, as in 'ssh -F file', and is empty; leave it out for plain ssh")
+
     def command(self, host: Host, *words: str) -> list[str]:
         """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there sees them."""
         return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *words])}"]
