@@ -57,7 +57,9 @@ def parse(text: str) -> list[Host]:
     for word in text.split(","):
         target, colon, count = word.strip().partition(":")
         name = target.rpartition("@")[2]
-        if not NAME.fullmatch(target):
+        if word.count(":") > 1:
+            faults.append(f"{word!r} is an IPv6 address, or two hosts; give it a name in ~/.ssh/config, and use that")
+        elif not NAME.fullmatch(target):
             faults.append(f"{word!r} is no host name")
         elif colon and not (count.isdigit() and int(count) > 0):
             faults.append(f"{word!r} asks for {count!r} processes; a whole number from 1 stands after the colon")
