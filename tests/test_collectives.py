@@ -455,7 +455,7 @@ def test_a_collective_that_is_not_known_is_told_before_anyone_is_called(monkeypa
 @pytest.mark.parametrize("told", [("ring", "halving"), ("", "ring", "ring"), ("ring", "")])
 def test_ranks_that_choose_differently_are_told_before_anything_is_added_up(told):
     def one(link):
-        with pytest.raises(ValueError, match="PACELINE_COLLECTIVE is .*set it alike on all") as error:
+        with pytest.raises(ValueError, match=r"PACELINE_COLLECTIVE is .*set it alike on all") as error:
             choose(link, told[link.rank])
         return str(error.value)
 

@@ -141,7 +141,7 @@ def test_a_host_without_ssh_client_is_told():
 
 
 def test_an_ssh_command_that_is_none_is_told():
-    with pytest.raises(ValueError, match="--ssh \"ssh 'x\" cannot be taken apart into words: No closing quotation"):
+    with pytest.raises(ValueError, match='--ssh "ssh \'x" cannot be taken apart into words: No closing quotation'):
         Way("ssh 'x")
     with pytest.raises(ValueError, match="--ssh needs a command, as in 'ssh -F file', and is empty"):
         Way(" ")
