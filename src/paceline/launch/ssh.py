@@ -76,10 +76,10 @@ def start(
         return 0
     code = first.process.returncode
     name, said = first.host.name, first.errors.last or "it said nothing"
-    what = f"lost {name}, ssh ended" if code < 0 else f"{name} failed first,"
+    what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
     if code == LOST:  # sys.exit(-1) ends with it as well
-        what = f"lost {name}, or its script ended"
-    print(f"paceline: {what} with exit code {code}: {said}", file=sys.stderr)
+        what = f"lost {name}, or its script ended with exit code"
+    print(f"paceline: {what} {code}: {said}", file=sys.stderr)
     return code if code > 0 else 128 - code
 
 
