@@ -20,7 +20,7 @@ train: $(VENV)/.ready
 	@$(BIN)/paceline train
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

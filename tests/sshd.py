@@ -33,9 +33,8 @@ class Sshd:
     def __enter__(self) -> Sshd:
         self._temporary = tempfile.TemporaryDirectory(prefix="paceline-test-sshd-")
         self.folder = Path(self._temporary.name)
-        self._made = os.getuid() == 0 and not Path("/run/sshd").exists()
-        if self._made:
-            Path("/run/sshd").mkdir(mode=0o755)  # sshd insists on it where root starts it
+        if os.getuid() == 0:  # sshd insists on it where root starts it; it stays, since another may be using it
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         for name in ("host", "user", "other"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         self._silent = socket.create_server(("127.0.0.1", 0))
@@ -81,8 +80,6 @@ class Sshd:
         self.process.terminate()
         self.process.wait(10)
         self._silent.close()
-        if self._made:
-            Path("/run/sshd").rmdir()
         self._temporary.cleanup()
 
 

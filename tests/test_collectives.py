@@ -19,7 +19,7 @@ from paceline import contract
 from paceline.contract import LinkError
 from paceline.find import find
 from paceline.launch import local
-from paceline.link.chosen import Chosen
+from paceline.link.chosen import Chosen, choose
 from paceline.link.collective import Collective, Traffic, names, seconds
 from paceline.link.collectives import double_tree
 from paceline.link.schedule import Message, packed
@@ -450,6 +450,18 @@ def test_a_collective_that_is_not_known_is_told_before_anyone_is_called(monkeypa
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"no collective named 'halvig'.*did you mean 'halving'"):
         paceline.join(model, torch.optim.SGD(model.parameters()), torch.nn.functional.cross_entropy, batch_size=2)
+
+
+@pytest.mark.parametrize("told", [("ring", "halving"), ("", "ring", "ring"), ("ring", "")])
+def test_ranks_that_choose_differently_are_told_before_anything_is_added_up(told):
+    def one(link):
+        with pytest.raises(ValueError, match=r"PACELINE_COLLECTIVE is .*set it alike on all") as error:
+            choose(link, told[link.rank])
+        return str(error.value)
+
+    (said,) = set(ranks.run(len(told), one))
+    for name in told:
+        assert (repr(name) if name else "not set") in said
 
 
 if __name__ == "__main__":

@@ -65,11 +65,15 @@ def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_pat
         text=True,
     )
     pids = wait_for([tmp_path / f"0.{rank}" for rank in range(3)], launcher)
-    assert traces() - before, "nothing was shared, so nothing is tested"
+    shared = traces() - before
+    assert shared, "nothing was shared, so nothing is tested"
     os.kill(launcher.pid if victim == "launcher" else pids[int(victim[-1])], signal.SIGKILL)
     _, errors = launcher.communicate(timeout=DEADLINE_S)
     wait_until_gone(pids)
-    assert traces() - before == set()
+    end = time.monotonic() + DEADLINE_S  # what other tests share at the same time goes with them
+    while shared & traces() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert shared & traces() == set()
     if victim != "launcher":
         assert launcher.returncode == 128 + signal.SIGKILL
         lines = [line for line in errors.splitlines() if line.startswith("paceline: rank 0 of 1 on ")]

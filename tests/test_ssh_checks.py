@@ -12,6 +12,7 @@ import pytest
 from paceline.launch import facts
 from paceline.launch.check import check, faults, unreachable
 from paceline.launch.hosts import Host, Way, parse, row
+from paceline.launch.lines import Lines
 from sshd import Sshd, unavailable
 
 needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
@@ -119,9 +120,31 @@ def test_json_and_host_names_do_not_mix(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("words", [["train"], ["run", __file__]])
+def test_one_process_of_several_does_not_start_hosts(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", words[0], "-H", "one", "--out", str(tmp_path / "run"), *words[1:]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "PACELINE_SSH": "false"},
+    )
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("paceline: -H starts every node from one process, and a launcher started this one")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_host_without_ssh_client_is_told():
     with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' here to reach it with; install OpenSSH"):
         check(parse("one"), Way("no-such-ssh -v"))
+
+
+def test_an_ssh_command_that_is_none_is_told():
+    with pytest.raises(ValueError, match='--ssh "ssh \'x" cannot be taken apart into words: No closing quotation'):
+        Way("ssh 'x")
+    with pytest.raises(ValueError, match="--ssh needs a command, as in 'ssh -F file', and is empty"):
+        Way(" ")
 
 
 def test_a_script_that_differs_is_told(tmp_path):
@@ -147,6 +170,7 @@ def test_hosts_are_read_with_users_and_slots():
         ("-oProxyCommand=x", "'-oProxyCommand=x' is no host name"),
         ("a b", "'a b' is no host name"),
         ("a:0,b:x", "'a:0' asks for '0' processes.*'b:x' asks for 'x' processes"),
+        ("fe80::2,me@[::1]:2", r"^-H .*: 'fe80::2' is an IPv6 .*; give it a name .*; 'me@\[::1\]:2' is an IPv6 "),
         ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
     ],
 )
@@ -200,6 +224,20 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     assert process.returncode == code, errors
     assert 0.4 < took_s < 5
     assert "1 processes did not end within" in errors
+
+
+def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
+    sent = b"first\n\n" + b"\xff" * 50_000_000 + b"\nlast"
+    (tmp_path / "sent").write_bytes(sent)
+    start = time.monotonic()
+    with open(tmp_path / "sent", "rb") as source, open(tmp_path / "out", "wb") as out:
+        lines = Lines("one", source.fileno(), out)
+        while lines.pass_on():
+            pass
+    took_s = time.monotonic() - start
+    assert (tmp_path / "out").read_bytes() == b"[one] " + sent.replace(b"\n", b"\n[one] ") + b"\n"
+    assert lines.last == "last"
+    assert took_s < 5
 
 
 def test_a_node_without_orders_says_who_starts_it():

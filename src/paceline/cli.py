@@ -146,6 +146,8 @@ def train(
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if out.exists() and not resume and any(out.glob("checkpoint-*")):
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    if hosts:
+        _check_alone()
     if "RANK" in os.environ:
         from paceline import train as job
 
@@ -243,6 +245,7 @@ def run(
     _check_script(command)
     wanted(shares or "measured")
     if hosts:
+        _check_alone()
         way = Way(ssh_command, python or sys.executable)
         paths = [] if script == "-m" else [script]
         raise typer.Exit(_start_over_ssh(hosts, way, command, plan, out, env, address, paths, shares=shares))
@@ -511,6 +514,14 @@ def _start_over_ssh(
     if code == 0 and out:
         console.print(f"run: {out} on {nodes[0].name}")
     return code
+
+
+def _check_alone() -> None:
+    if "RANK" in os.environ:
+        raise ValueError(
+            f"-H starts every node from one process, and a launcher started this one as one of several "
+            f"(RANK={os.environ['RANK']}); leave out -H or that launcher, or unset RANK"
+        )
 
 
 def _check_script(command: list[str]) -> None:

@@ -20,7 +20,7 @@ from paceline.elastic.checkpoint import CheckpointError
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
 from paceline.job import Job
-from paceline.link.chosen import Chosen
+from paceline.link.chosen import choose
 from paceline.link.collective import Collective
 from paceline.loop import NotFinite
 from paceline.pace import Pace
@@ -101,7 +101,8 @@ def join(
     row = engine or os.environ.get("PACELINE_ENGINE") or _default_row(world, job)
     chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
-    adding = Collective(name) if (name := os.environ.get("PACELINE_COLLECTIVE")) else None
+    if adding := os.environ.get("PACELINE_COLLECTIVE", ""):
+        Collective(adding)  # a name that is not known is told before the others are called
     link: contract.Link | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
     if world.local_size > 1 and chosen != f"processes:{world.local_size}":
@@ -124,8 +125,7 @@ def join(
         )
     if world.num_nodes > 1 and world.local_rank == 0:
         link = find("link", _link(world, model), world.node, world.num_nodes, world.host, world.port, next(_joins))
-        if adding:
-            link = Chosen(link, adding)
+        link = choose(link, adding)
     folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
     pace.row = row

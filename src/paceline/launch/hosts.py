@@ -37,6 +37,14 @@ class Way:
     python: str = sys.executable
     folder: str = field(default_factory=os.getcwd)
 
+    def __post_init__(self) -> None:
+        try:
+            given = shlex.split(self.ssh)
+        except ValueError as error:
+            raise ValueError(f"--ssh {self.ssh!r} cannot be taken apart into words: {error}") from None
+        if not given:
+            raise ValueError("--ssh needs a command, as in 'ssh -F file', and is empty; leave it out for plain ssh")
+
     def command(self, host: Host, *words: str) -> list[str]:
         """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there sees them."""
         return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *words])}"]
@@ -49,7 +57,9 @@ def parse(text: str) -> list[Host]:
     for word in text.split(","):
         target, colon, count = word.strip().partition(":")
         name = target.rpartition("@")[2]
-        if not NAME.fullmatch(target):
+        if word.count(":") > 1:
+            faults.append(f"{word!r} is an IPv6 address, or two hosts; give it a name in ~/.ssh/config, and use that")
+        elif not NAME.fullmatch(target):
             faults.append(f"{word!r} is no host name")
         elif colon and not (count.isdigit() and int(count) > 0):
             faults.append(f"{word!r} asks for {count!r} processes; a whole number from 1 stands after the colon")

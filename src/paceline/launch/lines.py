@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 from typing import BinaryIO
 
+MOST = 2000  # bytes of `last`
+
 
 class Lines:
-    """From a file descriptor to a file; ``last`` is the last line that says something."""
+    """From a file descriptor to a file; ``last`` is how the last line that says something begins."""
 
     def __init__(self, name: str, source: int, out: BinaryIO):
         self.last = ""
-        self._head, self._source, self._out, self._rest = f"[{name}] ".encode(), source, out, b""
+        self._head, self._source, self._out, self._rest = f"[{name}] ".encode(), source, out, bytearray()
 
     def pass_on(self) -> bool:
         """Reads once. False at the end, when a line without an end gets one."""
         data = os.read(self._source, 1 << 16)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
-            lines, self._rest = [self._rest], b""
-        if lines:
+        first, end, others = data.partition(b"\n")
+        self._rest += first  # a line that has not ended yet is not searched again with each part of it that comes
+        if end or (not data and self._rest):
+            *lines, rest = bytes(self._rest), *others.split(b"\n")
+            self._rest = bytearray(rest)
             self._out.write(b"".join(self._head + line + b"\n" for line in lines))
             self._out.flush()
-            self.last = next((line.decode(errors="replace") for line in reversed(lines) if line.strip()), self.last)
+            telling = next((line for line in reversed(lines) if line.strip()), None)
+            if telling is not None:
+                self.last = telling[:MOST].decode(errors="replace")
         return bool(data)

@@ -77,9 +77,10 @@ def start(
     if first is None:
         return 0
     code = first.process.returncode
-    lost = code == LOST or code < 0
     name, said = first.host.name, first.errors.last or "it said nothing"
-    what = f"lost {name}, ssh ended with exit code" if lost else f"{name} failed first, with exit code"
+    what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
+    if code == LOST:  # sys.exit(-1) ends with it as well
+        what = f"lost {name}, or its script ended with exit code"
     print(f"paceline: {what} {code}: {said}", file=sys.stderr)
     return code if code > 0 else 128 - code
 

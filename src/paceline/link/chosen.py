@@ -8,10 +8,29 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.contract import Cost, Handle, Link, LinkError
-from paceline.link.collective import Collective
+from paceline.link.collective import Collective, names
+
+
+def choose(link: Link, name: str) -> Link:
+    """``link`` with its sums by the collective of that name, or as it is where that is "".
+
+    Raises ValueError on every rank where the ranks do not all name the same: their messages would not fit together.
+    """
+    known = "", *names()
+    mine = torch.tensor([known.index(name)])
+    told = [known[int(part)] for part in link.all_gather(mine, "the choice of a collective", even=True).wait()]
+    if len(set(told)) > 1:
+        said = ", ".join(
+            f"{one!r} on {host}" if one else f"not set on {host}" for one, host in zip(told, link.hosts, strict=True)
+        )
+        raise ValueError(
+            f"PACELINE_COLLECTIVE is {said}; nodes that add up together need the same: set it alike on all"
+        )
+    return Chosen(link, Collective(name)) if name else link
 
 
 class Chosen(Link):
