@@ -24,7 +24,7 @@ from paceline.contract import LinkError
 
 BEAT_S = 1.0
 GLANCE_S = 0.1  # how soon the end of this process is noticed
-LIMIT_S = 6.0
+LIMIT_S = 5.0
 JOIN_S = 60.0
 TOKEN = 16  # bytes
 MAX_STRANGERS = 64
