@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,9 +113,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+ONE_AT_A_TIME = threading.Lock()
+
+
 def build(kind: Callable[[], nn.Module] = Plain, dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(7)
-    return kind().to(dtype)
+    with ONE_AT_A_TIME:  # ranks are threads, and draw from one generator
+        torch.manual_seed(7)
+        return kind().to(dtype)
 
 
 def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline.contract import LinkError
 from paceline.launch.local import free_port
 from paceline.link import join, route
-from paceline.link.meeting import Meeting
+from paceline.link.meeting import AT_ONCE, Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import HEADER, MAX_BYTES
 
@@ -165,6 +165,33 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours(point):
         MeetingPoint("127.0.0.1", point.port, SECRET)
     with pytest.raises(LinkError, match=r"203\.0\.113\.7.* not an address of this machine; set MASTER_ADDR"):
         MeetingPoint("203.0.113.7", 0, SECRET)
+
+
+def test_a_knock_that_tcp_joins_to_itself_neither_meets_itself_nor_keeps_rank_0_out(monkeypatch):
+    """Story: the port was one of those that connections leave from; a rank came first, and got it for its own end."""
+    port, connect, sources = free_port(), socket.create_connection, []
+
+    def by_chance(address, timeout):
+        source = address if len(sources) < 3 else None
+        sources.append(source)
+        return connect(address, timeout, source)
+
+    monkeypatch.setattr(socket, "create_connection", by_chance)
+    held = connect(("127.0.0.1", port), 1.0, ("127.0.0.1", port))
+    assert held.getsockname() == held.getpeername()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+    threading.Timer(0.5, held.close).start()
+    point = MeetingPoint("127.0.0.1", port, SECRET)
+    point.close()
+    with pytest.raises(LinkError, match="nobody listens there yet"):
+        Meeting("127.0.0.1", port, SECRET, 1, 2, 0.15)
+    assert sources[0]
+    late = []
+    threading.Timer(0.25, lambda: late.append(MeetingPoint("127.0.0.1", port, SECRET))).start()
+    try:
+        Meeting("127.0.0.1", port, SECRET, 1, 2, 5.0).close()
+    finally:
+        late[0].close()
 
 
 def test_nobody_there_and_somebody_else_there():

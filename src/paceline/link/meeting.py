@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,18 @@ from paceline.link.proof import (
 
 GLANCE_S = 0.5  # for which a wait holds the line, that other threads may want
 PAUSE_S = 0.1  # between knocks
+AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
+
+
+def _knock(host: str, port: int, limit_s: float) -> socket.socket:
+    """A line to who listens there. Raises OSError where nobody does."""
+    line = socket.create_connection((host, port), timeout=limit_s)
+    if line.getsockname() == line.getpeername():
+        # TCP joins a socket to itself where its own port is, by chance, the one it asks for; held, it keeps rank 0 out
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        line.close()
+        raise ConnectionRefusedError("nobody listens there yet")
+    return line
 
 
 class Meeting(Store):
@@ -76,7 +89,7 @@ class Meeting(Store):
         end, why = time.monotonic() + self.patience_s, "nobody answered"
         while (left_s := end - time.monotonic()) > 0:
             try:
-                line = socket.create_connection((self.host, self.port), timeout=min(HANDSHAKE_S, left_s))
+                line = _knock(self.host, self.port, min(HANDSHAKE_S, left_s))
             except OSError as error:
                 why = str(error)
             else:

@@ -33,6 +33,7 @@ from paceline.link.proof import (
 )
 
 HANDSHAKE_S = 5.0
+BUSY_S = 2.0  # for which a port that is in use is tried again
 MAX_STRANGERS = 64
 MAX_NOTES = 8  # lines about those who were refused
 MAX_WAITING_BYTES = 16 * MAX_BYTES  # of answers that a member does not read
@@ -61,8 +62,7 @@ class MeetingPoint:
     def __init__(self, address: str, port: int, secret: bytes):
         self._secret = secret
         try:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._server = socket.create_server((address, port), family=family, backlog=MAX_STRANGERS)
+            self._server = _serve(address, port)
         except OSError as error:
             raise LinkError(_cannot_serve(address, port, error)) from error
         self._server.setblocking(False)
@@ -236,6 +236,19 @@ class MeetingPoint:
         self._eyes.modify(guest.line, selectors.EVENT_READ | more)
         if guest.leaving and not guest.to_say:
             guest.line.shutdown(socket.SHUT_WR)  # the guest hangs up, or its deadline does
+
+
+def _serve(address: str, port: int) -> socket.socket:
+    """A port may be some connection's own end for a moment, and free in the next."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    end = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return socket.create_server((address, port), family=family, backlog=MAX_STRANGERS)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+        time.sleep(0.05)
 
 
 def _cannot_serve(address: str, port: int, error: OSError) -> str:
