@@ -73,7 +73,7 @@ RULES = {
         "bench.*",
         "",
     ),
-    "cli": ("*",),
+    "cli*": ("*",),
     "__main__": ("cli",),
 }
 MODULES = {

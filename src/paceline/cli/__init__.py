@@ -1,0 +1,53 @@
+"""Parse, call, print; no logic. Nothing here imports torch before a command needs it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import __version__, world
+from paceline.cli import bench, look, pack, plan, run, train, verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Trains PyTorch models as fast as the machines you already have allow.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+AFTER = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def main() -> None:
+    """A user's mistake is one message on stderr and exit code 2."""
+    try:
+        world.adopt()
+        app()
+    except (ValueError, ConnectionError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def about(version: Annotated[bool, typer.Option("--version", help="Print the versions.")] = False) -> None:
+    if version:
+        print(f"paceline {__version__}, torch {importlib.metadata.version('torch')}")
+        raise typer.Exit
+
+
+app.command()(train.train)
+app.command(context_settings=AFTER)(plan.plan)
+app.command(context_settings=AFTER)(run.run)
+app.command()(pack.pack)
+app.command()(look.predict)
+app.command()(look.report)
+app.command()(look.track)
+app.command(context_settings=AFTER)(verify.verify)
+app.command(name="list")(look.list_)
+app.command()(bench.bench)

@@ -1,0 +1,40 @@
+"""The options that several commands take, and where they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline import find
+
+console = Console(highlight=False, soft_wrap=True)
+PLAN = "auto (measured once, then kept), a plan file, or a row such as threads:2, processes:2+channels_last."
+
+ModelOption = Annotated[
+    str | None, typer.Option(help=f"One of {', '.join(find.names('models'))}; or package.module:function.")
+]
+DataOption = Annotated[
+    str | None, typer.Option(help="Folder with one sub-folder of images per class, or what `pack` wrote.")
+]
+PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
+FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
+SharesOption = Annotated[
+    str | None, typer.Option(help="Rows of each node: measured (also without it), equal, or as 3,1.")
+]
+OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
+HostsOption = Annotated[
+    str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:2,hostB:2.")
+]
+EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: variables that go along, A,B.")]
+PythonOption = Annotated[
+    str | None, typer.Option("--python", help="With -H: the interpreter there, if not this one's path.")
+]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="With -H: the first host's, as the others reach it; else as ssh did.")
+]
+SshOption = Annotated[
+    str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the client and its options, 'ssh -F file'.")
+]

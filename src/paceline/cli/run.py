@@ -1,0 +1,57 @@
+"""paceline run"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.balance import wanted
+from paceline.cli.options import (
+    AddressOption,
+    EnvOption,
+    FidelityOption,
+    HostsOption,
+    OutOption,
+    PlanOption,
+    PythonOption,
+    SharesOption,
+    SshOption,
+)
+from paceline.cli.start import check_alone, check_script, ready, start, start_over_ssh
+from paceline.launch.hosts import Way
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script with its own arguments, or -m and a module.")],
+    plan: PlanOption = "auto",
+    fidelity: FidelityOption = "exact",
+    shares: SharesOption = None,
+    out: OutOption = None,
+    hosts: HostsOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
+) -> None:
+    """Starts a script everywhere it should run.
+
+    Examples:
+
+    paceline run examples/own_loop.py
+
+    paceline run --plan processes:2 --out runs/mine train.py --my-option 3
+
+    paceline run -H hostA,hostB train.py
+    """
+    command = [script, *context.args]
+    check_script(command)
+    wanted(shares or "measured")
+    if hosts:
+        check_alone()
+        way = Way(ssh_command, python or sys.executable)
+        paths = [] if script == "-m" else [script]
+        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, paths, shares=shares))
+    raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares))

@@ -1,0 +1,120 @@
+"""paceline train"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.cli.options import (
+    AddressOption,
+    DataOption,
+    EnvOption,
+    FidelityOption,
+    HostsOption,
+    ModelOption,
+    OutOption,
+    PlanOption,
+    PythonOption,
+    SharesOption,
+    SshOption,
+)
+from paceline.cli.start import check_alone, ready, row, start, start_over_ssh
+from paceline.launch.hosts import Way
+from paceline.settings import Settings
+
+
+def train(
+    model: ModelOption = None,
+    data: DataOption = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch: over all processes and nodes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and lars.")] = None,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw or lars.")] = "sgd",
+    lr_scaling: Annotated[str, typer.Option(help="With the batch over the model's own: none, linear, sqrt.")] = "none",
+    warmup: Annotated[float, typer.Option(help="Epochs in which the learning rate rises.")] = 0.0,
+    decay: Annotated[str, typer.Option(help="Then: none, cosine, poly or step.")] = "none",
+    clip: Annotated[float | None, typer.Option(help="Clip gradients by this global norm.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step, for memory.")] = 1,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else what the plan says.")] = None,
+    fidelity: FidelityOption = "exact",
+    batch_norm: Annotated[str, typer.Option(help="Statistics: local to each process, or sync.")] = "local",
+    exchange: Annotated[str, typer.Option(help="How nodes agree, where there are several.")] = "allreduce",
+    codec: Annotated[str, typer.Option(help="What a gradient looks like on the wire.")] = "none",
+    shares: SharesOption = None,
+    plan: PlanOption = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
+    test_fraction: Annotated[float, typer.Option(help="Held out, where there is no test/ folder.")] = 0.2,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave unreadable images out.")] = False,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal runs.")] = 0,
+    out: OutOption = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for; --epochs may be more.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
+    hosts: HostsOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+) -> None:
+    """Trains a model the fastest way this machine allows; without arguments, on an embedded sample.
+
+    Examples:
+
+    paceline train
+
+    paceline train --model alexnet --data ./photos --epochs 5 --out runs/photos
+
+    paceline train --resume runs/photos
+    """
+    asked: dict[str, Any] = {**locals(), "json": as_json}
+    given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
+    settings = Settings(**given)
+    if resume:
+        if other := settings.others_than("epochs", "json"):
+            raise ValueError(
+                f"--resume goes on as the run was asked for; beside it --epochs, --plan and --json may be given, not "
+                f"{', '.join(other)}"
+            )
+        settings = dataclasses.replace(Settings.read(resume), json=as_json)
+        settings.epochs = epochs or settings.epochs
+    out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
+    if out.exists() and not resume and any(out.glob("checkpoint-*")):
+        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    if hosts:
+        check_alone()
+    if "RANK" in os.environ:
+        from paceline import train as job
+
+        if os.environ["RANK"] == "0":
+            settings.write(out)
+        os.environ["PACELINE_FOLDER"] = str(out)
+        if plan != "auto":
+            os.environ["PACELINE_ENGINE"] = row(plan)
+        job.run(settings)
+        return
+    command = ["-m", "paceline.train", settings.to_json()]
+    if resume and plan == "auto" and (resume / "plan.toml").exists():
+        plan = str(resume / "plan.toml")
+    if hosts:
+        if settings.json:
+            raise ValueError(
+                "--json prints nothing but one object, and -H a host's name before each line; leave one out"
+            )
+        way = Way(ssh_command, python or sys.executable)
+        paths = [settings.data] if settings.data else []
+        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, paths, settings))
+    made = ready(command, plan, settings.fidelity, settings, settings.json)
+    settings.write(out)
+    raise typer.Exit(start(command, made, out, quiet=settings.json))

@@ -1,0 +1,47 @@
+"""paceline verify"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline import find
+from paceline.cli.options import console
+from paceline.cli.start import check_script
+
+
+def verify(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A script that calls paceline.join, with its own arguments.")],
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 10,
+    nodes: Annotated[int, typer.Option(help="Nodes to pretend on this machine, outside a launcher.")] = 2,
+    engine: Annotated[str, typer.Option(help="Each node's engine.")] = "sequential",
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Compare in float32, for what float64 cannot run.")
+    ] = False,
+) -> None:
+    """N nodes against one process: is the result the same, within what tolerance?
+
+    Under a launcher (RANK is set) this process's node is one of the N. Dropout is switched off.
+
+    Example: paceline verify --engine processes:2 examples/own_loop.py
+    """
+    from paceline import verify as verification
+
+    command = [script, *context.args]
+    check_script(command)
+    dtype = "float32" if float32 else "float64"
+    find.parse("engine", engine)
+    compared = verification.verify([sys.executable, *command], steps, nodes, engine, dtype)
+    if compared is None:
+        return
+    console.print(
+        f"{compared.steps} steps in {dtype}, dropout off: largest relative difference of the loss {compared.loss:.1e}, "
+        f"of a parameter {compared.weight:.1e} ({compared.worst}); tolerance {compared.tolerance:.0e}"
+    )
+    if compared.batch_norm and not compared.same:
+        console.print("the model normalises over batches, and each process over its own rows (exact, local BN)")
+    console.print("[green]the same[/green]" if compared.same else "[red]NOT the same[/red]")
+    raise typer.Exit(0 if compared.same else 1)
