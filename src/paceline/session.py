@@ -17,6 +17,7 @@ import torch
 from paceline import balance, contract
 from paceline.contract import LinkError
 from paceline.elastic.checkpoint import CheckpointError
+from paceline.engine import heap
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
 from paceline.job import Job
@@ -101,6 +102,7 @@ def join(
     row = engine or os.environ.get("PACELINE_ENGINE") or _default_row(world, job)
     chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
+    heap.keep()
     if adding := os.environ.get("PACELINE_COLLECTIVE", ""):
         Collective(adding)  # a name that is not known is told before the others are called
     link: contract.Link | None = None

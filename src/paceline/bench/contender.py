@@ -1,16 +1,18 @@
-"""One contender, timed: a model on one batch of random images, for some steps, printed as JSON.
+"""One contender: a model on one batch of random images, stepping when asked to.
 
-    python -m paceline.bench.contender WAY MODEL BATCH STEPS
+    python -m paceline.bench.contender WAY MODEL BATCH
 
 WAY: "torch" (the loop by hand, torch's own threads), "torch:k" (k threads), "ddp" (two processes started with
 RANK and WORLD_SIZE), "paceline" (the engine that PACELINE_ENGINE names); "+channels_last" after torch or ddp.
-Every way trains the same model on the same rows with the same optimizer, and knows nothing of the others.
+Every way trains the same model on the same rows with the same optimizer, and knows nothing of the others. At the
+socket that PACELINE_BENCH names, `bench/turns.py` asks it for a number of steps, or by 0 for the end.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import statistics
 import sys
 import time
@@ -22,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-WARM_UP_STEPS = 3
 CLASSES = 3
 
 
@@ -69,14 +70,14 @@ def ddp(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
     return by_hand(DistributedDataParallel(model), x[mine], y[mine])
 
 
-def ours(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
+def ours(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Callable[[], float], int]:
     import paceline
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     pace = paceline.join(model, optimizer, cross_entropy, batch_size=len(x))
     rank, size = pace.world.local_rank, pace.world.local_size
     mine = slice(rank * len(x) // size, (rank + 1) * len(x) // size)
-    return lambda: pace.step((x[mine], y[mine]))
+    return lambda: pace.step((x[mine], y[mine])), size
 
 
 def memory_bytes() -> int:
@@ -94,37 +95,45 @@ def peak_bytes() -> int:
     return 0
 
 
-def main(way: str, name: str, batch: str, steps: str) -> None:
+def main(way: str, name: str, batch: str) -> None:
     kind, _, words = way.partition("+")
     model, x, y = made(name, int(batch))
     if "channels_last" in words and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    losses: list[float] = []
+    size = 1
     if kind == "ddp":
-        step = ddp(model, x, y)
+        step, size = ddp(model, x, y), int(os.environ["WORLD_SIZE"])
     elif kind == "paceline":
-        step = ours(model, x, y)
+        step, size = ours(model, x, y)
     else:
         _, _, threads = kind.partition(":")
         if threads:
             torch.set_num_threads(int(threads))
         step = by_hand(model, x, y)
-    for _ in range(WARM_UP_STEPS):
-        losses.append(step())
-    seconds = []
-    for _ in range(int(steps)):
-        start = time.perf_counter()
-        losses.append(step())
-        seconds.append(time.perf_counter() - start)
-    said: dict[str, Any] = {
-        "step_s": statistics.median(seconds),
-        "loss": losses[-1],
-        "peak_bytes": peak_bytes(),
-        "pss_bytes": memory_bytes(),
-    }
-    folder = Path(os.environ["PACELINE_BENCH"])
-    (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(said))
+    serve(step, size)
+
+
+def serve(step: Callable[[], float], size: int) -> None:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(os.environ["PACELINE_BENCH"])
+        talk, loss = line.makefile("rw"), 0.0
+
+        def say(**said: Any) -> None:
+            talk.write(json.dumps(said) + "\n")
+            talk.flush()
+
+        say(size=size)
+        for words in talk:
+            seconds = []
+            for _ in range(int(words)):
+                start = time.perf_counter()
+                loss = step()
+                seconds.append(time.perf_counter() - start)
+            if not seconds:
+                say(loss=loss, peak_bytes=peak_bytes(), pss_bytes=memory_bytes())
+                break
+            say(step_s=statistics.median(seconds))
 
 
 if __name__ == "__main__":

@@ -1,40 +1,20 @@
-"""Contenders by turns: every round runs each once in fresh processes, and only ratios within a round are compared."""
+"""Contenders by turns: a round is a life of each, in fresh processes; only ratios within a round are compared."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from paceline.launch import local
+from paceline.bench.turns import Contender, Turn, play
+
+__all__ = ["Contender", "Duel", "Spread", "Turn", "fight"]
+
+WARM_UP_TURNS = 3
 
 STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)  # by rounds - 1, two-sided
-
-
-@dataclass(frozen=True)
-class Contender:
-    """``engine``: the row that ours computes with, or how many processes the other starts."""
-
-    name: str
-    way: str
-    engine: str = "sequential"
-
-
-@dataclass
-class Turn:
-    """One run. *Units*: seconds per step (the slowest process's), bytes over all processes."""
-
-    step_s: float
-    loss: float
-    peak_bytes: int
-    pss_bytes: int
 
 
 @dataclass(frozen=True)
@@ -88,37 +68,15 @@ def fight(
     batch: int,
     contenders: Sequence[Contender],
     rounds: int,
-    steps: int,
+    steps: tuple[int, int],
     show: Callable[[str], None] = lambda doing: None,
 ) -> Duel:
-    """Raises ValueError naming the contender that failed."""
+    """``steps``: turns of each contender in a round, and steps in a turn. Raises ValueError naming who failed."""
     duel = Duel(model, batch, {contender.name: [] for contender in contenders})
+    names = ", ".join(duel.turns)
     for i in range(rounds):
-        order = list(contenders)
-        random.Random(i).shuffle(order)
-        for contender in order:
-            show(f"{model} b{batch}, round {i + 1} of {rounds}: {contender.name}")
-            duel.turns[contender.name].append(turn(contender, model, batch, steps))
+        show(f"{model} b{batch}, round {i + 1} of {rounds}: {names}")
+        lives = play(contenders, model, batch, *steps, random.Random(i).shuffle, WARM_UP_TURNS)
+        for name, life in lives.items():
+            duel.turns[name].append(life)
     return duel
-
-
-def turn(contender: Contender, model: str, batch: int, steps: int) -> Turn:
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        command = [sys.executable, "-m", "paceline.bench.contender", contender.way, model, str(batch), str(steps)]
-        environment = {"PACELINE_BENCH": folder}
-        cores = str(len(os.sched_getaffinity(0)))
-        if contender.way.startswith(("torch", "paceline")):
-            environment["OMP_NUM_THREADS"] = cores
-        engine = "processes:2" if contender.way.startswith("ddp") else contender.engine
-        code = local.start(command, engine, environment=environment)
-        said = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
-    if code or not said:
-        raise ValueError(
-            f"{contender.name} failed on {model} with batch {batch} (exit code {code}); its error is above"
-        )
-    return Turn(
-        max(one["step_s"] for one in said),
-        said[0]["loss"],
-        sum(one["peak_bytes"] for one in said),
-        sum(one["pss_bytes"] for one in said),
-    )

@@ -100,6 +100,8 @@ class _Examination:
             most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
         )
         whole_s, base = self._base(settings[0].factors)
+        for words in dict.fromkeys(one.words for one in settings if one.words):
+            self._alone(replace(base, words=words))  # what words do to layers, should nothing else be timed with them
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
