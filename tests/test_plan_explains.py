@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -123,6 +124,26 @@ def test_when_nothing_ran_the_first_error_says_why():
         choose([BROKEN, Candidate("threads:2", trial=Trial("threads:2", error="something else"))])
 
 
+def test_without_time_to_try_any_the_prediction_chooses():
+    rows = [Candidate("sequential", 0.8), Candidate("threads:2", 0.5), Candidate("processes:2", 0.4), BROKEN]
+    chosen, reason, told = choose([*rows, Candidate("threads:2+bf16", 0.1)])
+    assert (chosen, reason) == ("processes:2", "fastest as predicted; the budget left no time to try any")
+    assert [row.measured_s for row in told] == [None] * 5
+    assert [row.speedup for row in told[:3]] == [1.0, 1.6, 2.0]
+
+
+def test_a_budget_is_a_bound_where_steps_are_predicted(sleeps):
+    """The script's steps take for ever; the trial ends with the budget, and its row has not lost by that."""
+    budget = plan._Budget(time.monotonic(), 3.0, thorough=False, start_s=0.5)
+    slow, quick = Candidate("sequential", 10.0), Candidate("threads:2", 0.1)
+    assert not budget.allows(slow, [slow, quick], "exact")
+    assert budget.allows(quick, [slow, quick], "exact")
+    quick.trial = budget.trial([*sleeps, "60"], quick)
+    assert quick.trial is None
+    assert budget.left_s <= 0
+    assert not budget.allows(quick, [slow, quick], "exact")
+
+
 def test_timing_again_makes_a_median_and_what_differs_between_starts_is_spread():
     starts = [Trial("threads:2", step_s, 0.001, 8 / step_s, 10, steps_s=(step_s,) * 3) for step_s in (0.10, 0.13, 0.11)]
     both = merge(starts)
@@ -144,7 +165,8 @@ with open(sys.argv[1], "a") as log:
     print(os.environ["PACELINE_ENGINE"], file=log)
 watch = Stopwatch.of_environment(leader=True)
 while True:
-    time.sleep({"sequential": 0.08, "threads:2": 0.02, "threads:1": 0.02}[os.environ["PACELINE_ENGINE"]])
+    step_s = {"sequential": 0.08, "threads:2": 0.02, "threads:1": 0.02}[os.environ["PACELINE_ENGINE"]]
+    time.sleep(float(sys.argv[2]) if sys.argv[2:] else step_s)
     watch.tick(8, 0.1)
 """
 

@@ -29,7 +29,8 @@ PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
 PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
 MAX_ROUNDS = 4  # of timing the top two by turns
-MAX_ATTEMPTS = 6  # to get two rows that run, whatever the budget
+MAX_ATTEMPTS = 6  # to get two rows that run
+STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
 SIMPLER = 0.03  # per word: rows predicted this close are tried in the order of their simplicity
 MARGIN = 0.9  # of the memory: more is predicted not to fit
 ENGINES = ("sequential", "threads", "replicas", "processes")
@@ -68,10 +69,9 @@ def make(
     entries = [_candidate(name, profile, facts, machine) for name in names]
     budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, profile.start_s if profile else 4.0)
     for entry in _worth_trying(entries, fidelity, thorough):
-        if not thorough and not budget.allows(entry, entries, fidelity):
-            break
-        show(f"trying {entry.engine}")
-        entry.trial = budget.trial(command, entry)
+        if thorough or budget.allows(entry, entries, fidelity):
+            show(f"trying {entry.engine}")
+            entry.trial = budget.trial(command, entry)
     _settle(command, entries, fidelity, budget, show)
     chosen, reason, told = choose(entries, fidelity, facts)
     reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
@@ -137,25 +137,34 @@ class _Budget:
         return self.start + self.seconds - time.monotonic()
 
     def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
-        """The baseline and one more always; then what may still be the best, while there is time."""
+        """What may still be the best, in the time left. Where nothing was predicted, two rows whatever they take."""
         ranking, attempts = contest(entries, level), sum(bool(one.trial) for one in entries)
+        if len(ranking) < 2 and attempts < MAX_ATTEMPTS and not any(one.predicted_s for one in entries):
+            return True
+        step_s = entry.predicted_s or 0.0
+        if self.left_s < self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s):
+            return False
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
             return True
-        if not ranking:
-            return False
-        best = ranking[0]
-        if entry.predicted_s and best.predicted_s and entry.predicted_s > PROMISING * best.predicted_s:
-            return False
-        return self.left_s > self.start_s + TIMED_S[0]
+        best = ranking[0] if ranking else entry
+        return not (step_s and best.predicted_s and step_s > PROMISING * best.predicted_s)
 
-    def trial(self, command: Sequence[str], entry: Candidate) -> Trial:
-        """Long steps of the baseline are extrapolated; of other rows, fewer are taken."""
+    def _timed_s(self) -> float:
         low, high = TIMED_S
-        timed_s = high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
-        long = (entry.predicted_s or 0.0) * 4 > 2 * timed_s
-        limit_s = 120.0 if self.thorough else max(60.0, 3 * self.left_s)
-        shrinks = long and entry.engine == BASELINE and not self.thorough
-        return measure(command, entry.engine, timed_s=timed_s, limit_s=limit_s, shrinks=shrinks)
+        return high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
+
+    def _shrinks(self, entry: Candidate) -> bool:
+        """Long steps of the baseline are extrapolated; of other rows, fewer are taken."""
+        long = (entry.predicted_s or 0.0) * 4 > 2 * self._timed_s()
+        return long and entry.engine == BASELINE and not self.thorough
+
+    def trial(self, command: Sequence[str], entry: Candidate) -> Trial | None:
+        """None where the budget was over before the trial was: that says nothing of the row."""
+        known = entry.predicted_s is not None
+        limit_s = 120.0 if self.thorough else max(1.0, self.left_s) if known else max(60.0, 3 * self.left_s)
+        shrinks = self._shrinks(entry)
+        ran = measure(command, entry.engine, timed_s=self._timed_s(), limit_s=limit_s, shrinks=shrinks)
+        return None if ran.late and known and not self.thorough else ran
 
 
 def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
@@ -173,7 +182,7 @@ def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, bu
                 return
             show(f"{ranking[0].engine} against {ranking[1].engine}")
             again = budget.trial(command, entry)
-            if again.error:
+            if again is None or again.error:
                 return
             trials[entry.engine].append(again)
             entry.trial = merge([trial for trial in trials[entry.engine] if trial])

@@ -52,11 +52,10 @@ def contest(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
 def choose(
     candidates: Sequence[Candidate], level: str = "exact", facts: Facts | None = None
 ) -> tuple[str, str, tuple[Row, ...]]:
-    """(chosen, reason, rows). Raises ValueError when no candidate ran: the first one's error says why."""
+    """(chosen, reason, rows). Raises ValueError when no candidate ran or could: the first one's error says why."""
     ranking = contest(candidates, level)
     if not ranking or not ranking[0].ran:
-        why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
-        raise ValueError(f"no candidate could be run{why}")
+        return _foretold(candidates, level, facts)
     fastest = ranking[0]
     equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
     best = equals[0]
@@ -74,6 +73,18 @@ def choose(
     if best is base and len(ranking) > 1:
         why += "; nothing parallel pays here"
     return best.engine, why, rows
+
+
+def _foretold(candidates: Sequence[Candidate], level: str, facts: Facts | None) -> tuple[str, str, tuple[Row, ...]]:
+    """By prediction alone, where there was no time to try anything."""
+    hopes = [one for one in candidates if one.predicted_s and not one.trial and not one.refusal]
+    hopes = [one for one in hopes if allowed(one.engine, level)]
+    if not hopes:
+        why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
+        raise ValueError(f"no candidate could be run{why}")
+    best, base = min(hopes, key=lambda one: one.step_s), candidates[0]
+    rows = (_row(one, base, facts, CHOSEN if one is best else _loss(one, best, base, level)) for one in candidates)
+    return best.engine, "fastest as predicted; the budget left no time to try any", tuple(rows)
 
 
 def speedup(one: Candidate, base: Candidate) -> float | None:

@@ -37,6 +37,7 @@ class Trial:
     peak_bytes: int = 0
     error: str = ""
     extrapolated: bool = False
+    late: bool = False  # ended by the limit
     steps_s: tuple[float, ...] = field(default=(), repr=False)
 
 
@@ -56,7 +57,7 @@ def measure(
         }
         ended = fresh.run([sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s)
         if ended.code is None:
-            return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s")
+            return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
         if ended.code or not report.exists():
             why = ended.last_words if ended.code else "the script ended without a step"
             return Trial(engine, error=why)
@@ -66,7 +67,7 @@ def measure(
     if len(said["steps_s"]) < FEWEST_STEPS:
         return Trial(engine, error=f"the script ended after {said['num_steps']} steps; 3 are needed to time one")
     step_s, spread_s, rows = _whole(said) if shrinks else _plain(said)
-    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, tuple(said["steps_s"]))
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(said["steps_s"]))
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
