@@ -94,7 +94,10 @@ def test_rounds_are_added_and_stay_paired():
 
 def test_bytes_are_those_of_the_node_that_sends_most():
     race = Race("tiny", 4, 2, (NONE,), (Phase(None),))
-    said = [{"laps": [{"none": {"turns": [0, 1], "seconds": [1.0, 1.0], "sent": sent}}], "notes": ["x"]} for sent in ([1, 5], [4, 2])]
+    said = [
+        {"laps": [{"none": {"turns": [0, 1], "seconds": [1.0, 1.0], "sent": sent}}], "notes": ["x"]}
+        for sent in ([1, 5], [4, 2])
+    ]
     got = result(race, said)
     assert got.laps[0]["none"].sent == [4, 5]
     assert got.notes == ["x"]
@@ -175,8 +178,8 @@ def test_bytes_are_counted_in_closed_form_and_nothing_stays(tmp_path):
 
 @needs_cluster
 def test_a_node_that_fails_is_told_and_nothing_stays():
-    race = Race("tiny", 4, 2, (Entry("paceline", options={"codec": "nothing-like-it"}),), (Phase(None, 1, 0),), 20.0)
-    with pytest.raises(ValueError, match=r"node \d failed.*(?s:.)*no codec named 'nothing-like-it'"):
+    race = Race("tiny", 4, 2, (Entry("paceline", options={"codec": "topkk"}),), (Phase(None, 1, 0),), 20.0)
+    with pytest.raises(ValueError, match=r"node \d failed.*(?s:.)*no codec named 'topkk'"):
         run(race, Pace(), quiet)
     assert not left_behind()
 
@@ -250,7 +253,7 @@ def _used(pid: int) -> float:
 
 @needs_cluster
 def test_emulated_compute_is_labelled_and_its_dense_twin_sends_more():
-    (found,) = scaling.scaling(Pace(1, 2), quiet, (("tiny", 4, 2),), (2,), (None,))
+    (found,) = scaling.curves(Pace(1, 2), quiet, (("tiny", 4, 2),), (2,), (None,))
     assert found.what.startswith("EMULATED")
     sent = dict(re.findall(r"^\| 2 \| no limit \| (\w+) \|.*\| ([\d.]+) \| [\d.]+ \|$", found.details, re.MULTILINE))
     assert 1e6 * float(sent["dense"]) == pytest.approx(4 * TINY, rel=0.15)

@@ -3,9 +3,8 @@
 import os
 import socket
 
-import torch.distributed as dist
-
 import horovod.torch as hvd
+import torch.distributed as dist
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
 

@@ -2,8 +2,9 @@
 
 import os
 
-import paceline
 from torch.nn.functional import cross_entropy
+
+import paceline
 
 ONE_OF_MANY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 

@@ -32,7 +32,9 @@ class Pace:
 
 
 def run(race: Race, pace: Pace, show: Show, files: Sequence[Path] = ()) -> Result:
-    """``files``: timelines that the nodes replay. Raises ValueError for a model, a row or a peer that is not known, and where a node fails."""
+    """``files``: timelines that the nodes replay.
+
+    Raises ValueError for a model, a row or a peer that is not known, and where a node fails."""
     race = pace.of(race)
     for entry in race.entries:
         if entry.way != "paceline":

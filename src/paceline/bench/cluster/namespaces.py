@@ -139,7 +139,7 @@ class Cluster:
 
 
 def _burst(rate: str) -> str:
-    """What may leave at once: a megabyte at 1 Gbit/s is 8 ms, at 100 Mbit/s it would be a step's worth of small sums."""
+    """What may leave at once: a megabyte is 8 ms of 1 Gbit/s, but 80 ms of 100 Mbit/s."""
     return "1mb" if rate.endswith("gbit") else "256kb"
 
 

@@ -38,7 +38,8 @@ def peer(name: str) -> Callable[[Work], Step]:
     """Its ``start``. Raises ValueError where it needs what is not installed."""
     path = folder() / f"{check(name).replace('-', '_')}.py"
     spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module: ModuleType = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -11,7 +11,6 @@ from typing import Any
 
 from paceline.bench.duel import Spread
 
-
 COLUMNS = ("contender", "rows/s, all nodes", "s/step, median", "quartiles", "turns", "MB per node and step")
 
 
@@ -165,7 +164,8 @@ def result(race: Race, said: Sequence[dict[str, Any]]) -> Result:
             most = [max(sent) for sent in zip(*(lap["sent"] for lap in each), strict=True)]
             if not most:
                 raise ValueError(
-                    f"{entry.name} had no turn within {race.limit_s:.0f} s at {race.phases[phase].rate}; allow more time"
+                    f"{entry.name} had no turn within {race.limit_s:.0f} s at "
+                    f"{race.phases[phase].rate}; allow more time"
                 )
             by_name[entry.name] = Lap(each[0]["turns"], each[0]["seconds"], most)
         laps.append(by_name)

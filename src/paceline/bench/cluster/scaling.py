@@ -35,7 +35,7 @@ TURNS, PASSES = 5, 3
 FASTER = 10.0  # than one of this machine's cores: a small accelerator
 
 
-def scaling(
+def curves(
     pace: Pace,
     show: Show,
     models: tuple[tuple[str, int, int], ...] = MODELS,

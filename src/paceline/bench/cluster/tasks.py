@@ -146,7 +146,7 @@ def halfspeed(pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def changing_rate(pace: Pace, show: Show) -> Iterator[Finding]:
-    """AlexNet, 1 Gbit/s, then 50 Mbit/s, then 1 Gbit/s: the 20 steps after each change against fixed plans, 5 minutes."""
+    """AlexNet, 1 Gbit/s, 50 Mbit/s, 1 Gbit/s: 20 steps after each change against fixed plans, 5 minutes."""
     fixed = Entry("always factors", forms="factors"), slow(Entry("always dense", forms="dense"), 2)
     phases = Phase("1gbit", 10), Phase("50mbit", 20, 0), Phase("1gbit", 20, 0)
     got = run(Race("alexnet", 32, 2, (OURS, *fixed), phases, 300.0), pace, show)

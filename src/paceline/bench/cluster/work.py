@@ -46,7 +46,8 @@ class Block(nn.Module):
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).reshape(n, t, width))
-        return x + self.narrow(F.gelu(self.wide(self.after(x))))
+        done: Tensor = x + self.narrow(F.gelu(self.wide(self.after(x))))
+        return done
 
 
 def tiny() -> nn.Module:
