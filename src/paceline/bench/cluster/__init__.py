@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-
 from paceline.bench.cluster import fashion, scaling, tasks
 from paceline.bench.cluster.heat import Pace
 from paceline.bench.cluster.namespaces import unavailable

@@ -62,8 +62,7 @@ def _idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     dims = data[3]
     shape = np.frombuffer(data, ">u4", dims, 4).tolist()
-    pixels: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(data, np.uint8, offset=4 + 4 * dims).reshape(shape)
-    return pixels.copy()
+    return np.array(np.frombuffer(data, np.uint8, offset=4 + 4 * dims), np.uint8).reshape(tuple(shape))
 
 
 def network() -> nn.Module:
@@ -171,7 +170,7 @@ def _part(
     said["seconds"] += time.perf_counter() - start
     said["sent_mb"] = (sent_bytes() - before) / len(rows) / 1e6
     said["steps"] += len(rows)
-    images_, labels = (torch.split(each[rank::size], 500) for each in test)  # type: ignore[no-untyped-call]
+    images_, labels = (torch.split(each[rank::size], 500) for each in test)
     model.eval()
     with torch.no_grad():
         hits = [(model(a).argmax(1) == b).sum() for a, b in zip(images_, labels, strict=True)]

@@ -19,7 +19,7 @@ SETUP_S = 400.0  # to start, to make all models and to send their first weights
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """How long to measure. ``turns`` and ``warm_up``: instead of each race's own, where they are given."""
+    """How long to measure. ``turns``: instead of each race's own, with as much warm-up at most."""
 
     rounds: int = 1
     turns: int | None = None
@@ -27,7 +27,10 @@ class Pace:
     def of(self, race: Race) -> Race:
         if self.turns is None:
             return race
-        phases = tuple(dataclasses.replace(phase, turns=self.turns) for phase in race.phases)
+        phases = tuple(
+            dataclasses.replace(phase, turns=self.turns, warm_up=min(phase.warm_up, self.turns))
+            for phase in race.phases
+        )
         return dataclasses.replace(race, phases=phases)
 
 

@@ -2,9 +2,9 @@
 
     python -m paceline.bench.cluster.node FOLDER
 
-where FOLDER holds race.json. All contenders are made, and warmed up, while the links are fast. In a phase each turn of one
-contender is followed by one of the next (A B C A B C ...), begun together by a barrier; its time is that of the slowest
-node, its bytes are counted by the network card.
+where FOLDER holds race.json. All contenders are made, and warmed up, while the links are fast. In a phase each turn of
+one contender is followed by one of the next (A B C A B C ...), begun together by a barrier; its time is that of the
+slowest node, its bytes are counted by the network card.
 """
 
 from __future__ import annotations
