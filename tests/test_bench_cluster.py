@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench import cluster
-from paceline.bench.cluster import peers, scaling, tasks
+from paceline.bench.cluster import peers, predicted, scaling, tasks
 from paceline.bench.cluster.heat import Pace, faster, light, run
 from paceline.bench.cluster.namespaces import Cluster, check_rate, unavailable
 from paceline.bench.cluster.race import Entry, Lap, Phase, Race, Result, result
@@ -305,3 +306,20 @@ def test_absent_fashion_images_name_their_package(tmp_path):
 
     with pytest.raises(ValueError, match="apt-get install dataset-fashion-mnist"):
         images("train", (tmp_path,))
+
+
+@needs_cluster
+@pytest.mark.skipif(not find_spec("paceline.probe.overlap"), reason="the plan knows no several nodes here")
+def test_a_row_that_was_never_run_is_predicted_then_measured():
+    found = list(predicted.against_measured(Pace(1, 2), quiet, (("tiny", 4, 2, ("100mbit", "1gbit")),)))
+    rows = re.findall(r"^\| tiny b4, 2 nodes, (\w+) \| ([\d.]+) \| ([\d.]+) \|", found[0].details, re.MULTILINE)
+    assert [rate for rate, _, _ in rows] == ["100mbit", "1gbit"]
+    # four rows of 512 and 512 words go over the wire, at least
+    assert float(rows[0][1]) > 4 * 4 * 1024 * 8 / 100e6
+    assert [one.demanded for one in found] == ["-", "<= 10%", "<= 20%"]
+
+
+def test_rates_are_read_in_tc_s_words():
+    assert predicted.bits_per_s("1gbit") == 1e9
+    assert predicted.bits_per_s("2.5gbit") == 2.5e9
+    assert predicted.bits_per_s("50mbit") == 5e7

@@ -15,14 +15,18 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.bench.cluster import fashion, scaling, tasks
+from paceline.bench.cluster import fashion, predicted, scaling, tasks
 from paceline.bench.cluster.heat import Pace
 from paceline.bench.cluster.namespaces import unavailable
 from paceline.bench.finding import Finding, Show
 from paceline.probe.survey import survey
 
 # not part of the table, which takes 45 minutes: only when they are asked for
-MORE: dict[str, tasks.Task] = {"scaling": scaling.curves, "fashion": fashion.to_goal}
+MORE: dict[str, tasks.Task] = {
+    "predict": predicted.against_measured,
+    "scaling": scaling.curves,
+    "fashion": fashion.to_goal,
+}
 
 
 def run(names: Sequence[str], pace: Pace, show: Show) -> Iterator[Finding]:

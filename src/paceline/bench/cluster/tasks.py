@@ -43,7 +43,7 @@ def slow(entry: Entry, most: int) -> Entry:
 def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, no limited rate and 10 Gbit/s: 5 minutes."""
     phases = Phase(None), Phase("10gbit")
-    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, DDP, OURS), phases, 300.0), pace, show)
+    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 6), OURS), phases, 240.0), pace, show)
     yield table("alexnet-fast", got)
     for phase in range(2):
         yield faster("alexnet-fast", got, phase, "paceline", "none-paceline", 0.95)
@@ -54,7 +54,7 @@ def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
 def alexnet_1gbit(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, 1 Gbit/s: 3 minutes."""
     task = "alexnet-1gbit"
-    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, DDP, OURS), (Phase("1gbit"),), 180.0), pace, show)
+    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 10), OURS), (Phase("1gbit"),), 150.0), pace, show)
     yield table(task, got)
     yield faster(task, got, 0, "paceline", "none-paceline", 0.95)
     yield faster(task, got, 0, "paceline", "none", 1.03)
@@ -87,9 +87,10 @@ def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
-    """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s: 9 minutes; a step takes 5 s, and DDP's 43 s on the slow link."""
+    """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s: 9 minutes; a step takes 5 s, DDP's 43 s at 100 Mbit/s."""
+    phases = Phase("1gbit", 20, 1), Phase("100mbit", 12, 1)
     got = run(
-        Race("vgg16", 8, 2, (LIMIT, slow(DDP, 4), OURS), (Phase("1gbit", warm_up=1), Phase("100mbit", warm_up=1)), 520),
+        Race("vgg16", 8, 2, (LIMIT, slow(DDP, 2), OURS), phases, 520.0),
         pace,
         show,
     )
@@ -101,8 +102,8 @@ def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def resnet(pace: Pace, show: Show) -> Iterator[Finding]:
     """ResNet50V2, 8 rows of 128x128 per node, nothing to factor, 1 Gbit/s and 100 Mbit/s: 7 minutes."""
-    entries = DDP, OURS, TUNED, OURS_ROUNDED
-    got = run(Race("resnet50v2@128", 8, 2, entries, (Phase("1gbit"), Phase("100mbit", 12, 2)), 420.0), pace, show)
+    entries = slow(DDP, 8), OURS, slow(TUNED, 8), OURS_ROUNDED
+    got = run(Race("resnet50v2@128", 8, 2, entries, (Phase("1gbit"), Phase("100mbit", 10, 1)), 360.0), pace, show)
     yield table("resnet", got)
     yield faster("resnet", got, 0, "paceline", "ddp", 1.1)
     yield faster("resnet", got, 1, "paceline", "ddp", 1.0)
@@ -111,8 +112,8 @@ def resnet(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def transformer(pace: Pace, show: Show) -> Iterator[Finding]:
     """10 million parameters, 2,048 tokens per node, four rates: 5 minutes."""
-    phases = tuple(Phase(rate, 12, 2) for rate in (None, "10gbit", "1gbit", "100mbit"))
-    got = run(Race("transformer", 8, 2, (LIMIT, DDP, OURS), phases, 320.0), pace, show)
+    phases = tuple(Phase(rate, 10, 1) for rate in (None, "10gbit", "1gbit", "100mbit"))
+    got = run(Race("transformer", 8, 2, (DDP, OURS), phases, 300.0), pace, show)
     yield table("transformer", got)
     for phase in range(len(phases)):
         ratio = got.ratio(phase, "ddp", "paceline")
@@ -147,7 +148,7 @@ def halfspeed(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def changing_rate(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 1 Gbit/s, 50 Mbit/s, 1 Gbit/s: 20 steps after each change against fixed plans, 5 minutes."""
-    fixed = Entry("always factors", forms="factors"), slow(Entry("always dense", forms="dense"), 2)
+    fixed = Entry("always factors", forms="factors"), slow(Entry("always dense", forms="dense"), 1)
     phases = Phase("1gbit", 10), Phase("50mbit", 20, 0), Phase("1gbit", 20, 0)
     got = run(Race("alexnet", 32, 2, (OURS, *fixed), phases, 300.0), pace, show)
     yield table("changing-rate", got)
