@@ -41,7 +41,7 @@ def run(names: Sequence[str], pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
-    """A record: what was demanded and reached, every race's table, environment, command; raw.json has every finding."""
+    """A record: what was demanded and reached, every race's table, environment, command; raw.json with every turn."""
     out.mkdir(parents=True, exist_ok=True)
     machine = survey()
     demanded = [f for f in findings if f.demanded != "-"]
@@ -58,6 +58,8 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
         f"thread each. Contenders take turns in the same processes (A B C A B C), each begun by a barrier; a step's "
         f"time is the slowest node's; bytes are the network card's, of the node that sends most. Rounds: {rounds}. "
         f"Ratios are of turns side by side: their median and the 90 % interval of the mean, of which the lower bound "
-        f"counts. raw.json has every turn.\n\n" + "\n".join([*head, *rows]) + f"\n\n{plain}\n\n{details}\n"
+        f"counts. raw.json has every turn of every race.\n\n"
+        + "\n".join([*head, *rows])
+        + f"\n\n{plain}\n\n{details}\n"
     )
     (out / "raw.json").write_text(json.dumps([vars(f) for f in findings], indent=1))
