@@ -63,6 +63,7 @@ RULES = {
     "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
     "bench*": (
         "contract",
+        "engine.*",
         "network",
         "plan",
         "data.*",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +12,28 @@ from rich.console import Console
 
 from paceline.cli.options import console
 
+SUITES = (
+    "local: this machine against torch by hand and DDP. links: sums against gloo's. cluster: several nodes, as network "
+    "namespaces of this machine (root), against DDP and no exchange."
+)
+
 
 def bench(
-    suite: Annotated[
-        str, typer.Argument(help="local: this machine against torch by hand and DDP. links: sums against gloo's.")
-    ],
+    suite: Annotated[str, typer.Argument(help=SUITES)],
     only: Annotated[str | None, typer.Option(help="Tasks or algorithms, separated by commas; see the record.")] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of each contender.")] = 7,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each contender; cluster: fresh starts (1).")] = None,
     processes: Annotated[int, typer.Option(help="links: processes that add up, all on this machine.")] = 4,
+    nodes: Annotated[int, typer.Option(help="cluster: how many, one core each.")] = 2,
+    rate: Annotated[str | None, typer.Option(help="cluster: of each link: 10gbit, 1gbit, 100mbit, none.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="cluster: one race on it, such as alexnet, resnet50v2@128, transformer.")
+    ] = None,
+    batch_per_node: Annotated[int, typer.Option(help="cluster: rows of each node and step.")] = 32,
+    against: Annotated[
+        str, typer.Option(help="cluster: files of benchmarks/peers, such as ddp,ddp-tuned,none.")
+    ] = "ddp,none",
+    fidelity: Annotated[str, typer.Option(help="cluster: exact, or rounded (bf16).")] = "exact",
+    steps: Annotated[int | None, typer.Option(help="cluster: timed turns instead of each task's own.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the record.")] = None,
 ) -> None:
     """The benchmark suite: contenders by turns, kept as a record.
@@ -28,24 +43,46 @@ def bench(
     paceline bench local --only exact,factors --out benchmarks/mine
 
     paceline bench links --processes 8
+
+    paceline bench cluster --model alexnet --rate 1gbit --against ddp,ddp-tuned,none
+
+    paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
-    from paceline.bench import links
+    from paceline.bench import cluster, links
     from paceline.bench import local as one_machine
+    from paceline.bench.cluster import namespaces
+    from paceline.bench.cluster.heat import Pace
+    from paceline.bench.cluster.tasks import asked
+
+    turns = Pace(1 if rounds is None else rounds, steps)
+
+    def several(names: list[str], _: int, show: Callable[[str], None]) -> Iterator[Any]:
+        if not model:
+            return cluster.run(names, turns, show)
+        if names:
+            raise ValueError(f"--model asks for one race and --only {only} for others; give one of them")
+        link, peers = namespaces.check_rate(rate), tuple(filter(None, against.split(",")))
+        return asked(model, batch_per_node, nodes, link, peers, fidelity, turns, show)
 
     suites: dict[str, tuple[Any, Any]] = {
         "local": (one_machine.run, one_machine.write),
         "links": (functools.partial(links.run, processes=processes), links.write),
+        "cluster": (several, cluster.write),
     }
     if suite not in suites:
         raise ValueError(f"no suite named {suite!r}; known: {', '.join(suites)}")
     start, write = suites[suite]
+    number = rounds if rounds is not None else 1 if suite == "cluster" else 7
     findings = []
     with Console(stderr=True).status("measuring") as status:
-        for finding in start(only.split(",") if only else [], rounds, status.update):
+        for finding in start(only.split(",") if only else [], number, status.update):
             findings.append(finding)
-            mark = "reached" if finding.reached else "NOT reached"
-            console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
+            if finding.demanded == "-":
+                console.print(f"{finding.what}: {finding.figure}" if not finding.details else f"\n{finding.details}\n")
+            else:
+                mark = "reached" if finding.reached else "NOT reached"
+                console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
             if out:
-                write(findings, rounds, out)
+                write(findings, number, out)
     if out:
         console.print(f"record: {out}")

@@ -1,0 +1,130 @@
+"""Starts the nodes of a benchmark, does for them what only the machine that holds them all can, and collects.
+
+A node that wants another rate, or one of them held to a part of its core, asks: rank 0 writes what it wants into the
+folder that all share, and waits for the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.cluster.namespaces import Cluster, unavailable
+from paceline.bench.cluster.slow import held
+from paceline.bench.finding import Show
+
+GLANCE_S = 0.05
+LAST_LINES = 12
+
+
+def drive(nodes: int, command: Sequence[str], folder: Path, limit_s: float, show: Show) -> list[dict[str, Any]]:
+    """What every node has written, after ``command FOLDER`` has ended on all of them.
+
+    Raises ValueError where no cluster can be made, a node fails, or all together need more than ``limit_s``.
+    """
+    if why := unavailable():
+        raise ValueError(f"`paceline bench cluster` makes its nodes on this machine, as network namespaces: {why}")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_signals())
+        cluster = stack.enter_context(Cluster(nodes))
+        processes = [_start(cluster, node, command, folder) for node in range(nodes)]
+        end = time.monotonic() + limit_s
+        served = 0
+        while any(process.poll() is None for process in processes):
+            if failed := [n for n, process in enumerate(processes) if process.poll()]:
+                raise ValueError(_failed(failed[0], processes[failed[0]], folder))
+            if time.monotonic() > end:
+                raise ValueError(f"the nodes were not done after {limit_s:.0f} s; allow fewer steps, or another model")
+            if (asked := folder / f"ask-{served}").exists():
+                said = _serve(json.loads(asked.read_text()), cluster, processes, stack, show)
+                _whole(folder / f"did-{served}", said)
+                served += 1
+            time.sleep(GLANCE_S)
+        if failed := [n for n, process in enumerate(processes) if process.returncode]:
+            raise ValueError(_failed(failed[0], processes[failed[0]], folder))
+        return [json.loads((folder / f"{node}.json").read_text()) for node in range(nodes)]
+
+
+def _start(cluster: Cluster, node: int, command: Sequence[str], folder: Path) -> subprocess.Popen[Any]:
+    with (folder / f"{node}.err").open("w") as errors:
+        environment = {"PACELINE_FOLDER": "", "PACELINE_ENGINE": ""}
+        return cluster.start(node, [sys.executable, *command, str(folder)], environment, stdout=errors, stderr=errors)
+
+
+def _serve(
+    asked: dict[str, Any],
+    cluster: Cluster,
+    processes: Sequence[subprocess.Popen[Any]],
+    stack: contextlib.ExitStack,
+    show: Show,
+) -> dict[str, Any]:
+    if "show" in asked:
+        show(asked["show"])
+    if "rate" in asked:
+        cluster.shape(asked["rate"])
+    if "held" in asked:
+        node, fraction = asked["held"]
+        return {"how": stack.enter_context(held(processes[node].pid, fraction))}
+    return {}
+
+
+def _failed(node: int, process: subprocess.Popen[Any], folder: Path) -> str:
+    lines = (folder / f"{node}.err").read_text().strip().splitlines()[-LAST_LINES:]
+    return f"node {node} failed (exit code {process.returncode}); the last it said:\n" + "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP take down what was made, as Ctrl-C does."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before = [signal.signal(number, end) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+class Desk:
+    """A node's side: asks, and is answered. Only rank 0 does; the others wait for it at their next barrier."""
+
+    def __init__(self, folder: Path, rank: int):
+        self.folder, self.rank, self.asked, self.parent = folder, rank, 0, os.getppid()
+
+    def ask(self, **what: Any) -> dict[str, Any]:
+        if self.rank:
+            return {}
+        _whole(self.folder / f"ask-{self.asked}", what)
+        answer = self.folder / f"did-{self.asked}"
+        self.asked += 1
+        while not answer.exists():
+            self.stay()
+            time.sleep(GLANCE_S)
+        said: dict[str, Any] = json.loads(answer.read_text())
+        return said
+
+    def stay(self) -> None:
+        """Nobody waits any more for a node whose maker has gone."""
+        if os.getppid() != self.parent:
+            os._exit(1)
+
+    def tell(self, said: dict[str, Any]) -> None:
+        _whole(self.folder / f"{self.rank}.json", said)
+
+
+def _whole(path: Path, said: dict[str, Any]) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(said))
+    part.rename(path)

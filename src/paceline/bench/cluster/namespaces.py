@@ -1,0 +1,167 @@
+"""Several machines on one: network namespaces on a bridge, each with a rate-limited cable and one core.
+
+Needs root, `ip` and `tc`. Everything it makes carries its process id; what a killed one left is swept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def unavailable() -> str:
+    """Why no cluster can be made here, or an empty string."""
+    if os.getuid():
+        return "network namespaces need root"
+    for tool in ("ip", "tc", "unshare", "taskset"):
+        if not shutil.which(tool):
+            return f"needs the command {tool!r}"
+    try:
+        subprocess.run(["ip", "link", "add", "pl-try", "type", "bridge"], check=True, capture_output=True)
+        subprocess.run(["ip", "link", "del", "pl-try"], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        return f"no bridge can be made here: {error.stderr.decode().strip()}"
+    return ""
+
+
+def _do(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def check_rate(rate: str | None) -> str | None:
+    """A rate in tc's words, or None for "none". Raises ValueError."""
+    if rate in (None, "", "none"):
+        return None
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[kmg]bit", rate):
+        raise ValueError(f"rate {rate!r} is none of a link's; write 10gbit, 1gbit, 100mbit, or none for no limit")
+    return rate
+
+
+class Cluster:
+    """``rate``: of every cable, both directions, in tc's words ("1gbit"), or None for an unlimited one."""
+
+    def __init__(self, num_nodes: int, rate: str | None = None):
+        self.num_nodes, self.rate = num_nodes, rate
+        self.mark = f"pl{os.getpid()}"
+        self.processes: list[subprocess.Popen[Any]] = []
+
+    def name(self, node: int) -> str:
+        return f"{self.mark}-{node}"
+
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
+
+    def __enter__(self) -> Cluster:
+        _sweep()
+        try:
+            self._make()
+        except BaseException as error:
+            _remove(self.mark)
+            if isinstance(error, subprocess.CalledProcessError):
+                said = error.stderr.strip() or error
+                raise ValueError(f"the cluster could not be made: {' '.join(error.cmd)}: {said}") from error
+            raise
+        return self
+
+    def _make(self) -> None:
+        bridge = f"{self.mark}b"
+        _do("ip", "link", "add", bridge, "type", "bridge")
+        _do("ip", "link", "set", bridge, "up")
+        for node in range(self.num_nodes):
+            name, cable = self.name(node), f"{self.mark}v{node}"
+            _do("ip", "netns", "add", name)
+            _do("ip", "link", "add", cable, "type", "veth", "peer", "name", "e0", "netns", name)
+            _do("ip", "link", "set", cable, "master", bridge, "up")
+            _do("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "e0")
+            _do("ip", "-n", name, "link", "set", "e0", "up")
+            _do("ip", "-n", name, "link", "set", "lo", "up")
+        rate, self.rate = self.rate, None
+        self.shape(rate)
+
+    def shape(self, rate: str | None) -> None:
+        """Another rate for every cable from now on, also while bytes are on their way."""
+        for node in range(self.num_nodes):
+            for inside, device in ((self.name(node), "e0"), (None, f"{self.mark}v{node}")):
+                tc = [*(("ip", "netns", "exec", inside) if inside else ()), "tc", "qdisc"]
+                if rate:
+                    words = ("root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "50ms")
+                    _do(*tc, "change" if self.rate else "add", "dev", device, *words)
+                elif self.rate:
+                    _do(*tc, "del", "dev", device, "root")
+        self.rate = rate
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        _remove(self.mark)
+
+    def start(
+        self,
+        node: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        port: int = 29500,
+        **more: Any,
+    ) -> subprocess.Popen[Any]:
+        """A process on a node, under its own host name, pinned to one core, with a launcher's environment."""
+        said = {
+            "RANK": str(node),
+            "WORLD_SIZE": str(self.num_nodes),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": str(node),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "e0",
+            "OMP_NUM_THREADS": "1",
+        }
+        core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
+        words = ["ip", "netns", "exec", self.name(node), "unshare", "--uts", "sh", "-c"]
+        words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(core), *command]
+        process = subprocess.Popen(words, env={**os.environ, **said, **(environment or {})}, **more)
+        self.processes.append(process)
+        return process
+
+    def sent_bytes(self, node: int) -> int:
+        """Counted by the node's own network card."""
+        table = _do("ip", "netns", "exec", self.name(node), "cat", "/proc/net/dev")
+        return sent_bytes(table)
+
+    def pull_cable(self, node: int) -> None:
+        _do("ip", "link", "set", f"{self.mark}v{node}", "down")
+
+
+def _burst(rate: str) -> str:
+    """What may leave at once: a megabyte is 8 ms of 1 Gbit/s, but 80 ms of 100 Mbit/s."""
+    return "1mb" if rate.endswith("gbit") else "256kb"
+
+
+def sent_bytes(table: str | None = None, interface: str = "e0") -> int:
+    """Of one interface, from /proc/net/dev (this process's own by default)."""
+    table = Path("/proc/self/net/dev").read_text() if table is None else table
+    match = re.search(rf"^\s*{interface}:(.*)$", table, re.MULTILINE)
+    assert match, f"no interface {interface}"
+    return int(match[1].split()[8])
+
+
+def _remove(mark: str) -> None:
+    for name in re.findall(rf"^({mark}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    for link in re.findall(rf"\b({mark}(?:b|v\d+))\b", _do("ip", "-o", "link")):
+        subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
+
+
+def _sweep() -> None:
+    """Clusters whose maker is gone."""
+    marks = set(re.findall(r"^(pl(\d+))-\d+", _do("ip", "netns", "list"), re.MULTILINE))
+    marks |= set(re.findall(r"\b(pl(\d+))(?:b|v\d+)\b", _do("ip", "-o", "link")))
+    for mark, pid in marks:
+        if not Path(f"/proc/{pid}").exists():
+            _remove(mark)

@@ -1,0 +1,114 @@
+"""What the plan says of several nodes that it never ran, against what they then take.
+
+    python -m paceline.bench.cluster.predicted FOLDER
+
+is one node before any step together: it records a step of its own while the others record theirs, since nodes share
+this machine's memory, and measures the wire without a limited rate. Every rate is predicted from that alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import paceline
+from paceline.bench.cluster.driver import Desk, drive
+from paceline.bench.cluster.heat import SETUP_S, Pace, run
+from paceline.bench.cluster.race import Entry, Phase, Race
+from paceline.bench.cluster.work import Work
+from paceline.bench.finding import Finding, Show
+from paceline.engine.sequential import Engine
+from paceline.engine.timeline import record
+
+# model, rows per node, nodes, rates; for the first, three of our own choosing after those of the table
+Cell = tuple[str, int, int, tuple[str, ...]]
+CELLS: tuple[Cell, ...] = (
+    ("alexnet", 32, 2, ("10gbit", "1gbit", "100mbit", "2gbit", "300mbit", "50mbit")),
+    ("vgg16", 8, 2, ("1gbit", "100mbit")),
+    ("resnet50v2@128", 8, 2, ("1gbit", "100mbit")),
+    ("transformer", 8, 2, ("10gbit", "1gbit", "100mbit")),
+    ("alexnet", 16, 4, ("1gbit",)),
+    ("alexnet", 16, 8, ("1gbit",)),
+)
+TURNS, PASSES = 8, 3
+MEDIAN, P90 = 0.10, 0.20
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def against_measured(pace: Pace, show: Show, cells: Sequence[Cell] = CELLS) -> Iterator[Finding]:
+    """Steps of rows that never ran, predicted, then measured, at up to six rates: 12 minutes."""
+    lines = ["| work | predicted s | measured s | error |", "|---|---|---|---|"]
+    errors = []
+    for model, batch, nodes, rates in cells:
+        expected = predictions(model, batch, nodes, rates, show)
+        phases = tuple(Phase(rate, TURNS) for rate in rates)
+        got = run(Race(model, batch, nodes, (Entry("paceline"),), phases, 180.0), pace, show)
+        for number, rate in enumerate(rates):
+            step_s = got.laps[number]["paceline"].step_s
+            errors.append(expected[rate] / step_s - 1)
+            what = f"{model} b{batch}, {nodes} nodes, {rate}"
+            lines.append(f"| {what} | {expected[rate]:.3f} | {step_s:.3f} | {errors[-1]:+.1%} |")
+    size = sorted(map(abs, errors))
+    middle, most = statistics.median(size), size[min(len(size) - 1, int(0.9 * len(size)))]
+    yield Finding("predict", f"{len(errors)} rows, predicted and measured", "see below", "-", True, "\n".join(lines))
+    what = f"predicted against measured, {len(errors)} rows"
+    yield Finding("predict", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
+    yield Finding("predict", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
+
+
+def predictions(model: str, batch: int, nodes: int, rates: Sequence[str], show: Show) -> dict[str, float]:
+    """Seconds per step at each rate."""
+    show(f"{model} b{batch} on {nodes} nodes: recording a step of each, and the wire")
+    overlap, line, wire = _model()
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        (Path(folder) / "job.json").write_text(json.dumps([model, batch]))
+        said = drive(nodes, ["-m", __name__], Path(folder), SETUP_S, show)
+    lines = [line.Line.of(one["timeline"], absorbs=True) for one in said]
+    among = wire.Wires.of(said[0]["wires"]).among(range(nodes))
+    return {rate: overlap.predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in rates}
+
+
+def _model() -> tuple[Any, Any, Any]:
+    """The plan's own model of several nodes."""
+    overlap, line, wire = (importlib.import_module(f"paceline.probe.{name}") for name in ("overlap", "line", "wire"))
+    return overlap, line, wire
+
+
+def bits_per_s(rate: str) -> float:
+    """In tc's words."""
+    return float(rate[:-4]) * UNITS[rate[-4:]]
+
+
+def main(folder: str) -> None:
+    model_name, batch = json.loads((Path(folder) / "job.json").read_text())
+    torch.set_num_threads(1)
+    nothing = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(nothing.parameters(), lr=0.1)
+    pace = paceline.join(nothing, sgd, F.mse_loss, batch_size=2, engine="sequential", shares="equal")
+    assert pace.link
+    rank, size = pace.link.rank, pace.link.size
+    wires = _model()[2].measure(pace.link)
+    work, engine = Work(model_name, batch, rank, size), Engine()
+    model = work.model()
+    engine.open(model, work.sgd(model), F.cross_entropy)
+    pace.link.sum(torch.zeros(1)).wait()
+    line = record(engine, model, (work.x, work.y), passes=PASSES)
+    pace.link.sum(torch.zeros(1)).wait()
+    path = Path(folder) / f"line-{rank}.json"
+    line.write(path)
+    engine.close()
+    pace.close()
+    Desk(Path(folder), rank).tell({"timeline": json.loads(path.read_text()), "wires": wires.to_dict()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,118 @@
+"""Scaling curves by emulated compute: a recorded step's waits on each of 1 to 16 nodes, over a real exchange and wire.
+
+    python -m paceline.bench.cluster.scaling MODEL BATCH FILE
+
+records a timeline on one thread. Against it the same replay with every piece dense, which is what DDP sends. All nodes
+share this machine's cores: where their traffic needs more processor than there is, the curve is a lower bound, and the
+bytes per second that went through say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from paceline.bench.cluster.heat import Pace, run
+from paceline.bench.cluster.race import Entry, Phase, Race, Result
+from paceline.bench.cluster.work import Work
+from paceline.bench.finding import Finding, Show
+from paceline.contract import DENSE
+from paceline.engine.sequential import Engine
+from paceline.engine.timeline import Timeline, record
+
+# model, rows, the most nodes (memory: 16 dense gradients of the largest are 10 GiB)
+MODELS = (("alexnet", 32, 16), ("vgg16", 8, 16), ("resnet50v2", 8, 16), ("gpt2-size@256", 1, 8))
+NODES = (2, 4, 8, 16)
+RATES = ("10gbit", "1gbit")
+TURNS, PASSES = 5, 3
+FASTER = 10.0  # than one of this machine's cores: a small accelerator
+
+
+def curves(
+    pace: Pace,
+    show: Show,
+    models: tuple[tuple[str, int, int], ...] = MODELS,
+    nodes: tuple[int, ...] = NODES,
+    rates: tuple[str | None, ...] = RATES,
+) -> Iterator[Finding]:
+    """Emulated: 4 models on 2 to 16 nodes at 10 and 1 Gbit/s, as fast as a core and ten times as fast; 25 minutes."""
+    for model, batch, most in models:
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+            show(f"recording a step of {model} b{batch}")
+            file, dense = Path(folder) / "line.json", Path(folder) / "dense.json"
+            keep(model, batch, file)
+            line = Timeline.read(file)
+            all_dense(line).write(dense)
+            curve = [_alone(line)]
+            for count in (n for n in nodes if n <= most):
+                entries = tuple(
+                    Entry(f"{name}{f', {faster:g} times as fast' if faster > 1 else ''}", row=row)
+                    for faster in (1.0, FASTER)
+                    for name, row in (
+                        ("paceline", f"replay:{file.name},faster={faster:g}"),
+                        ("dense", f"replay:{dense.name},faster={faster:g}"),
+                    )
+                )
+                phases = tuple(Phase(rate, TURNS, 1) for rate in rates)
+                race = Race("nothing", line.rows, count, entries, phases, 240.0)
+                curve += _points(run(race, pace, show, (file, dense)), line)
+        what = f"EMULATED: {model} b{batch} per node, 1 to {max(n for n in nodes if n <= most)} nodes"
+        yield Finding("scaling", what, "see below", "-", True, "\n".join([*HEAD, *curve]))
+
+
+HEAD = (
+    "Emulated compute, real exchange and wire; `dense` is the same replay with all gradients dense, as DDP sends them.",
+    "",
+    "| nodes | link | contender | rows/s | efficiency | MB per node and step | Gbit/s through all cables |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def _alone(line: Timeline) -> str:
+    return f"| 1 | - | recorded | {line.rows / line.total([DENSE] * len(line.specs)):.2f} | 1.00 | 0 | 0 |"
+
+
+def _points(got: Result, line: Timeline) -> Iterator[str]:
+    race, alone_s = got.race, line.total([DENSE] * len(line.specs))
+    for number, phase in enumerate(race.phases):
+        for entry in race.entries:
+            lap, faster = got.laps[number][entry.name], float(entry.row.rpartition("faster=")[2])
+            megabytes = got.megabytes(number, entry.name)
+            through = 8e-3 * megabytes * race.nodes / lap.step_s
+            yield (
+                f"| {race.nodes} | {phase.rate or 'no limit'} | {entry.name} | {got.rate(number, entry.name):.2f} | "
+                f"{alone_s / faster / lap.step_s:.2f} | {megabytes:.2f} | {through:.2f} |"
+            )
+
+
+def all_dense(line: Timeline) -> Timeline:
+    """The same step, of which no layer may travel as factors."""
+    return dataclasses.replace(line, specs=tuple(dataclasses.replace(spec, linear=False) for spec in line.specs))
+
+
+def keep(model: str, batch: int, file: Path) -> None:
+    """Records in a process of its own, on one thread. Raises ValueError."""
+    command = [sys.executable, "-m", __name__, model, str(batch), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"a step of {model} could not be recorded: {done.stderr.strip().splitlines()[-1]}")
+
+
+def main(model_name: str, batch: str, file: str) -> None:
+    torch.set_num_threads(1)
+    work, engine = Work(model_name, int(batch)), Engine()
+    model = work.model()
+    engine.open(model, work.sgd(model), F.cross_entropy)
+    record(engine, model, (work.x, work.y), passes=PASSES).write(file)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,196 @@
+"""What paceline must reach on several machines: each row of the table as a race, with the figure demanded.
+
+Minutes are of two cores. A slow peer has fewer turns, spread over the phase; the record says how many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from paceline.bench.cluster.heat import Pace, faster, light, run
+from paceline.bench.cluster.race import Entry, Phase, Race, Result
+from paceline.bench.duel import Spread
+from paceline.bench.finding import Finding, Show
+
+ROUNDED = "sequential+bf16+channels_last"
+FORWARD = {"PACELINE_OVERLAP": "forward"}
+BLOCK = 5  # turns of one step would hide what a step leaves for the next one's forward
+
+OURS = Entry("paceline")
+LIMIT = Entry("none", "none")
+OUR_LIMIT = Entry("none-paceline", "none-paceline")
+DDP = Entry("ddp", "ddp")
+OURS_ROUNDED = Entry("paceline-bf16", row=ROUNDED, options={"codec": "half"})
+LIMIT_ROUNDED = Entry("none-bf16", "none", ROUNDED)
+TUNED = Entry("ddp-tuned", "ddp-tuned", ROUNDED)
+
+Task = Callable[[Pace, Show], Iterator[Finding]]
+
+
+def table(task: str, got: Result) -> Finding:
+    """The whole of a race, before what is demanded of it."""
+    names = ", ".join(entry.name for entry in got.race.entries)
+    what = f"{got.race.model} b{got.race.batch}, {got.race.nodes} nodes: {names}"
+    notes = "".join(f"\n\n{note}" for note in got.notes)
+    raw = {
+        "race": dataclasses.asdict(got.race),
+        "laps": [{n: vars(lap) for n, lap in laps.items()} for laps in got.laps],
+    }
+    return Finding(task, what, "see below", "-", True, got.table() + notes, raw)
+
+
+def slow(entry: Entry, most: int) -> Entry:
+    return dataclasses.replace(entry, most=most)
+
+
+def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 32 rows per node, no limited rate and 10 Gbit/s: 5 minutes."""
+    phases = Phase(None), Phase("10gbit")
+    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 6), OURS), phases, 240.0), pace, show)
+    yield table("alexnet-fast", got)
+    for phase in range(2):
+        yield faster("alexnet-fast", got, phase, "paceline", "none-paceline", 0.95)
+        yield faster("alexnet-fast", got, phase, "paceline", "none", 1.03)
+        yield light("alexnet-fast", got, phase, "paceline", 13.0)
+
+
+def alexnet_1gbit(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 32 rows per node, 1 Gbit/s: 3 minutes."""
+    task = "alexnet-1gbit"
+    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 10), OURS), (Phase("1gbit"),), 150.0), pace, show)
+    yield table(task, got)
+    yield faster(task, got, 0, "paceline", "none-paceline", 0.95)
+    yield faster(task, got, 0, "paceline", "none", 1.03)
+    yield faster(task, got, 0, "paceline", "ddp", 2.6)
+    yield light(task, got, 0, "paceline", 13.0)
+
+
+def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 32 rows per node, 100 Mbit/s, backward and forward overlapped: 5 minutes; DDP needs 20 s for a step."""
+    task = "alexnet-100mbit"
+    forward = Entry("paceline-forward", environment=FORWARD, block=BLOCK)
+    entries = LIMIT, slow(DDP, 3), Entry("ddp-powersgd", "ddp-powersgd"), OURS, slow(forward, 5)
+    got = run(Race("alexnet", 32, 2, entries, (Phase("100mbit"),), 260.0), pace, show)
+    yield table(task, got)
+    best = min(("paceline", "paceline-forward"), key=lambda name: got.laps[0][name].step_s)
+    yield faster(task, got, 0, best, "ddp-powersgd", 1.0)
+    yield faster(task, got, 0, best, "ddp", 17.0)
+    yield light(task, got, 0, "paceline", 13.0)
+
+
+def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet in bf16 against tuned DDP, 1 Gbit/s and 100 Mbit/s: 5 minutes."""
+    entries = LIMIT, LIMIT_ROUNDED, slow(TUNED, 6), OURS_ROUNDED
+    got = run(Race("alexnet", 32, 2, entries, (Phase("1gbit"), Phase("100mbit")), 300.0), pace, show)
+    yield table("rounded", got)
+    yield faster("rounded", got, 0, "paceline-bf16", "ddp-tuned", 2.2)
+    yield faster("rounded", got, 1, "paceline-bf16", "ddp-tuned", 12.0)
+    # 95 images/s where no exchange in fp32 gives 71
+    yield faster("rounded", got, 1, "paceline-bf16", "none", 95 / 71)
+
+
+def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
+    """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s: 9 minutes; a step takes 5 s, DDP's 43 s at 100 Mbit/s."""
+    phases = Phase("1gbit", 20, 1), Phase("100mbit", 12, 1)
+    got = run(Race("vgg16", 8, 2, (LIMIT, slow(DDP, 2), OURS), phases, 520.0), pace, show)
+    yield table("vgg16", got)
+    yield faster("vgg16", got, 0, "paceline", "none", 0.93)
+    yield faster("vgg16", got, 1, "paceline", "none", 0.93)
+    yield faster("vgg16", got, 1, "paceline", "ddp", 7.0)
+
+
+def resnet(pace: Pace, show: Show) -> Iterator[Finding]:
+    """ResNet50V2, 8 rows of 128x128 per node, nothing to factor, 1 Gbit/s and 100 Mbit/s: 7 minutes."""
+    entries = slow(DDP, 8), OURS, slow(TUNED, 8), OURS_ROUNDED
+    got = run(Race("resnet50v2@128", 8, 2, entries, (Phase("1gbit"), Phase("100mbit", 10, 1)), 360.0), pace, show)
+    yield table("resnet", got)
+    yield faster("resnet", got, 0, "paceline", "ddp", 1.1)
+    yield faster("resnet", got, 1, "paceline", "ddp", 1.0)
+    yield faster("resnet", got, 1, "paceline-bf16", "ddp-tuned", 1.1)
+
+
+def transformer(pace: Pace, show: Show) -> Iterator[Finding]:
+    """10 million parameters, 2,048 tokens per node, four rates: 5 minutes."""
+    phases = tuple(Phase(rate, 10, 1) for rate in (None, "10gbit", "1gbit", "100mbit"))
+    got = run(Race("transformer", 8, 2, (DDP, OURS), phases, 300.0), pace, show)
+    yield table("transformer", got)
+    for phase in range(len(phases)):
+        yield faster("transformer", got, phase, "paceline", "ddp", 1.0)
+
+
+def nodes4(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 16 rows on each of 4 nodes that share two cores, 1 Gbit/s: 3 minutes."""
+    got = run(Race("alexnet", 16, 4, (LIMIT, slow(DDP, 6), OURS), (Phase("1gbit"),), 180.0), pace, show)
+    yield table("nodes4", got)
+    yield faster("nodes4", got, 0, "paceline", "none", 0.85)
+
+
+def nodes8(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 16 rows on each of 8 nodes that share two cores, 1 Gbit/s: 4 minutes and 14 GiB."""
+    got = run(Race("alexnet", 16, 8, (LIMIT, OURS), (Phase("1gbit"),), 180.0), pace, show)
+    yield table("nodes8", got)
+    yield faster("nodes8", got, 0, "paceline", "none", 0.75)
+
+
+def halfspeed(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, global batch 64, 10 Gbit/s, node 1 held to half speed: measured shares against equal ones, 4 minutes."""
+    equal = Entry("equal shares", options={"shares": "equal"}, dealt=True)
+    measured = Entry("measured shares", options={"shares": "measured"}, dealt=True)
+    phases = (Phase("10gbit", 20, 30),)  # shares follow within the warm-up
+    got = run(Race("alexnet", 32, 2, (measured, equal), phases, 260.0, held=(1, 0.5)), pace, show)
+    yield table("halfspeed", got)
+    yield faster("halfspeed", got, 0, "measured shares", "equal shares", 1.35)
+
+
+def changing_rate(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet, 1 Gbit/s, 50 Mbit/s, 1 Gbit/s: 20 steps after each change against fixed plans, 5 minutes."""
+    fixed = Entry("always factors", forms="factors"), slow(Entry("always dense", forms="dense"), 1)
+    phases = Phase("1gbit", 10), Phase("50mbit", 20, 0), Phase("1gbit", 20, 0)
+    got = run(Race("alexnet", 32, 2, (OURS, *fixed), phases, 300.0), pace, show)
+    yield table("changing-rate", got)
+    for phase in (1, 2):
+        best = min(fixed, key=lambda entry: got.laps[phase][entry.name].step_s).name
+        pairs = got.ratio(phase, best, "paceline")
+        what = f"AlexNet, 1gbit to {phases[phase].rate}" if phase == 1 else "AlexNet, back to 1gbit"
+        yield Finding(
+            "changing-rate", f"{what}: the 20 steps after it over {best}", str(pairs), ">= 0.9", pairs.low >= 0.9
+        )
+
+
+def asked(
+    model: str,
+    batch: int,
+    nodes: int,
+    rate: str | None,
+    against: tuple[str, ...],
+    fidelity: str,
+    pace: Pace,
+    show: Show,
+) -> Iterator[Finding]:
+    """The race that the command line describes. Raises ValueError."""
+    if fidelity not in ("exact", "rounded"):
+        raise ValueError(f"fidelity {fidelity!r} is not raced here; use exact or rounded")
+    row = ROUNDED if fidelity == "rounded" else "sequential"
+    mine = OURS_ROUNDED if fidelity == "rounded" else OURS
+    entries = *(Entry(name, name, row) for name in against), mine
+    got = run(Race(model, batch, nodes, entries, (Phase(rate),), 1800.0), pace, show)
+    yield table("asked", got)
+    for name in against:
+        ratio: Spread = got.ratio(0, name, mine.name)
+        yield Finding("asked", f"{mine.name} over {name}", str(ratio), "-", True)
+
+
+TASKS: dict[str, Task] = {
+    "alexnet-fast": alexnet_fast,
+    "alexnet-1gbit": alexnet_1gbit,
+    "alexnet-100mbit": alexnet_100mbit,
+    "rounded": rounded,
+    "vgg16": vgg16,
+    "resnet": resnet,
+    "transformer": transformer,
+    "nodes4": nodes4,
+    "nodes8": nodes8,
+    "halfspeed": halfspeed,
+    "changing-rate": changing_rate,
+}
