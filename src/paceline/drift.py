@@ -102,7 +102,9 @@ class Drift:
             self.exchange.spread([_values(view) for view in weights])  # the node's own memory: views of it, all of them
         else:
             owners = self._owners()
-            views = [v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])]
+            views = [
+                v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])
+            ]
             packed = torch.cat([_bytes(_values(view)).to(self.engine.weights[0].device) for view in views])
             self.exchange.spread([packed])
             _unpack(packed, views)

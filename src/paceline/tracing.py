@@ -54,9 +54,7 @@ class Tracer:
         self._eyes = threading.Thread(target=self._look, name="paceline trace", daemon=True)
 
     @classmethod
-    def asked(
-        cls, loop: Loop, model: nn.Module, world: World, folder: Path | None, ledger: Ledger
-    ) -> Tracer | None:
+    def asked(cls, loop: Loop, model: nn.Module, world: World, folder: Path | None, ledger: Ledger) -> Tracer | None:
         """None where rank 0 was not asked to draw. Every process must call it. Raises ValueError, everywhere."""
         said = loop.exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
         return cls(loop, model, world, folder, ledger, *parse(said)) if said else None
@@ -158,9 +156,9 @@ class Tracer:
         for ready_s, piece in sorted(ready, key=lambda pair: pair[0]):
             names = piece.spec.names
             what = f"{', '.join(names[:2])}{' ...' if len(names) > 2 else ''}"
-            ready_s = max(last_s, ready_s)
-            self._add(COMPUTE, what, last_s, ready_s, form=forms[piece.spec.index], bucket=piece.spec.index)
-            last_s = ready_s
+            until_s = max(last_s, ready_s)
+            self._add(COMPUTE, what, last_s, until_s, form=forms[piece.spec.index], bucket=piece.spec.index)
+            last_s = until_s
 
     def _write(self) -> None:
         """Everyone's events in one file, by one process."""

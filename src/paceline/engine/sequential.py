@@ -182,7 +182,7 @@ class Engine(contract.Engine):
         check = 0
         for index, start, stop in self._looks[(self._turn - 1) % len(self._looks)]:
             values = self.weights[index].detach().reshape(-1)[start:stop]
-            check = zlib.crc32(values.view(torch.uint8).cpu().numpy(), check)
+            check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:

@@ -41,7 +41,7 @@ def _named(kind: str, node: int, number: int, **what: Any) -> dict[str, Any]:
 
 
 def queued(rows: Iterable[Row]) -> list[Row]:
-    """What went over a wire that takes one thing after another: each begins when what was sent before it has arrived."""
+    """What went over a wire that takes one thing after another: each begins when the one before has arrived."""
     found: list[Row] = []
     free_s = float("-inf")
     for what, begin_s, end_s, known in sorted(rows, key=lambda row: (row[1], row[2])):

@@ -124,8 +124,8 @@ def _rolling(run: Run) -> str:
     """How far replicas that had to be held together were apart."""
     if not run.drifts:
         return ""
-    gap = max((event.get("gap", math.nan) for event in run.drifts), default=math.nan)
-    return "" if math.isnan(gap) else f"replicas at most {gap:.1e} apart"
+    gaps = [event["gap"] for event in run.drifts if isinstance(event.get("gap"), float)]
+    return f"replicas at most {max(gaps):.1e} apart" if gaps else ""
 
 
 def _exchange(run: Run) -> str:

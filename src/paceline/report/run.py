@@ -80,7 +80,7 @@ class Run:
     num_checkpoints: int = 0
 
     def column(self, rows: str, name: str) -> NDArray[np.float64]:
-        """Of "steps", "epochs" or "usage"; also ``samples_per_s`` and ``exposed_seconds`` of steps, and ``memory_bytes``."""
+        """Of "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (also ``memory_bytes``)."""
         columns: Columns = getattr(self, rows)
         if name == "samples_per_s":
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -39,7 +39,7 @@ class Point:
 def scaling(runs: Sequence[Run]) -> str:
     """A chart and bars for each kind of scaling that these runs show; empty where none does."""
     points = [point for run in runs if (point := _point(run))]
-    parts = []
+    parts: list[str] = []
     for kind, what, same in (
         ("strong", "global batch {:g}", lambda p: float(p.batch)),
         ("weak", "{:g} rows per node", lambda p: p.batch / p.nodes),
@@ -88,7 +88,8 @@ def _group(kind: str, title: str, group: Sequence[Point], place: int) -> str:
         for p, pair in zip(group, gains, strict=True)
     )
     over = "1 node" if base.nodes == 1 else f"{base.nodes} nodes"
-    return f"""{_throughput(title, group, place)}<figure class="card bars speedups scaling" style="--one:{100 / most:.2f}%">
+    style = f"--one:{100 / most:.2f}%"
+    return f"""{_throughput(title, group, place)}<figure class="card bars speedups scaling" style="{style}">
 <figcaption><h3>Speedup: {escape(title)}</h3><p>throughput over that of {over}</p></figcaption>
 <ul class="key"><li class="measured">measured</li><li class="predicted">predicted</li></ul>
 <ol>{items}</ol>
@@ -126,7 +127,9 @@ def _throughput(title: str, group: Sequence[Point], place: int) -> str:
     most = int(nodes.max())
     gap = max(1, -(-most // 8))
     x_axis = Axis(0.0, float(most), "nodes", 1.0, tuple(float(n) for n in range(0, most + 1, gap)))
-    note = "dashed: in proportion to the nodes; dashed with dots: predicted" if len(lines) > 2 else "dashed: in proportion"
+    note = (
+        "dashed: in proportion to the nodes; dashed with dots: predicted" if len(lines) > 2 else "dashed: in proportion"
+    )
     return chart(
         *(f"scaling-{place}", f"Throughput: {title}", note, x_axis, Axis.up(every, "samples/s", "", True), lines),
         num_points=len(group),
