@@ -47,12 +47,14 @@ def verify(
     dtype = "float32" if float32 else "float64"
     if engine:
         find.parse("engine", engine)
-    way, names = Way(ssh_command, python or sys.executable), (env or "").replace(",", " ").split()
     if hosts:
         check_alone()
-        compared = verification.over_ssh(hosts, way, command, steps, engine or "", dtype, names, address)
-    else:
-        compared = verification.verify([sys.executable, *command], steps, nodes, engine or "sequential", dtype)
+    way, names = Way(ssh_command, python or sys.executable), (env or "").replace(",", " ").split()
+    compared = (
+        verification.over_ssh(hosts, way, command, steps, engine or "", dtype, names, address)
+        if hosts
+        else verification.verify([sys.executable, *command], steps, nodes, engine or "sequential", dtype)
+    )
     if compared is None:
         return
     console.print(
