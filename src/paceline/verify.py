@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from paceline.probe.witness import Comparison, compare
 
 LIMIT_S = 600.0
 SWEEP_S = 20.0
+SWEEP = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 MANY, ONE, PREFIX = "many", "one", "paceline-verify-"
 Environment = Mapping[str, str]
 
@@ -78,15 +78,13 @@ def over_ssh(
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
         code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
-        return _compared(_there(nodes[0], way, folder, dtype, LIMIT_S), steps, nodes[0])
+        compare_there = way.command(nodes[0], "-m", "paceline.verify", str(folder), dtype)
+        done = subprocess.run(compare_there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return _compared(done, steps, nodes[0])
     finally:
-        with contextlib.suppress(subprocess.SubprocessError, OSError):  # the answer, or the error, is known already
-            _there(nodes[0], way, folder, "nothing", SWEEP_S)
-
-
-def _there(host: Host, way: Way, folder: Path, dtype: str, limit_s: float) -> subprocess.CompletedProcess[str]:
-    command = way.command(host, "-m", "paceline.verify", str(folder), dtype)
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
+        with contextlib.suppress(subprocess.SubprocessError):  # the answer, or the error, is known already
+            subprocess.run(sweep, capture_output=True, timeout=SWEEP_S, check=False)
 
 
 def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) -> Comparison:
@@ -102,12 +100,7 @@ def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) ->
 
 
 def main(folder: Path, dtype: str) -> None:
-    """What was kept in ``folder``, compared, as a line of JSON; of dtype "nothing", swept away."""
-    if not folder.name.startswith(PREFIX):
-        raise SystemExit(f"{folder} was not made by paceline verify")
-    if dtype == "nothing":
-        shutil.rmtree(folder, ignore_errors=True)
-        return
+    """What was kept in ``folder``, compared, as a line of JSON."""
     said: dict[str, object] = {"missing": [part for part in (MANY, ONE) if not _ended(folder / part)]}
     if not said["missing"]:
         try:
