@@ -96,6 +96,23 @@ def test_nodes_equal_one_process(shares, engine, whole):
         assert gap(state, whole[0]) < 1e-10
 
 
+def test_24_rows_here_and_8_there_are_32_in_one_process():
+    data, model = [rows(32, seed) for seed in range(4)], build(Normed)
+    want, want_losses = reference(model, data, optimizer)
+
+    def work(link):
+        rank = Rank(link, model, optimizer, shares=(24, 8), batch_norm="sync", batch=32)
+        assert rank.loop.seat.dealt(32) == (24, 8)
+        losses = rank.train(data)
+        rank.exchange.close()
+        rank.engine.close()
+        return losses, rank.state()
+
+    for losses, state in ranks.run(2, work):
+        assert losses == pytest.approx(want_losses, rel=1e-10)
+        assert gap(state, want) < 1e-10
+
+
 @pytest.mark.parametrize(("engine", "num_nodes"), [("processes:3", 1), ("processes:2", 2)])
 def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "norms.py"), str(tmp_path)]

@@ -147,13 +147,13 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_its_update():
 
 
 def test_replicas_that_differ_are_seen():
-    """The hash looks at one parameter per step: a planted difference shows within as many steps."""
+    """The hash looks at a part of the weights per step: a planted difference shows within as many steps as parts."""
 
     def work(link):
         rank = Rank(link, build())
         with torch.no_grad():
             rank.model.second.bias[3] += 1e-9 * link.rank
-        return [rank.loop.step(Whole(data)).drift for data in [BATCHES[0]] * len(rank.engine.weights)]
+        return [rank.loop.step(Whole(data)).drift for data in [BATCHES[0]] * len(rank.engine._looks)]
 
     for size, want in ((1, False), (2, True)):
         assert all(any(seen) == want for seen in ranks.run(size, work))

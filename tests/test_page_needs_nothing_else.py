@@ -106,7 +106,7 @@ def test_curves_are_the_record(whole):
 def test_every_chart_is_there_and_has_a_table(whole):
     _, text = whole
     machine = {"cpu", "memory", "network", "disk", "switches", "bytes", "bytes-by-step"}
-    training = {f"{name}{by}" for name in ("loss", "accuracy", "throughput") for by in ("", "-by-step")}
+    training = {f"{name}{by}" for name in ("loss", "accuracy", "throughput", "exposed") for by in ("", "-by-step")}
     assert set(charts(text)) == machine | training
     assert text.count("<summary>Values</summary>") == len(charts(text)) + 1
     assert "swap" not in charts(text), "nothing was swapped, so nothing is drawn"

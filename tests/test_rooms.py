@@ -41,13 +41,15 @@ RULES = {
     "compare": ("contract", "job"),
     "elastic*": ("contract", "elastic.*"),
     "resume": ("engine.randomness", "elastic.*"),
-    "loop": ("contract", "scaler", "balance", "report.record"),
+    "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
+    "loop": ("contract", "scaler", "balance", "drift", "report.record"),
+    "tracing": ("contract", "loop", "world", "link.ledger", "report.chrome"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "evaluate": ("contract", "data.*", "engine.batch"),
     "seating": ("contract", "job", "world", "balance", "data.order"),
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
-        *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world", "seating"),
+        *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),

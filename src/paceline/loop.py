@@ -4,7 +4,7 @@ share      this process's rows of the global batch
 gradient   forward and backward; pieces reach the exchange as backward makes them
 agree      everyone's sums, and a verdict
 update     APPLY: normalise once, clip, optimizer step, the schedule moves. REDO, SKIP: as if the step had never been
-reconcile  what the scheme does to weights after an update (averaging every k steps)
+reconcile  what the scheme does to weights after an update (averaging every k steps), and what holds replicas together
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.balance import Balance
 from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, Piece, Rule, Verdict
+from paceline.drift import Drift
 from paceline.report.record import Record
 from paceline.scaler import Scaler
 
@@ -45,10 +46,11 @@ class Loop:
         schedule: Any = None,
         scaler: Scaler | None = None,
         balance: Balance | None = None,
+        drift: Drift | None = None,
     ):
         self.engine, self.exchange, self.seat, self.record = engine, exchange, seat, record
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
-        self.who, self.num_steps, self.balance = who, 0, balance
+        self.who, self.num_steps, self.balance, self.drift = who, 0, balance, drift
         self._update_s = 0.0
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
@@ -56,6 +58,7 @@ class Loop:
     def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
         start, self._spent = time.perf_counter(), dict[str, float]()
+        sent_bytes = self.exchange.link.sent_bytes
         try:
             agreement = self._step(batch, gradient or self.engine.gradient)
         except LinkError as error:
@@ -71,6 +74,7 @@ class Loop:
             seconds=time.perf_counter() - start,
             compute_seconds=ballot.seconds,
             **self._spent,
+            **({"sent_bytes": self.exchange.link.sent_bytes - sent_bytes} if self.exchange.link.size > 1 else {}),
             verdict=agreement.verdict.value,
             drift=agreement.drift,
             norm=self.engine.norm,
@@ -107,6 +111,8 @@ class Loop:
         agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
         self._update_s = time.perf_counter() - begin
         self.exchange.reconcile(self.engine.weights)
+        if self.drift:
+            self.drift.after(agreement.drift, self.num_steps)
         self._spent["update_seconds"] = time.perf_counter() - begin
         return agreement
 

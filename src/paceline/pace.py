@@ -21,6 +21,7 @@ from paceline import contract, resume, seating
 from paceline.compare import compare
 from paceline.contract import LinkError
 from paceline.data import feed
+from paceline.drift import Drift
 from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
@@ -29,6 +30,7 @@ from paceline.engine.shares import division
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
+from paceline.link.ledger import Ledger
 from paceline.loop import Loop, NotFinite
 from paceline.own import OwnStep, Spent
 from paceline.probe import examine, layers, shelf
@@ -37,6 +39,7 @@ from paceline.probe.witness import Witness
 from paceline.report.record import Record
 from paceline.report.usage import Usage
 from paceline.scaler import Scaler
+from paceline.tracing import Tracer
 from paceline.world import World
 
 
@@ -67,16 +70,17 @@ class Pace:
         self.leader = world.node == 0 and world.local_rank == 0
         if link:
             compare(link, job, engine, exchange, codec)
+        ledger = Ledger(link or _alone())
         seat = seating.place(job, world)
         rows = max(seat.dealt(job.batch_size))
         if world.local_rank == 0:
-            exchange.open(engine.specs, link or _alone(), codec, rows, job.seed, engine.absorbs)
+            exchange.open(engine.specs, ledger, codec, rows, job.seed, engine.absorbs)
         else:
             exchange.link = contract.Link()
             exchange.link.size = world.num_nodes
         self.exchange = engine.relay(exchange)
         if job.batch_norm == "sync":
-            engine.sync_norm(link)
+            engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
         seat, balance = seating.settle(seat, job, engine, self.exchange)
@@ -97,6 +101,7 @@ class Pace:
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
+        together = world.num_nodes > 1 and exchange.consensus == "step" and not self.watched
         scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
         self.loop = Loop(
             engine,
@@ -108,7 +113,9 @@ class Pace:
             schedule=job.scheduler,
             scaler=scaler,
             balance=None if self.watched else balance,
+            drift=Drift(engine, self.exchange, self.record, self.leader) if together else None,
         )
+        self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         self.facts: dict[str, Any] = {}
         self.epoch = self.next_step = self.began = 0
@@ -186,7 +193,7 @@ class Pace:
         rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
         try:
             shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
-            self.agreement = self.loop.step(shared, gradient, **rates)
+            self.agreement = (self.tracer or self.loop).step(shared, gradient, **rates)
         except LinkError:
             # a thread still inside the network library when Python ends would abort the process
             self.exchange.close()

@@ -1,60 +1,134 @@
-"""N nodes against one process: both run the user's script for a few steps from the same weights."""
+"""N nodes against one process: both run the user's script for a few steps from the same weights.
+
+Over ssh all of it stays on the first host, where rank 0 keeps its weights: the nodes' steps, the one process's, and,
+by ``python -m paceline.verify FOLDER DTYPE`` there, the comparison.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
+import secrets
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch import local
+from paceline.launch import local, ssh
+from paceline.launch.check import check
+from paceline.launch.hosts import Host, Way, parse
+from paceline.launch.hosts import row as row_of
 from paceline.probe.witness import Comparison, compare
 
 LIMIT_S = 600.0
+SWEEP_S = 20.0
+SWEEP = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+MANY, ONE, PREFIX = "many", "one", "paceline-verify-"
+Environment = Mapping[str, str]
 
 
 def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: str) -> Comparison | None:
     """None on a launcher's ranks other than 0. Raises ValueError when a run failed, or was too short."""
-    if steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {steps}")
     if nodes < 1:
         raise ValueError(f"--nodes must be at least 1, got {nodes}")
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        many, one = Path(folder) / "many", Path(folder) / "one"
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+        many, one = Path(folder) / MANY, Path(folder) / ONE
+        told = _told(many, steps, dtype)
         if "RANK" in os.environ:
-            code = subprocess.run(
-                command, env=_environment(many, steps, dtype), check=False, timeout=LIMIT_S
-            ).returncode
+            code = subprocess.run(command, env={**os.environ, **told}, check=False, timeout=LIMIT_S).returncode
             if os.environ["RANK"] != "0":
                 if code:
                     raise ValueError(f"verify: the script failed on rank {os.environ['RANK']} (exit code {code})")
                 return None
         else:
-            code = local.start(command, engine, nodes, _environment(many, steps, dtype))
-        _demand(many, code, steps, "on all nodes")
-        alone = _environment(one, steps, dtype, many / "first.safetensors", without_launcher=True)
+            code = local.start(command, engine, nodes, told)
+        _demand(_ended(many), code, steps, "on all nodes")
+        alone = {**os.environ, **_told(one, steps, dtype, many), "PACELINE_ENGINE": "sequential"}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            alone.pop(name, None)
         code = subprocess.run(command, env=alone, check=False, timeout=LIMIT_S).returncode
-        _demand(one, code, steps, "in one process")
+        _demand(_ended(one), code, steps, "in one process")
         return compare(many, one, dtype)
 
 
-def _demand(folder: Path, code: int, steps: int, where: str) -> None:
-    if not (folder / "last.safetensors").exists():
+def over_ssh(
+    hosts: str,
+    way: Way,
+    command: Sequence[str],
+    steps: int,
+    engine: str,
+    dtype: str,
+    names: Sequence[str] = (),
+    address: str | None = None,
+) -> Comparison:
+    """`verify`, its nodes being ``hosts``, such as hostA,hostB. ``names``: variables that go along."""
+    nodes = parse(hosts)
+    row = row_of(nodes, engine) or "sequential"
+    carried = ssh.carried(names)
+    meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address)
+    # nobody guesses that name, and the first host's own folder for such things need not be this one's
+    folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
+    try:
+        many = {**carried, **_told(folder / MANY, steps, dtype)}
+        code = ssh.start(nodes, command, row, way, many, meeting)
+        _demand(code == 0, code, steps, "on all nodes")
+        one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
+        code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
+        _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
+        compare_there = way.command(nodes[0], "-m", "paceline.verify", str(folder), dtype)
+        done = subprocess.run(compare_there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return _compared(done, steps, nodes[0])
+    finally:
+        sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
+        with contextlib.suppress(subprocess.SubprocessError):  # the answer, or the error, is known already
+            subprocess.run(sweep, capture_output=True, timeout=SWEEP_S, check=False)
+
+
+def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) -> Comparison:
+    last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
+    if done.returncode:
+        raise ValueError(f"verify: {host.name} could not compare (exit code {done.returncode}): {last}")
+    said = json.loads(done.stdout.strip().splitlines()[-1])
+    for part, where in ((MANY, "on all nodes"), (ONE, f"in one process on {host.name}")):
+        _demand(part not in said.get("missing", ()), 0, steps, where)
+    if "error" in said:
+        raise ValueError(said["error"])
+    return Comparison(**said)
+
+
+def main(folder: Path, dtype: str) -> None:
+    """What was kept in ``folder``, compared, as a line of JSON."""
+    said: dict[str, object] = {"missing": [part for part in (MANY, ONE) if not _ended(folder / part)]}
+    if not said["missing"]:
+        try:
+            said = dataclasses.asdict(compare(folder / MANY, folder / ONE, dtype))
+        except ValueError as error:
+            said = {"error": str(error)}
+    print(json.dumps(said))
+
+
+def _ended(folder: Path) -> bool:
+    return (folder / "last.safetensors").exists()
+
+
+def _demand(ended: bool, code: int, steps: int, where: str) -> None:
+    if not ended:
         raise ValueError(
             f"verify: the script ended {where} (exit code {code}) before step {steps}; it must call pace.step at "
             f"least that often: give fewer --steps, or mend the error above"
         )
 
 
-def _environment(
-    folder: Path, steps: int, dtype: str, start: Path | None = None, without_launcher: bool = False
-) -> Mapping[str, str]:
-    said = {"folder": str(folder), "steps": steps, "dtype": dtype, "start": str(start or "")}
-    environment = {**os.environ, "PACELINE_VERIFY": json.dumps(said)}
-    if without_launcher:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-            environment.pop(name, None)
-        environment["PACELINE_ENGINE"] = "sequential"
-    return environment
+def _told(folder: Path, steps: int, dtype: str, start: Path | None = None) -> Environment:
+    """For the script's witness. ``start``: a witness's folder, to begin from its first weights."""
+    if steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {steps}")
+    first = str(start / "first.safetensors") if start else ""
+    return {"PACELINE_VERIFY": json.dumps({"folder": str(folder), "steps": steps, "dtype": dtype, "start": first})}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

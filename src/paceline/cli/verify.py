@@ -8,33 +8,53 @@ from typing import Annotated
 import typer
 
 from paceline import find
-from paceline.cli.options import console
-from paceline.cli.start import check_script
+from paceline.cli.options import AddressOption, EnvOption, HostsOption, PythonOption, SshOption, console
+from paceline.cli.start import check_alone, check_script
+from paceline.launch.hosts import Way
 
 
 def verify(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A script that calls paceline.join, with its own arguments.")],
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 10,
-    nodes: Annotated[int, typer.Option(help="Nodes to pretend on this machine, outside a launcher.")] = 2,
-    engine: Annotated[str, typer.Option(help="Each node's engine.")] = "sequential",
+    nodes: Annotated[
+        int, typer.Option(help="Nodes to pretend on this machine, without -H and outside a launcher.")
+    ] = 2,
+    engine: Annotated[str | None, typer.Option(help="Each node's engine, if not sequential.")] = None,
     float32: Annotated[
         bool, typer.Option("--float32", help="Compare in float32, for what float64 cannot run.")
     ] = False,
+    hosts: HostsOption = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
 ) -> None:
     """N nodes against one process: is the result the same, within what tolerance?
 
     Under a launcher (RANK is set) this process's node is one of the N. Dropout is switched off.
 
-    Example: paceline verify --engine processes:2 examples/own_loop.py
+    Examples:
+
+    paceline verify --engine processes:2 examples/own_loop.py
+
+    paceline verify -H hostA,hostB train.py
     """
     from paceline import verify as verification
 
     command = [script, *context.args]
     check_script(command)
     dtype = "float32" if float32 else "float64"
-    find.parse("engine", engine)
-    compared = verification.verify([sys.executable, *command], steps, nodes, engine, dtype)
+    if engine:
+        find.parse("engine", engine)
+    if hosts:
+        check_alone()
+    way, names = Way(ssh_command, python or sys.executable), (env or "").replace(",", " ").split()
+    compared = (
+        verification.over_ssh(hosts, way, command, steps, engine or "", dtype, names, address)
+        if hosts
+        else verification.verify([sys.executable, *command], steps, nodes, engine or "sequential", dtype)
+    )
     if compared is None:
         return
     console.print(

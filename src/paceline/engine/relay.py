@@ -132,7 +132,7 @@ class Leader(_Relay):
             self._forms = list(self.exchange.forms())
         counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
         word = agreement.verdict.value.encode()
-        body = bytes([len(word)]) + word + counts + agreement.ballot.pack()
+        body = bytes([agreement.drift, len(word)]) + word + counts + agreement.ballot.pack()
         for peer in self.crew.lines:
             self.crew.send(peer, b"v", body)
         self._share_forms()
@@ -199,14 +199,14 @@ class Follower(_Relay):
     def agree(self, ballot: Ballot) -> Agreement:
         self.crew.send(0, b"v", self._vote(ballot).pack())
         body = self.crew.expect(0, b"v", "agreeing on the step")
-        length = body[0]
-        verdict = Verdict(body[1 : 1 + length].decode())
-        (count,) = struct.unpack_from("<I", body, 1 + length)
-        rows = struct.unpack_from(f"<{count}i", body, 5 + length)
-        merged = Ballot.unpack(body[5 + length + 4 * count :])
+        drift, length = bool(body[0]), body[1]
+        verdict = Verdict(body[2 : 2 + length].decode())
+        (count,) = struct.unpack_from("<I", body, 2 + length)
+        rows = struct.unpack_from(f"<{count}i", body, 6 + length)
+        merged = Ballot.unpack(body[6 + length + 4 * count :])
         self._hear_forms()
         pieces = [self.places.agreed(spec, num_rows) for spec, num_rows in zip(self.specs, rows, strict=False)]
-        return Agreement(verdict, pieces, merged)
+        return Agreement(verdict, pieces, merged, drift)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":

@@ -26,9 +26,11 @@ from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
+from paceline.engine.parts import cut
 from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
 
-HASH_VALUES = 1 << 12
+HASH_VALUES = 1 << 12  # at least, of each step
+HASH_STEPS = 1000  # in which every value has been looked at
 
 
 class Engine(contract.Engine):
@@ -60,6 +62,8 @@ class Engine(contract.Engine):
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
         self.device = self.weights[0].device
+        numels = [weight.numel() for weight in self.weights]
+        self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
         self._parameters, self._modules = list(model.parameters()), list(model.modules())
 
@@ -173,13 +177,13 @@ class Engine(contract.Engine):
         return True
 
     def _hash(self) -> int:
-        """A checksum of a slice of one parameter, another one each step."""
-        weight = self.weights[self._turn % len(self.weights)].reshape(-1)
-        slices = -(-weight.numel() // HASH_VALUES)
-        start = self._turn // len(self.weights) % slices * HASH_VALUES
+        """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""
         self._turn += 1
-        words = weight[start : start + HASH_VALUES].detach().contiguous().view(torch.uint8)
-        return zlib.crc32(words.cpu().numpy().tobytes())
+        check = 0
+        for index, start, stop in self._looks[(self._turn - 1) % len(self._looks)]:
+            values = self.weights[index].detach().reshape(-1)[start:stop]
+            check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
+        return check
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))

@@ -31,6 +31,13 @@ def speedup(run: Run) -> float:
     return next((value for value in found if value), math.nan)
 
 
+def predicted_s(run: Run) -> float:
+    """Seconds per step that the plan foretold for the chosen row on as many nodes as this run has; else 0."""
+    nodes = run.join.get("num_nodes", 1)
+    rows = (row for row in _rows(run) if row.get("engine") == run.plan.get("chosen") and row.get("nodes", 1) == nodes)
+    return next((seconds for row in rows if (seconds := _known(row.get("predicted_s")))), 0.0)
+
+
 def speedups(runs: Sequence[Run]) -> str:
     """For each plan, a pair of bars for each row: measured, and below it predicted. Equal plans show once."""
     plans: list[tuple[list[Mapping[str, Any]], list[int]]] = []
@@ -49,9 +56,7 @@ def _plan(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]], indices: Seque
     pairs = [(_gain(row), _predicted(row, rows[0])) for row in shown]
     most = 1.04 * max(1.0, *(value for pair in pairs for value in pair))
     chosen = run.plan.get("chosen")
-    items = "".join(
-        _bars(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(shown, pairs, strict=True)
-    )
+    items = "".join(bar(row, *pair, most, row.get("engine") == chosen) for row, pair in zip(shown, pairs, strict=True))
     of = f": {', '.join(runs[i].name for i in indices)}" if len(runs) > 1 else ""
     kind = f"run-{indices[0]}" if len(indices) == 1 else ""
     return f"""<figure class="card bars speedups {kind}" style="--one:{100 / most:.2f}%">
@@ -129,7 +134,8 @@ def _foremost(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [rows[i] for i in sorted(best)]
 
 
-def _bars(row: Mapping[str, Any], measured: float, predicted: float, most: float, chosen: bool) -> str:
+def bar(row: Mapping[str, Any], measured: float, predicted: float, most: float, chosen: bool) -> str:
+    """One item: a name and a reason, a bar for what was measured and a thinner one for what was predicted."""
     whisker = ""
     if measured and _known(row.get("spread_s")) and _known(row.get("measured_s")):
         # the spread of the seconds, as a share, is that of the speedup

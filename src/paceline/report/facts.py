@@ -17,11 +17,16 @@ NUM_WARM_UP = 3  # steps left out of the throughput, where there are enough
 NUM_LAST = 20  # steps whose mean is the final loss of a run without epochs
 
 
-def throughput(run: Run) -> float:
-    """Median samples/s over the steps, without the first few."""
-    values = run.column("steps", "samples_per_s")
+def per_step(run: Run, name: str) -> float:
+    """The median of a column of steps, without the first few; NaN where it was not recorded."""
+    values = run.column("steps", name)
     values = _known(values[NUM_WARM_UP:] if len(values) > 4 * NUM_WARM_UP else values)
     return float(np.median(values)) if len(values) else math.nan
+
+
+def throughput(run: Run) -> float:
+    """Median samples/s over the steps, without the first few."""
+    return per_step(run, "samples_per_s")
 
 
 def loss(run: Run) -> float:
@@ -30,19 +35,31 @@ def loss(run: Run) -> float:
     return next((float(values.mean()) for values in means if len(values)), math.nan)
 
 
+def exposed(run: Run) -> tuple[float, float]:
+    """Communication that was not hidden behind backward: seconds per step, and their share of it; NaN on one node."""
+    waited, seconds = run.column("steps", "exposed_seconds"), run.steps["seconds"]
+    known = np.isfinite(waited) & np.isfinite(seconds)
+    if not known.any() or not seconds[known].sum() > 0:
+        return math.nan, math.nan
+    return per_step(run, "exposed_seconds"), float(waited[known].sum() / seconds[known].sum())
+
+
 def facts(run: Run) -> dict[str, str]:
     """Names and values as words; what was not recorded is empty."""
     test, seconds, sent = (
         _known(column) for column in (run.epochs["test_accuracy"], run.steps["seconds"], run.steps["sent_bytes"])
     )
     held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
-    gain = bars.speedup(run)
+    gain, guess = bars.speedup(run), bars.predicted_s(run)
+    (exposed_s, share), step_bytes = exposed(run), per_step(run, "sent_bytes")
     return {
         "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
         "final loss": "" if np.isnan(loss(run)) else number(loss(run)),
         "samples/s": "" if np.isnan(throughput(run)) else number(throughput(run)),
         "speedup": "" if math.isnan(gain) else f"{gain:.2f}x",
         "median step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
+        "predicted step": quantity(guess, "s") if guess else "",
+        "exposed communication": "" if math.isnan(exposed_s) else f"{quantity(exposed_s, 's')}, {100 * share:.0f} %",
         "time": quantity(run.time_s, "s"),
         "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
         "engine": str(run.join.get("engine", "")),
@@ -53,8 +70,10 @@ def facts(run: Run) -> dict[str, str]:
         "epochs": str(len(run.epochs) or ""),
         "peak memory": quantity(held.max(), "B") if len(held) else "",
         "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
+        "sent per step": quantity(step_bytes, "B") if step_bytes > 0 else "",
         "sent": quantity(sent.sum(), "B") if len(sent) else "",
         "resumed": f"{len(run.resumed)} times" if run.resumed else "",
+        "re-broadcast": _rolling(run),
         "steps done again": str(run.num_redone or ""),
         "checkpoints": str(run.num_checkpoints or ""),
         "ended": run.end or "not yet, or killed",
@@ -99,6 +118,14 @@ def compared(runs: Sequence[Run]) -> str:
 
 def _known(values: Values) -> Values:
     return values[np.isfinite(values)]
+
+
+def _rolling(run: Run) -> str:
+    """How far replicas that had to be held together were apart."""
+    if not run.drifts:
+        return ""
+    gaps = [event["gap"] for event in run.drifts if isinstance(event.get("gap"), float)]
+    return f"replicas at most {max(gaps):.1e} apart" if gaps else ""
 
 
 def _exchange(run: Run) -> str:

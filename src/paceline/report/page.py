@@ -13,6 +13,7 @@ from pathlib import Path
 from paceline.report import bars, facts
 from paceline.report.quantities import MACHINE, TRAINING, charts
 from paceline.report.run import Run, load
+from paceline.report.scaling import scaling
 
 MAX_RUNS = 6  # colours that colour-blind people tell apart too, on white and on black
 
@@ -42,6 +43,7 @@ def render(runs: Sequence[Run]) -> str:
     sections = [
         ("Result", "wide", facts.compared(runs) if several else facts.tiles(runs[0])),
         ("Training", "", "".join(charts(TRAINING, runs))),
+        ("Scaling", "", scaling(runs)),
         ("Speed", "", bars.speedups(runs) + bars.times(runs)),
         ("Machine", "", "".join(charts(MACHINE, runs))),
     ]

@@ -52,6 +52,10 @@ TRAINING = (
         *("throughput", "Throughput", "samples of a step over its seconds", "samples/s", "", "steps"),
         {"samples/s": "samples_per_s"},
     ),
+    Chart(
+        *("exposed", "Exposed communication", "waited for other nodes after backward", "{} per step", "s", "steps"),
+        {"exposed": "exposed_seconds"},
+    ),
     Chart("rate", "Learning rate", "of the first group", "rate", "", "steps", {"rate": "lr"}, if_varied=True),
     Chart("norm", "Gradient norm", "of all gradients, before clipping", "norm", "", "steps", {"norm": "norm"}),
 )

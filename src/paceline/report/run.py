@@ -72,6 +72,7 @@ class Run:
     epochs: Columns = field(default_factory=lambda: Columns(*EPOCH))
     usage: Columns = field(default_factory=lambda: Columns(*USAGE))
     hints: list[str] = field(default_factory=list)
+    drifts: list[dict[str, Any]] = field(default_factory=list)  # events of replicas that had to be held together
     resumed: list[tuple[float, float]] = field(default_factory=list)  # (step, time_s) of each join after the first
     end: str = ""
     time_s: float = 0.0
@@ -79,11 +80,14 @@ class Run:
     num_checkpoints: int = 0
 
     def column(self, rows: str, name: str) -> NDArray[np.float64]:
-        """Of "steps", "epochs" or "usage"; also ``samples_per_s`` of steps and ``memory_bytes`` of usage."""
+        """Of "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (also ``memory_bytes``)."""
         columns: Columns = getattr(self, rows)
         if name == "samples_per_s":
             with np.errstate(divide="ignore", invalid="ignore"):
                 return columns["weight"] / columns["seconds"]
+        if name == "exposed_seconds":  # on one node nobody is waited for
+            several = self.join.get("num_nodes", 1) > 1
+            return columns["exchange_seconds"] if several else np.full(len(columns), np.nan)
         if name == "memory_bytes":
             return _held(columns["pss_bytes"]) if columns.has("pss_bytes") else columns["rss_bytes"]
         return columns[name]
@@ -121,6 +125,8 @@ def load(folder: Path, name: str = "") -> Run:
             run.end = str(event.get("reason", "finished"))
         elif kind == "hint" and str(event.get("text")) not in run.hints:
             run.hints.append(str(event.get("text")))
+        elif kind == "drift":
+            run.drifts.append(event)
         elif kind == "checkpoint":
             run.num_checkpoints += 1
     run.time_s = clock.now

@@ -1,0 +1,86 @@
+"""Any link, with the bytes of all its lanes in one sum, and with every operation told to whoever watches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.contract import Cost, Handle, Link
+
+
+@dataclass(frozen=True)
+class Sending:
+    """An operation that has begun. *Units*: ``begin_s`` on `time.perf_counter`; bytes sent by this rank."""
+
+    lane: str
+    operation: str
+    what: str
+    num_bytes: int
+    begin_s: float
+    handle: Handle
+
+
+class Ledger(Link):
+    """``link`` as it is. ``watch``, of the first lane, is called from any thread when an operation has begun."""
+
+    def __init__(self, link: Link, name: str = "control", first: Ledger | None = None):
+        self.link, self.name = link, name
+        self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
+        self.watch: Callable[[Sending], None] | None = None
+        self._first = first or self
+        self._lanes: list[Link] = []
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of this lane and of all that were made from it."""
+        return self.link.sent_bytes + sum(lane.sent_bytes for lane in self._lanes)
+
+    @sent_bytes.setter
+    def sent_bytes(self, count: int) -> None:
+        self.link.sent_bytes = count - sum(lane.sent_bytes for lane in self._lanes)
+
+    def lane(self, name: str) -> Link:
+        lane = Ledger(self.link.lane(name), name, self._first)
+        self._lanes.append(lane)
+        return lane
+
+    def _begun(self, operation: str, what: str, tensor: Tensor, begin: Callable[[], Handle]) -> Handle:
+        watch = self._first.watch
+        if watch is None:
+            return begin()
+        begin_s, before = time.perf_counter(), self.link.sent_bytes
+        handle = begin()
+        # a sum made of messages counts them when they leave, which is later
+        counted = self.link.sent_bytes - before or int(self.link.cost(operation, tensor.nbytes).bytes)
+        watch(Sending(self.name, operation, what, counted, begin_s, handle))
+        return handle
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
+        return self._begun("sum", what, tensor, lambda: self.link.sum(tensor, what))
+
+    def max(self, tensor: Tensor, what: str = "max") -> Handle:
+        return self._begun("max", what, tensor, lambda: self.link.max(tensor, what))
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> Handle:
+        return self._begun("all-gather", what, tensor, lambda: self.link.all_gather(tensor, what, even))
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
+        return self._begun("reduce-scatter", what, tensor, lambda: self.link.reduce_scatter(tensor, what))
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
+        return self._begun("broadcast", what, tensor, lambda: self.link.broadcast(tensor, root, what))
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        return self._begun("send", f"to rank {peer}", tensor, lambda: self.link.send(tensor, peer, tag))
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        return self._begun("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
+
+    def cost(self, operation: str, num_bytes: int) -> Cost:
+        return self.link.cost(operation, num_bytes)
+
+    def close(self) -> None:
+        self.link.close()
