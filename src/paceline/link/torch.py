@@ -59,16 +59,20 @@ class Link(contract.Link):
     def _make_group(self, name: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._timeout = timedelta(seconds=REACH_S)  # of connecting, which begins once all are here
         options._threads = 2
         store = dist.PrefixStore(name, self._store)
+        store.set(f"here/{self.rank}", "")
+        store.multi_get([f"here/{rank}" for rank in range(self.size)])
         try:
-            self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.size, options))
+            group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
         except RuntimeError as error:
-            raise LinkError(f"could not join the others on lane {name!r}: {_first_line(error)}") from error
-        _outlive(self._groups[-1])
-        self._try_out(self._groups[-1], name)
-        return self._groups[-1]
+            raise LinkError(self._unmet(name, f"gloo did not connect them ({_first_line(error)})")) from error
+        _outlive(group)
+        self._groups.append(group)
+        self._try_out(group, name)
+        group._set_default_timeout(timedelta(seconds=PATIENCE_S))
+        return group
 
     def _try_out(self, group: Any, name: str) -> None:
         """One small sum, before anything depends on it."""
@@ -81,11 +85,14 @@ class Link(contract.Link):
         except RuntimeError as error:
             why = _first_line(error)
         if int(mine) != self.size * (self.size + 1) // 2:
-            me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
-            raise LinkError(
-                f"{me} met {', '.join(map(str, others))} on lane {name!r}, but a first sum did not arrive within "
-                f"{REACH_S:.0f} s ({why}); check the firewall and the network between these addresses"
-            )
+            raise LinkError(self._unmet(name, f"a first sum did not arrive ({why})"))
+
+    def _unmet(self, name: str, what: str) -> str:
+        me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
+        return (
+            f"{me} met {', '.join(map(str, others))}, but on lane {name!r} {what} within {REACH_S:.0f} s; check "
+            f"the firewall and the network between these addresses"
+        )
 
     def lane(self, name: str) -> Link:
         lane = object.__new__(Link)
