@@ -46,22 +46,37 @@ def _ask(host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
             command, input=source, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
         )
     except FileNotFoundError:
-        return f"there is no {command[0]!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+        return no_client(command[0])
     except subprocess.TimeoutExpired:
-        return f"no answer within {LIMIT_S} s; is it on, and does its firewall let ssh in?"
-    last = (done.stderr.strip() or "nothing was said").splitlines()[-1].strip()
-    if done.returncode == LOST:
-        return _why(host, done.stderr, last)
+        return no_answer(LIMIT_S)
     if done.returncode:
-        return (
-            f"{way.python} did not run there (exit code {done.returncode}: {last}); install Python at that path, or "
-            f"name the one to use with --python"
-        )
+        return ended(host, way, done.returncode, done.stderr)
     try:
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return f"{way.python} answered {done.stdout[-80:]!r}, which no Python does; name another with --python"
     return answer
+
+
+def no_client(command: str) -> str:
+    return f"there is no {command!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+
+
+def no_answer(limit_s: float) -> str:
+    return f"no answer within {limit_s} s; is it on, and does its firewall let ssh in?"
+
+
+def ended(host: Host, way: Way, code: int, errors: str) -> str:
+    """Why ssh, or Python there, ended with a code and these last words, and the remedy."""
+    last = (errors.strip() or "nothing was said").splitlines()[-1].strip()
+    if code == LOST:
+        return _why(host, errors, last)
+    if code == 1 and last.startswith("Python "):
+        return f"{way.python} there is {last}, and 3.10 or newer is needed; name another with --python"
+    return (
+        f"{way.python} did not run there (exit code {code}: {last}); install Python at that path, or name the one to "
+        f"use with --python"
+    )
 
 
 def _why(host: Host, errors: str, last: str) -> str:
