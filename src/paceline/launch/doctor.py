@@ -1,7 +1,7 @@
 """All hosts examined at once: what each says, who reaches whom, how fast; then `findings` says what is wrong.
 
-    hosts   facts ........ clock . open . reach ......... software .......... measure, pair by pair
-    limits  LIMIT_S        each within ANSWER_S           until SOFTWARE_S    CROSSING_S in all
+    come (facts)   clock   settle   reach   software        cross, pair by pair
+    LIMIT_S        each within ANSWER_S     until OVER_S    until OVER_S, FLOOD_S each way
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -24,9 +23,9 @@ from paceline.launch.visit import Visit
 
 ANSWER_S = 3.0
 REACH_S = 2.0
-SOFTWARE_S = 8.0  # from the beginning
-CROSSING_S = 4.0
-FLOOD_S = 0.1, 0.5  # at least and at most, each way
+OVER_S = 8.5  # from the beginning: what takes longer is told as that
+CROSSING_S = 3.0
+FLOOD_S = 0.1, 0.5  # at least and at most
 CLOCKS = 5
 
 T = TypeVar("T")
@@ -56,68 +55,123 @@ def examine(
     address     where the nodes would meet, as every host sees it; else where ssh reached the first
     port        which the first must be able to take; 0: any
     """
-    begin = time.monotonic()
-    alone = hosts is None
-    asked = [Host(socket.gethostname(), "")] if hosts is None else list(hosts)
     mine = facts.tell(way.folder, [])
-    told: dict[str, dict[str, Any]] = {host.name: {} for host in asked}
-    pairs: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(len(asked)) as crowd, ExitStack() as house:
+    ward = _Ward(hosts, way)
+    try:
+        show(f"asking {', '.join(ward.told)}")
+        ward.come()
+        ward.settle(address, port)
+        show("trying the ways between them")
+        ward.reach()
+        ward.software()
+        show("measuring the ways between them")
+        ward.cross()
+    finally:
+        ward.close()
+    return Examination(ward.told, ward.pairs, diagnose(mine, ward.told, ward.pairs, way))
 
-        def each(what: Callable[[Host], T], among: Sequence[Host]) -> dict[str, T]:
-            """Of all at once; who fails is out of it from then on."""
 
-            def one(host: Host) -> T | None:
-                try:
-                    return what(host)
-                except ConnectionError as error:
-                    told[host.name] = {"fault": str(error)}
-                    return None
+class _Ward:
+    """The hosts, and what has been found so far. Who does not answer has a ``fault``, and is asked no more."""
 
-            answers = zip(among, list(crowd.map(one, among)), strict=True)
-            return {host.name: answer for host, answer in answers if answer is not None}
+    def __init__(self, hosts: Sequence[Host] | None, way: Way):
+        self._begin = time.monotonic()
+        self._alone, self._way = hosts is None, way
+        self._hosts = [Host(socket.gethostname(), "")] if hosts is None else list(hosts)
+        self._visits: dict[str, Visit] = {}
+        self._crowd = ThreadPoolExecutor(len(self._hosts))
+        self.told: dict[str, dict[str, Any]] = {host.name: {} for host in self._hosts}
+        self.pairs: list[dict[str, Any]] = []
 
-        visits: dict[str, Visit] = {}
+    @property
+    def _well(self) -> list[str]:
+        return [name for name, told in self.told.items() if "fault" not in told]
 
-        def come(host: Host) -> Any:
-            visits[host.name] = visit = Visit(host, way, alone)
-            house.callback(visit.close)
-            return visit.ask("tell", LIMIT_S, folder=way.folder)
+    def _each(self, what: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
+        """Of all of them at once."""
 
-        show(f"asking {', '.join(host.name for host in asked)}")
-        for name, answer in each(come, asked).items():
-            told[name] = answer
-        well = [host for host in asked if "fault" not in told[host.name]]
-        for name, clock in each(lambda host: _clock(visits[host.name]), well).items():
-            told[name] |= clock
-        well = [host for host in well if "fault" not in told[host.name]]
-        if well:
-            where = address or told[well[0].name]["address"] or "127.0.0.1"
-            secret = secrets.token_hex(32)
+        def one(name: str) -> list[T]:
+            try:
+                return [what(name)]
+            except ConnectionError as error:
+                self.told[name] = {"fault": str(error)}
+                return []
 
-            def settle(host: Host) -> dict[str, Any]:
-                first = host is well[0]
-                words = {"meeting": where, "first": first, "interface": os.environ.get("GLOO_SOCKET_IFNAME", "")}
-                words |= {"port": port if first else 0, "secret": secret}
-                found: dict[str, Any] = visits[host.name].ask("open", ANSWER_S, **words)
-                return {**found, "asked": address, "asked_port": words["port"]}
+        return {name: answers[0] for name, answers in zip(names, self._crowd.map(one, names), strict=True) if answers}
 
-            for name, place in each(settle, well).items():
-                told[name]["place"] = place
-            trapped = list(meeting({host.name: told[host.name] for host in well}))
-            open_ = [] if trapped else [host for host in well if "port" in told[host.name].get("place", {})]
-            show("trying the ways between them")
-            ways = each(lambda host: _reach(visits[host.name], host, open_, told, alone), open_)
-            pairs = [{"from": one, "to": other, "why": why} for one in ways for other, why in ways[one].items()]
-            left_s = max(1.0, begin + SOFTWARE_S - time.monotonic())
-            well = [host for host in well if "fault" not in told[host.name]]
-            software = each(lambda host: visits[host.name].ask("software", left_s + 1, limit_s=left_s), well)
-            for name, answer in software.items():
-                told[name]["software"] = answer
-            show("measuring the ways between them")
-            _measure(each, visits, told, pairs)
-    pairs = [pair for pair in pairs if "fault" not in {**told[pair["from"]], **told[pair["to"]]}]
-    return Examination(told, pairs, diagnose(mine, told, pairs, way))
+    def come(self) -> None:
+        def ask(name: str) -> dict[str, Any]:
+            (host,) = (host for host in self._hosts if host.name == name)
+            self._visits[name] = visit = Visit(host, self._way, self._alone)
+            told: dict[str, Any] = visit.ask("tell", LIMIT_S, folder=self._way.folder)
+            return {**told, **_clock(visit)}
+
+        self.told |= self._each(ask, list(self.told))
+
+    def settle(self, address: str, port: int) -> None:
+        """Each has an address of its own, and listens there."""
+        if not (names := self._well):
+            return
+        where = address or self.told[names[0]]["address"] or "127.0.0.1"
+        same = {"meeting": where, "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""), "secret": secrets.token_hex(32)}
+
+        def ask(name: str) -> dict[str, Any]:
+            first = name == names[0]
+            wanted = port if first else 0
+            found: dict[str, Any] = self._visits[name].ask("open", ANSWER_S, **same, first=first, port=wanted)
+            return {**found, "asked": address, "asked_port": wanted}
+
+        for name, place in self._each(ask, names).items():
+            self.told[name]["place"] = place
+
+    def reach(self) -> None:
+        """Everyone tries everyone, unless it is plain that they look for each other at home."""
+        if any(meeting({name: self.told[name] for name in self._well})):
+            return
+        places = {name: self.told[name]["place"] for name in self._well}
+        doors = {name: [place["address"], place["port"]] for name, place in places.items() if "port" in place}
+
+        def ask(name: str) -> dict[str, str]:
+            peers = {peer: door for peer, door in doors.items() if self._alone or peer != name}
+            found: dict[str, str] = self._visits[name].ask("reach", REACH_S + ANSWER_S, peers=peers, limit_s=REACH_S)
+            return found
+
+        for one, reached in self._each(ask, list(doors)).items():
+            self.pairs += [{"from": one, "to": other, "why": why} for other, why in reached.items()]
+
+    def software(self) -> None:
+        left_s = max(1.0, self._begin + OVER_S - time.monotonic())
+        answers = self._each(lambda name: self._visits[name].ask("software", left_s + 1, limit_s=left_s), self._well)
+        for name, answer in answers.items():
+            self.told[name]["software"] = answer
+
+    def cross(self) -> None:
+        """Those that reach each other: no host in two crossings at a time, each direction by itself."""
+        good = {(pair["from"], pair["to"]): pair for pair in self.pairs if not pair["why"]}
+        names = [name for name in self._well if any(name in pair for pair in good)]
+        turns = [[(name, name) for name in names]] if self._alone else rounds(names)
+        left_s = min(CROSSING_S, self._begin + OVER_S - time.monotonic())
+        seconds = min(FLOOD_S[1], max(FLOOD_S[0], left_s / (2 * max(1, len(turns)))))
+
+        for turn in turns:
+            for direction in (turn, [(other, one) for one, other in turn if one != other]):
+                peers = {one: other for one, other in direction if (one, other) in good and (other, one) in good}
+
+                def ask(name: str, peers: Mapping[str, str] = peers) -> dict[str, Any]:
+                    place = self.told[peers[name]]["place"]
+                    words = {"address": place["address"], "port": place["port"], "seconds": seconds}
+                    found: dict[str, Any] = self._visits[name].ask("measure", 4 * ANSWER_S + 2 * seconds, **words)
+                    return found
+
+                here = [one for one, other in peers.items() if {one, other} <= set(self._well)]
+                for one, found in self._each(ask, here).items():
+                    good[one, peers[one]].update(found)
+
+    def close(self) -> None:
+        for visit in self._visits.values():
+            visit.close()
+        self._crowd.shutdown()
+        self.pairs = [pair for pair in self.pairs if {pair["from"], pair["to"]} <= set(self._well)]
 
 
 def _clock(visit: Visit) -> dict[str, float]:
@@ -130,40 +184,6 @@ def _clock(visit: Visit) -> dict[str, float]:
         if took_s < best_s:
             best_s, skew_s = took_s, theirs - start - took_s / 2
     return {"skew_s": skew_s, "skew_error_s": best_s / 2}
-
-
-def _reach(
-    visit: Visit, host: Host, among: Sequence[Host], told: Mapping[str, Mapping[str, Any]], alone: bool
-) -> dict[str, str]:
-    places = {peer.name: told[peer.name]["place"] for peer in among if alone or peer is not host}
-    peers = {name: [place["address"], place["port"]] for name, place in places.items()}
-    found: dict[str, str] = visit.ask("reach", REACH_S + ANSWER_S, peers=peers, limit_s=REACH_S)
-    return found
-
-
-def _measure(
-    each: Callable[[Callable[[Host], Any], Sequence[Host]], Mapping[str, Any]],
-    visits: Mapping[str, Visit],
-    told: Mapping[str, Mapping[str, Any]],
-    pairs: Sequence[dict[str, Any]],
-) -> None:
-    """Into ``pairs``: those that reach each other, no host in two crossings at a time, each direction by itself."""
-    good = {(pair["from"], pair["to"]): pair for pair in pairs if not pair["why"]}
-    names = list(dict.fromkeys(name for pair in good for name in pair))
-    turns = [[(names[0], names[0])]] if (names and (names[0], names[0]) in good) else rounds(names)
-    seconds = min(FLOOD_S[1], max(FLOOD_S[0], CROSSING_S / (2 * len(turns) or 1)))
-    for turn in turns:
-        for direction in (turn, [(other, one) for one, other in turn if one != other]):
-            peers = {one: other for one, other in direction if (one, other) in good and (other, one) in good}
-            peers = {one: other for one, other in peers.items() if "place" in told[one] and "place" in told[other]}
-
-            def cross(host: Host, peers: Mapping[str, str] = peers) -> Any:
-                place = told[peers[host.name]]["place"]
-                words = {"address": place["address"], "port": place["port"], "seconds": seconds}
-                return visits[host.name].ask("measure", 4 * ANSWER_S + 2 * seconds, **words)
-
-            for one, found in each(cross, [visits[one].host for one in peers]).items():
-                good[one, peers[one]].update(found)
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

@@ -83,6 +83,7 @@ class Visit:
                     if mark:
                         return json.loads(answer)
                 elif not eyes.select(max(0.0, end - time.monotonic())):
+                    self._process.kill()
                     raise ConnectionError(check.no_answer(limit_s))
                 elif data := os.read(self._stdout.fileno(), 1 << 16):
                     self._heard += data
