@@ -1,12 +1,14 @@
-"""Machines with an sshd each, in namespaces on one bridge, and firewalls among them; the tests' own is on it as well."""
+"""Machines with an sshd each: namespaces on one bridge, on which the tests are as well; firewalls among them."""
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from cluster import Cluster
@@ -28,7 +30,8 @@ def do(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=20)
 
 
-def refuse_calls(cluster: Cluster, node: int, caller: int, but: int = 0) -> None:
+@contextlib.contextmanager
+def refuse_calls(cluster: Cluster, node: int, caller: int, but: int = 0) -> Iterator[None]:
     """``node`` lets in no connection that ``caller`` begins, except to port ``but``; what it begins itself works.
 
     The kernels of small machines have neither a drop action nor, always, the tools of netfilter: the first packet of a
@@ -43,10 +46,15 @@ def refuse_calls(cluster: Cluster, node: int, caller: int, but: int = 0) -> None
         do(*rule, "prio", "1", "u32", *tcp, "match", "ip", "dport", str(but), "0xffff", "flowid", ":1")
     first = ["match", "u8", "0x02", "0x12", "at", "33"]
     do(*rule, "prio", "2", "u32", *tcp, *first, "action", "mirred", "egress", "redirect", "dev", "x0")
+    try:
+        yield
+    finally:
+        do("ip", "netns", "exec", name, "tc", "qdisc", "del", "dev", "e0", "ingress")
+        do("ip", "-n", name, "link", "del", "x0")
 
 
 class Machines:
-    """``ssh`` is a client's command line that knows them as node0, node1, ... ; their names lead home, as Debian has it."""
+    """``ssh`` is a client's command line that knows them as node0, node1, ... ; their names lead home, as on Debian."""
 
     def __init__(self, num_nodes: int, rate: str | None = None):
         self.cluster = Cluster(num_nodes, rate)

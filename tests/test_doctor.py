@@ -1,4 +1,4 @@
-"""A doctor finds what is wrong with hosts that are real, each by its own line within ten seconds, and leaves nothing."""
+"""A doctor finds what is wrong with real hosts, each fault by its own line within ten seconds, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
     for line, (name, why) in zip(lines, wanted.items(), strict=False):
         assert re.match(rf"- {name}: {why}", line), line
     for name in ("one", "two"):
-        assert re.search(rf"^{name}: Python 3.*, torch .*, paceline .* cores.*, clock [+-]\d+\.\d ms ± ", said, re.M)
+        assert re.search(rf"^{name}: Python 3.*, paceline .*, torch .* cores.*, clock [+-]\d+\.\d ms ± ", said, re.M)
     assert re.search(r"^one -> two: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
     assert re.search(r"^two -> one: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
     assert said.splitlines()[-1] == "6 things stand in the way of a run"
@@ -149,7 +149,9 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
     python.chmod(0o755)
     found = examine(parse("one"), Way(sshd.ssh, str(python)), show=quiet)
     (line,) = in_the_way(found)
-    assert re.match(r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line)
+    assert re.match(
+        r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line
+    )
 
 
 @needs_sshd
@@ -167,7 +169,9 @@ def test_a_client_that_is_none_is_told():
 def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
     found = examine(parse("one"), Way(sshd.ssh), show=quiet)
-    assert re.match(r"one: GLOO_SOCKET_IFNAME='nic7' is no interface there .* there are: .*\blo\b", in_the_way(found)[0])
+    assert re.match(
+        r"one: GLOO_SOCKET_IFNAME='nic7' is no interface there .* there are: .*\blo\b", in_the_way(found)[0]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +190,9 @@ def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(t
         assert told["place"]["address"] == f"10.77.0.{node + 1}"
         assert told["cards"]["e0"]["mtu"] == 1500
         assert abs(told["skew_s"]) <= told["skew_error_s"] + 0.01, "one clock under both"
-        trap = rf"its own name 'node{node}' leads home \(127\.0\.1\.1\): .*, such as 10\.77\.0\.{node + 1}, in /etc/hosts"
+        trap = (
+            rf"its own name 'node{node}' leads home \(127\.0\.1\.1\): .*, such as 10\.77\.0\.{node + 1}, in /etc/hosts"
+        )
         assert any(f["who"] == f"node{node}" and re.search(trap, f["what"]) for f in found["findings"])
     assert {(pair["from"], pair["to"]) for pair in found["pairs"]} == {("node0", "node1"), ("node1", "node0")}
     for pair in found["pairs"]:
@@ -203,16 +209,12 @@ def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines)
 
 
 @needs_machines
-def test_a_one_way_firewall_is_told_by_name_and_direction():
-    with Machines(2) as two:
-        refuse_calls(two.cluster, 0, caller=1)
-        said = doctor("-H", "node0,node1", "--ssh", two.ssh, code=1)
+def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
+    with refuse_calls(two_machines.cluster, 0, caller=1):
+        said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, code=1)
         line = (
-            r"^- node0: node1 does not reach node0 at 10\.77\.0\.1:\d+ \(no answer within 2 s\), and node0 reaches node1: "
-            r"a one-way firewall; let TCP ports \d+ to \d+ and MASTER_PORT in from 10\.77\.0\.2: "
+            r"^- node0: node1 does not reach node0 at 10\.77\.0\.1:\d+ \(no answer within 2 s\), and node0 reaches "
+            r"node1: a one-way firewall; let TCP ports \d+ to \d+ and MASTER_PORT in from 10\.77\.0\.2: "
         )
         assert re.search(line, said, re.M), said
         assert said.splitlines()[-1] == "one thing stands in the way of a run"
-        refuse_calls(two.cluster, 1, caller=0)
-        said = doctor("-H", "node0,node1", "--ssh", two.ssh, code=1)
-        assert "- node0 and node1: node0 and node1 do not reach each other (no answer within 2 s); let TCP" in said

@@ -58,7 +58,11 @@ def test_the_healthy_have_nothing(healthy):
         ({"ports": [50000, 50099]}, SLOW, "only 100 ports"),
         ({"infiniband": True, "locked_bytes": 65536}, NOTED, "ulimit -l is 64 KiB, with InfiniBand"),
         ({"gpus": 2}, SLOW, r"2 NVIDIA GPUs, and torch there \(no CUDA\) sees none"),
-        ({"own_name": {"name": "box", "address": "127.0.1.1"}}, SLOW, r"'box' leads home \(127\.0\.1\.1\).*as 10\.0\.0\.2,"),
+        (
+            {"own_name": {"name": "box", "address": "127.0.1.1"}},
+            SLOW,
+            r"'box' leads home \(127\.0\.1\.1\).*as 10\.0\.0\.2,",
+        ),
         ({"own_name": {"name": "box", "error": "unknown"}}, SLOW, r"'box' leads nowhere \(unknown\)"),
         ({"software": {"late": 8.0}}, SLOW, "importing torch took more than 8 s"),
         ({"software": {"error": "ImportError: x"}}, IN_THE_WAY, "fails there: ImportError: x; install"),
@@ -79,7 +83,11 @@ def test_a_fault_of_one_host_is_its_only_finding(healthy, changes, weight, said)
 @pytest.mark.parametrize(
     ("changes", "weight", "said"),
     [
-        ({"why": "no answer within 2 s"}, IN_THE_WAY, r"one does not reach two at 10\.0\.0\.2:40002 .*a one-way firewall"),
+        (
+            {"why": "no answer within 2 s"},
+            IN_THE_WAY,
+            r"one does not reach two at 10\.0\.0\.2:40002 .*a one-way firewall",
+        ),
         ({"bytes_per_s": 3e7}, SLOW, "240 Mbit/s, and its interface says 1000"),
         ({"stalled": "nothing more"}, IN_THE_WAY, r"an MTU that differs .*\(eth0 1500, eth0 1500\)"),
     ],
@@ -130,3 +138,10 @@ def test_rounds_hold_every_pair_once_and_nobody_twice_at_a_time(count):
     for turn in turns:
         assert len({name for pair in turn for name in pair}) == 2 * len(turn)
     assert len(turns) == max(0, count - 1 + count % 2)
+
+
+def test_a_way_that_is_closed_in_both_directions_is_one_finding(healthy):
+    pairs = [{**pair, "why": "no answer within 2 s"} for pair in PAIRS]
+    (finding,) = diagnose(*healthy, pairs, WAY)
+    assert finding.weight == IN_THE_WAY
+    assert str(finding).startswith("one and two: one and two do not reach each other (no answer within 2 s); let TCP")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -29,9 +28,9 @@ def begin(cluster, script, *arguments):
 def test_calls_in_one_direction_alone_are_told_to_both_before_training(tmp_path):
     """Rank 1 reaches the meeting point, and rank 0 reaches rank 1; rank 1 reaches nothing else of rank 0."""
     with Cluster(2) as cluster:
-        refuse_calls(cluster, 0, caller=1, but=PORT)
-        nodes = begin(cluster, "meeting.py", tmp_path)
-        errors = [node.communicate(timeout=60)[1] for node in nodes]
+        with refuse_calls(cluster, 0, caller=1, but=PORT):
+            nodes = begin(cluster, "meeting.py", tmp_path)
+            errors = [node.communicate(timeout=60)[1] for node in nodes]
     want = (
         r"^paceline: rank 1 on node1 \(10\.77\.0\.2\) does not reach rank 0 on node0 \(10\.77\.0\.1\) at port \d+: no "
         r"answer within 5 s; a firewall that lets only one direction through\?"
@@ -49,14 +48,9 @@ def test_a_lane_that_cannot_be_connected_any_more_is_told_within_ten_seconds(tmp
             assert time.monotonic() < end
             assert all(node.poll() is None for node in nodes)
             time.sleep(0.05)
-        for node in range(2):
-            refuse_calls(cluster, node, caller=1 - node)
-        (tmp_path / "go").touch()
-        said = []
-        for node in nodes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                said.append(node.communicate(timeout=40)[0])
-    assert len(said) == 2
+        with refuse_calls(cluster, 0, caller=1), refuse_calls(cluster, 1, caller=0):
+            (tmp_path / "go").touch()
+            said = [node.communicate(timeout=40)[0] for node in nodes]
     for text in said:
         took_s, words = text.split(" ", 1)
         assert re.search(r"rank [01] on node[01] .* met rank [01] on node[01] .*, but on lane 'late' ", words), text

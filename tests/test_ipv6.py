@@ -52,7 +52,9 @@ def test_routes_are_tried(monkeypatch):
         assert [type(member).read(member.rank, member.write()) for member in members] == members
         assert [complaint(door.member, members) for door in doors] == [""] * 3
         doors[2].close()
-        assert complaint(members[0], members).startswith("rank 0 on host0 (::1) does not reach rank 2 on host2 (::1) at")
+        assert complaint(members[0], members).startswith(
+            "rank 0 on host0 (::1) does not reach rank 2 on host2 (::1) at"
+        )
     finally:
         for door in doors[:2]:
             door.close()
@@ -89,9 +91,7 @@ def test_two_processes_train_over_loopback(tmp_path):
     base = {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-W", "error", SCRIPT, str(tmp_path)]
     processes = [
-        subprocess.Popen(
-            command, env=launching.environment(**base, RANK=str(rank)), stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(command, env=launching.environment(**base, RANK=str(rank)), stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:

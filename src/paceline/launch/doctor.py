@@ -1,7 +1,7 @@
 """All hosts examined at once: what each says, who reaches whom, how fast; then `findings` says what is wrong.
 
-    come (facts)   clock   settle   reach   software        cross, pair by pair
-    LIMIT_S        each within ANSWER_S     until OVER_S    until OVER_S, FLOOD_S each way
+come (facts)   clock   settle   reach   software        cross, pair by pair
+LIMIT_S        each within ANSWER_S     until OVER_S    until OVER_S, FLOOD_S each way
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ class _Ward:
         if not (names := self._well):
             return
         where = address or self.told[names[0]]["address"] or "127.0.0.1"
-        same = {"meeting": where, "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""), "secret": secrets.token_hex(32)}
+        same = {
+            "meeting": where,
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+            "secret": secrets.token_hex(32),
+        }
 
         def ask(name: str) -> dict[str, Any]:
             first = name == names[0]
@@ -133,7 +137,7 @@ class _Ward:
 
         def ask(name: str) -> dict[str, str]:
             peers = {peer: door for peer, door in doors.items() if self._alone or peer != name}
-            found: dict[str, str] = self._visits[name].ask("reach", REACH_S + ANSWER_S, peers=peers, limit_s=REACH_S)
+            found: dict[str, str] = self._visits[name].ask("reach", REACH_S + ANSWER_S, peers=peers, patience_s=REACH_S)
             return found
 
         for one, reached in self._each(ask, list(doors)).items():
@@ -141,7 +145,7 @@ class _Ward:
 
     def software(self) -> None:
         left_s = max(1.0, self._begin + OVER_S - time.monotonic())
-        answers = self._each(lambda name: self._visits[name].ask("software", left_s + 1, limit_s=left_s), self._well)
+        answers = self._each(lambda name: self._visits[name].ask("software", left_s + 1, patience_s=left_s), self._well)
         for name, answer in answers.items():
             self.told[name]["software"] = answer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,27 +57,27 @@ def _in_the_way(mine: Told, told: Told, way: Way) -> Iterator[str]:
     yield from faults(mine, told, way)
     software = told.get("software", {})
     if all(told["versions"].values()) and "error" in software:
-        yield f"`import torch, paceline` fails there: {software['error']}; install them anew: {way.python} -m pip install"
+        yield f"`import torch, paceline` fails there: {software['error']}; install both anew for {way.python}"
     place = told.get("place", {})
     if "error" in place:
         yield place["error"]
     elif "refused" in place:
         asked = place["asked_port"]
-        if asked and place["refused"] == "Address already in use":
+        if place["errno"] == errno.EADDRINUSE:
             yield (
                 f"port {asked} is taken at {place['address']} (`ss -ltnp` names by whom); end that, or meet at another: "
                 f"--port, MASTER_PORT"
             )
         else:
-            yield f"it cannot listen at {place['address']}:{asked or 'any port'} ({place['refused']}); check --address"
+            yield f"it cannot listen at {place['address']} ({place['refused']}), where others would reach it; check --address"
 
 
 def _of_one(told: Told) -> Iterator[tuple[int, str]]:
     own = told["own_name"]
     name, address = own["name"], own.get("address", "")
     if address and _is_loopback(address) and name != "localhost":
-        outside = told.get("place", {}).get("address", "")
-        better = f", such as {outside}" if outside and not _is_loopback(outside) else ""
+        outside = [one for card in told["cards"].values() for one in card["addresses"] if not _is_loopback(one)]
+        better = f", such as {outside[0]}" if outside else ""
         yield (
             SLOW,
             f"its own name {name!r} leads home ({address}): with MASTER_ADDR={name} other machines would look for it "
@@ -105,7 +106,10 @@ def _of_one(told: Told) -> Iterator[tuple[int, str]]:
         build = f"CUDA {software['cuda']}" if software["cuda"] else "no CUDA"
         yield SLOW, f"{told['gpus']} NVIDIA GPUs, and torch there ({build}) sees none; install a build for its driver"
     if told["infiniband"] and 0 <= told["locked_bytes"] < GIB:
-        yield NOTED, f"ulimit -l is {told['locked_bytes'] >> 10} KiB, with InfiniBand there; raise memlock in limits.conf"
+        yield (
+            NOTED,
+            f"ulimit -l is {told['locked_bytes'] >> 10} KiB, with InfiniBand there; raise memlock in limits.conf",
+        )
     if "late" in software:
         yield SLOW, f"importing torch took more than {software['late']:.0f} s; a slow disk, or a busy machine"
     card = _card(told)
@@ -179,7 +183,9 @@ def _speeds(hosts: Mapping[str, Told], pairs: Sequence[Told]) -> Iterator[Findin
         back = speeds.get((pair["to"], pair["from"]), 0.0)
         rate = f"{speed * 8 / 1e6:.0f} Mbit/s"
         if speed and promised and speed < HALF * promised:
-            yield Finding(SLOW, who, f"{rate}, and its interface says {promised * 8 / 1e6:.0f}; cable, switch, or load?")
+            yield Finding(
+                SLOW, who, f"{rate}, and its interface says {promised * 8 / 1e6:.0f}; cable, switch, or load?"
+            )
         elif speed and speed < HALF * back:
             yield Finding(SLOW, who, f"{rate}, and {back * 8 / 1e6:.0f} the other way; cable, duplex, or load?")
         elif speed and speed < HALF * usual:

@@ -6,6 +6,7 @@ It ends when stdin ends, or after LIFE_S whatever happens, and leaves nothing be
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ class Patient:
 
     def open(self, meeting: str, first: bool, interface: str, port: int, secret: str) -> dict[str, Any]:
         """Where this host is, and at which port it now listens; or why it does not."""
-        found = symptoms.place(meeting, first, interface)
+        found |= {"errno": error.errno, "refused": os.strerror(error.errno or 0)}= symptoms.place(meeting, first, interface)
         if "error" not in found:
             self._own, self._secret = found["address"], bytes.fromhex(secret)
             try:
@@ -54,14 +55,15 @@ class Patient:
                 found |= {"errno": error.errno, "refused": error.strerror or str(error)}
         return found
 
-    def reach(self, peers: dict[str, list[Any]], limit_s: float) -> dict[str, str]:
-        """For each peer at [address, port]: "" where it was reached, else why not."""
+    def reach(self, peers: dict[str, tuple[str, int]], patience_s: float) -> dict[str, str]:
+        """For each peer at (address, port): "" where it was reached, else why not."""
 
-        def knock(place: list[Any]) -> str:
+        def knock(place: tuple[str, int]) -> str:
+            address, port = place
             try:
-                crossing.reach(self._own, *place, self._secret, limit_s).close()
+                crossing.reach(self._own, address, port, self._secret, patience_s).close()
             except TimeoutError:
-                return f"no answer within {limit_s:.0f} s"
+                return f"no answer within {patience_s:.0f} s"
             except OSError as error:
                 return error.strerror or str(error)
             return ""
@@ -81,13 +83,13 @@ class Patient:
             found["stalled"] = error.strerror or str(error)
         return found
 
-    def software(self, limit_s: float) -> dict[str, Any]:
+    def software(self, patience_s: float) -> dict[str, Any]:
         """What torch says of itself; or why it does not."""
         assert self._software
         try:
-            out, errors = self._software.communicate(timeout=limit_s)
+            out, errors = self._software.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
-            return {"late": limit_s}
+            return {"late": patience_s}
         try:
             found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
             return found

@@ -112,7 +112,9 @@ def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
     """
     there = resolve(meeting)
     if "error" in there:
-        return {"error": f"{meeting!r} is no name that is known there ({there['error']}); give an address with --address"}
+        return {
+            "error": f"{meeting!r} is no name that is known there ({there['error']}); give an address with --address"
+        }
     address = there["address"]
     if interface:
         addresses = cards().get(interface, {}).get("addresses", [])

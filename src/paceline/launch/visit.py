@@ -45,7 +45,7 @@ class Visit:
     def __init__(self, host: Host, way: Way, here: bool = False):
         self.host, self._way = host, way
         command = [sys.executable, "-c", BOOT] if here else way.command(host, "-c", BOOT)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the visit
         try:
             self._process = subprocess.Popen(
                 command,
