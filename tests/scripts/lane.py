@@ -21,4 +21,4 @@ try:
 except LinkError as error:
     said = str(error)
 print(f"{time.monotonic() - start:.1f} {said}", flush=True)
-os._exit(0)  # with half a lane, there is nothing to leave in peace
+sys.exit(said != "a lane")

@@ -59,19 +59,19 @@ class Link(contract.Link):
     def _make_group(self, name: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._timeout = timedelta(seconds=REACH_S)  # of connecting, which begins once all are here
+        options._timeout = timedelta(seconds=PATIENCE_S)
         options._threads = 2
         store = dist.PrefixStore(name, self._store)
         store.set(f"here/{self.rank}", "")
         store.multi_get([f"here/{rank}" for rank in range(self.size)])
+        # from here on all are at it; gloo by itself would try for five times its timeout
+        connected = _Promise(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, options))
         try:
-            group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            group = connected.wait(REACH_S)
         except RuntimeError as error:
             raise LinkError(self._unmet(name, f"gloo did not connect them ({_first_line(error)})")) from error
-        _outlive(group)
         self._groups.append(group)
         self._try_out(group, name)
-        group._set_default_timeout(timedelta(seconds=PATIENCE_S))
         return group
 
     def _try_out(self, group: Any, name: str) -> None:
@@ -268,6 +268,30 @@ class _Patient:
             raise RuntimeError("not yet")
         if self.error:
             raise self.error
+
+
+class _Promise:
+    """What ``make`` gives, in a thread of its own, which is left alone where it takes too long."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._made: Any = None
+        self._error: Exception = RuntimeError("no answer")
+        self._thread = threading.Thread(target=self._run, name="paceline promise", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+            _outlive(self._made)
+        except Exception as error:
+            self._error = error
+
+    def wait(self, limit_s: float) -> Any:
+        self._thread.join(limit_s)
+        if self._made is None:
+            raise self._error
+        return self._made
 
 
 class _Done(contract.Handle):
