@@ -20,7 +20,7 @@ from paceline.launch.hosts import Way, parse
 from sshd import Sshd, unavailable
 
 LIMIT_S = 10.0
-START_S = 2.5  # of Python, and of the command line's imports
+START_S = 5.0  # of Python, and of the command line's imports
 needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
 needs_machines = pytest.mark.skipif(
     bool(machines.unavailable()), reason=machines.unavailable() or "machines can be made here"

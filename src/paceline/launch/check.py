@@ -128,8 +128,12 @@ def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
     first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
     if not others:
         return None
-    if ":" in first:
-        return f"it was reached at {first}, and nodes meet over IPv4; give its IPv4 address with --address"
-    if first.startswith("127.") and not all(address.startswith("127.") for address in others):
+    if first.startswith("fe80:"):
+        return f"it was reached at {first}, an address of one cable alone; give another of its with --address"
+    if _is_home(first) and not all(map(_is_home, others)):
         return f"it was reached at {first}, where the other hosts find only themselves; give its address with --address"
     return None
+
+
+def _is_home(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -62,14 +62,13 @@ def _in_the_way(mine: Told, told: Told, way: Way) -> Iterator[str]:
     if "error" in place:
         yield place["error"]
     elif "refused" in place:
-        asked = place["asked_port"]
         if place["errno"] == errno.EADDRINUSE:
             yield (
-                f"port {asked} is taken at {place['address']} (`ss -ltnp` names by whom); end that, or meet at another: "
-                f"--port, MASTER_PORT"
+                f"port {place['asked_port']} is taken at {place['address']} (`ss -ltnp` names by whom); end that, or "
+                f"meet at another: --port, MASTER_PORT"
             )
         else:
-            yield f"it cannot listen at {place['address']} ({place['refused']}), where others would reach it; check --address"
+            yield f"it cannot listen at {place['address']} ({place['refused']}); check --address"
 
 
 def _of_one(told: Told) -> Iterator[tuple[int, str]]:

@@ -45,14 +45,14 @@ class Patient:
 
     def open(self, meeting: str, first: bool, interface: str, port: int, secret: str) -> dict[str, Any]:
         """Where this host is, and at which port it now listens; or why it does not."""
-        found |= {"errno": error.errno, "refused": os.strerror(error.errno or 0)}= symptoms.place(meeting, first, interface)
+        found = symptoms.place(meeting, first, interface)
         if "error" not in found:
             self._own, self._secret = found["address"], bytes.fromhex(secret)
             try:
                 self._gate = crossing.Gate(self._own, port, self._secret)
                 found["port"] = self._gate.port
             except OSError as error:
-                found |= {"errno": error.errno, "refused": error.strerror or str(error)}
+                found |= {"errno": error.errno, "refused": os.strerror(error.errno or 0)}
         return found
 
     def reach(self, peers: dict[str, tuple[str, int]], patience_s: float) -> dict[str, str]:
