@@ -184,6 +184,6 @@ def test_a_firewall_that_lets_the_meeting_through_and_no_more_is_told_to_all(tmp
         lines = said_in_a_cluster(cluster, tmp_path, ({}, {}))
     want = (
         r"rank 0 on node0 \(10\.77\.0\.1\) does not reach rank 1 on node1 \(10\.77\.0\.2\) at port \d+: no answer "
-        r"within 10 s; a firewall"
+        r"within 5 s; a firewall"
     )
     assert all(re.match(want, line) for line in lines), lines

@@ -56,7 +56,7 @@ RULES = {
         *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
-    "launch*": ("plan", "report.record", "launch.*"),
+    "launch*": ("plan", "report.record", "link.proof", "probe.survey", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": (
         *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),

@@ -102,7 +102,9 @@ def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
         (["127.0.0.1", "127.0.0.1"], None),
         (["10.0.0.1", "127.0.0.1"], None),
         (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
-        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, and nodes meet over IPv4.*--address"),
+        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, an address of one cable alone.*--address"),
+        (["fd77::1", "fd77::2"], None),
+        (["::1", "fd77::2"], r"reached at ::1, where the other hosts find only themselves.*--address"),
     ],
 )
 def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__, world
-from paceline.cli import bench, look, pack, plan, run, train, verify
+from paceline.cli import bench, doctor, look, pack, plan, run, train, verify
 
 __all__ = ["app", "main"]
 
@@ -50,4 +50,5 @@ app.command()(look.report)
 app.command()(look.track)
 app.command(context_settings=AFTER)(verify.verify)
 app.command(name="list")(look.list_)
+app.command()(doctor.doctor)
 app.command()(bench.bench)

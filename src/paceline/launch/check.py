@@ -46,22 +46,37 @@ def _ask(host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
             command, input=source, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
         )
     except FileNotFoundError:
-        return f"there is no {command[0]!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+        return no_client(command[0])
     except subprocess.TimeoutExpired:
-        return f"no answer within {LIMIT_S} s; is it on, and does its firewall let ssh in?"
-    last = (done.stderr.strip() or "nothing was said").splitlines()[-1].strip()
-    if done.returncode == LOST:
-        return _why(host, done.stderr, last)
+        return no_answer(LIMIT_S)
     if done.returncode:
-        return (
-            f"{way.python} did not run there (exit code {done.returncode}: {last}); install Python at that path, or "
-            f"name the one to use with --python"
-        )
+        return ended(host, way, done.returncode, done.stderr)
     try:
         answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         return f"{way.python} answered {done.stdout[-80:]!r}, which no Python does; name another with --python"
     return answer
+
+
+def no_client(command: str) -> str:
+    return f"there is no {command!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+
+
+def no_answer(limit_s: float) -> str:
+    return f"no answer within {limit_s} s; is it on, and does its firewall let ssh in?"
+
+
+def ended(host: Host, way: Way, code: int, errors: str) -> str:
+    """Why ssh, or Python there, ended with a code and these last words, and the remedy."""
+    last = (errors.strip() or "nothing was said").splitlines()[-1].strip()
+    if code == LOST:
+        return _why(host, errors, last)
+    if code == 1 and last.startswith("Python "):
+        return f"{way.python} there is {last}, and 3.10 or newer is needed; name another with --python"
+    return (
+        f"{way.python} did not run there (exit code {code}: {last}); install Python at that path, or name the one to "
+        f"use with --python"
+    )
 
 
 def _why(host: Host, errors: str, last: str) -> str:
@@ -113,8 +128,12 @@ def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
     first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
     if not others:
         return None
-    if ":" in first:
-        return f"it was reached at {first}, and nodes meet over IPv4; give its IPv4 address with --address"
-    if first.startswith("127.") and not all(address.startswith("127.") for address in others):
+    if first.startswith("fe80:"):
+        return f"it was reached at {first}, an address of one cable alone; give another of its with --address"
+    if _is_home(first) and not all(map(_is_home, others)):
         return f"it was reached at {first}, where the other hosts find only themselves; give its address with --address"
     return None
+
+
+def _is_home(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

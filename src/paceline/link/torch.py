@@ -62,13 +62,17 @@ class Link(contract.Link):
         options._timeout = timedelta(seconds=PATIENCE_S)
         options._threads = 2
         store = dist.PrefixStore(name, self._store)
+        store.set(f"here/{self.rank}", "")
+        store.multi_get([f"here/{rank}" for rank in range(self.size)])
+        # from here on all are at it; gloo by itself would try for five times its timeout
+        connected = _Promise(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, options))
         try:
-            self._groups.append(dist.ProcessGroupGloo(store, self.rank, self.size, options))
+            group = connected.wait(REACH_S)
         except RuntimeError as error:
-            raise LinkError(f"could not join the others on lane {name!r}: {_first_line(error)}") from error
-        _outlive(self._groups[-1])
-        self._try_out(self._groups[-1], name)
-        return self._groups[-1]
+            raise LinkError(self._unmet(name, f"gloo did not connect them ({_first_line(error)})")) from error
+        self._groups.append(group)
+        self._try_out(group, name)
+        return group
 
     def _try_out(self, group: Any, name: str) -> None:
         """One small sum, before anything depends on it."""
@@ -81,11 +85,14 @@ class Link(contract.Link):
         except RuntimeError as error:
             why = _first_line(error)
         if int(mine) != self.size * (self.size + 1) // 2:
-            me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
-            raise LinkError(
-                f"{me} met {', '.join(map(str, others))} on lane {name!r}, but a first sum did not arrive within "
-                f"{REACH_S:.0f} s ({why}); check the firewall and the network between these addresses"
-            )
+            raise LinkError(self._unmet(name, f"a first sum did not arrive ({why})"))
+
+    def _unmet(self, name: str, what: str) -> str:
+        me, *others = sorted(self.members, key=lambda member: member.rank != self.rank)
+        return (
+            f"{me} met {', '.join(map(str, others))}, but on lane {name!r} {what} within {REACH_S:.0f} s; check "
+            f"the firewall and the network between these addresses"
+        )
 
     def lane(self, name: str) -> Link:
         lane = object.__new__(Link)
@@ -261,6 +268,30 @@ class _Patient:
             raise RuntimeError("not yet")
         if self.error:
             raise self.error
+
+
+class _Promise:
+    """What ``make`` gives, in a thread of its own, which is left alone where it takes too long."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._made: Any = None
+        self._error: Exception = RuntimeError("no answer")
+        self._thread = threading.Thread(target=self._run, name="paceline promise", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+            _outlive(self._made)
+        except Exception as error:
+            self._error = error
+
+    def wait(self, limit_s: float) -> Any:
+        self._thread.join(limit_s)
+        if self._made is None:
+            raise self._error
+        return self._made
 
 
 class _Done(contract.Handle):

@@ -1,4 +1,4 @@
-"""What this machine is: cores, caches, memory, processor. Read from the kernel, without torch.
+"""What this machine is: cores, caches, memory, processor. Read from the kernel; needs nothing but Python.
 
 A container's limits count, not the host's: the cores this process may run on, and what its cgroup allows.
 """
@@ -12,8 +12,6 @@ import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 # what changes which numerics pay; all other flags are noise in a fingerprint
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
@@ -75,7 +73,7 @@ def survey(gpus: bool = False) -> Machine:
 
 def memory_bytes() -> int:
     """Of the machine, or what the cgroup allows where that is less."""
-    limits = [psutil.virtual_memory().total]
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _cgroup_folders():
         for name in ("memory.max", "memory.limit_in_bytes"):
             if (text := _read(folder / name)).isdigit():

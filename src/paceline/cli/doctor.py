@@ -1,0 +1,103 @@
+"""paceline doctor"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console
+from paceline.launch.doctor import Examination, examine
+from paceline.launch.findings import IN_THE_WAY, NOTED, SLOW
+from paceline.launch.hosts import Way, parse
+
+TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers it:", NOTED: "worth knowing:"}
+
+
+def doctor(
+    hosts: HostsOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    port: Annotated[
+        int, typer.Option(envvar="MASTER_PORT", help="Which the first host must be able to take; 0: any.")
+    ] = 0,
+    ssh_command: SshOption = "ssh",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+) -> None:
+    """What is wrong with these hosts and the network between them, or with this machine, and how to mend it.
+
+    Exit code 0 where nothing stands in the way of a run, 1 else.
+
+    Examples:
+
+    paceline doctor
+
+    paceline doctor -H hostA,hostB
+    """
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port takes a number from 1 to 65535, or 0 for any, got {port}")
+    nodes = parse(hosts) if hosts else None
+    with Console(stderr=True).status("asking") as status:
+        found = examine(nodes, Way(ssh_command, python or sys.executable), address or "", port, status.update)
+    if as_json:
+        print(json.dumps(found.plain(), indent=2))
+    else:
+        for line in lines(found):
+            console.print(line, markup=False)
+    raise typer.Exit(0 if found.ready else 1)
+
+
+def lines(found: Examination) -> list[str]:
+    """The worst first, then a line for each host and each way between two."""
+    said = []
+    for weight, title in TITLES.items():
+        some = [finding for finding in found.findings if finding.weight == weight]
+        said += [title, *(f"- {finding}" for finding in some), ""] if some else []
+    well = {name: told for name, told in found.hosts.items() if "fault" not in told}
+    said += [f"{name}: {_host(told)}" for name, told in well.items()]
+    for pair in found.pairs:
+        if "latency_s" in pair:
+            rate = _rate(pair["bytes_per_s"]) if "bytes_per_s" in pair else "stalled"
+            said.append(f"{pair['from']} -> {pair['to']}: {pair['latency_s'] * 1e3:.2f} ms, {rate}")
+    count = sum(finding.weight == IN_THE_WAY for finding in found.findings)
+    things = "one thing stands" if count == 1 else f"{count} things stand"
+    return [*said, f"{things} in the way of a run" if count else "nothing stands in the way of a run"]
+
+
+def _host(told: Any) -> str:
+    software, versions = told.get("software", {}), told["versions"]
+    parts = [f"Python {told['python']}", *(f"{name} {version}" for name, version in versions.items() if version)]
+    libraries = [f"{name} {software[key]}" for name, key in (("MKL", "mkl"), ("oneDNN", "onednn")) if software.get(key)]
+    if not software.get("mkl") and software.get("blas"):
+        libraries.insert(0, software["blas"])
+    parts += libraries
+    cores = f"{told['cores']} cores"
+    if told["cores"] < told["cores_of_machine"]:
+        cores += f" of {told['cores_of_machine']}"
+    parts.append(f"{cores} {software.get('instructions', '')}".strip())
+    parts.append(f"{_gib(told['free_memory_bytes'])} of {_gib(told['memory_bytes'])} free")
+    parts += [f"/dev/shm {_gib(told['shared_bytes'])}"] if told["shared_bytes"] is not None else []
+    parts += [f"disk {_gib(told['disk_bytes'])} free"] if told["disk_bytes"] is not None else []
+    parts += software.get("gpus", [])
+    address = told.get("place", {}).get("address", "")
+    for name, card in told["cards"].items():
+        if address and address.partition("%")[0] in card["addresses"]:
+            speed = f", {card['speed_mbit']} Mbit/s" if card["speed_mbit"] else ""
+            parts.append(f"{name} {address} (MTU {card['mtu']}{speed})")
+    if told.get("skew_error_s") and told["address"]:
+        parts.append(f"clock {told['skew_s'] * 1e3:+.1f} ms ± {told['skew_error_s'] * 1e3:.1f}")
+    limit = "no limit" if told["open_files"] < 0 else told["open_files"]
+    locked = "no limit" if told["locked_bytes"] < 0 else f"{told['locked_bytes'] >> 10} KiB"
+    return ", ".join([*parts, f"ulimit -n {limit}, -l {locked}"])
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _rate(bytes_per_s: float) -> str:
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.1f} Mbit/s"

@@ -1,0 +1,221 @@
+"""A doctor finds what is wrong with real hosts, each fault by its own line within ten seconds, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import machines
+from machines import Machines, refuse_calls
+from paceline.launch.doctor import examine
+from paceline.launch.findings import IN_THE_WAY
+from paceline.launch.hosts import Way, parse
+from sshd import Sshd, unavailable
+
+LIMIT_S = 10.0
+START_S = 5.0  # of Python, and of the command line's imports
+needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+needs_machines = pytest.mark.skipif(
+    bool(machines.unavailable()), reason=machines.unavailable() or "machines can be made here"
+)
+
+
+def doctor(*words, code=0, **more):
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "doctor", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        **more,
+    )
+    took_s = time.monotonic() - start
+    assert done.returncode == code, done.stdout + done.stderr
+    assert took_s < LIMIT_S + START_S
+    wait_until_nothing_is_left()
+    return done.stdout
+
+
+def wait_until_nothing_is_left(limit_s=5.0):
+    """What a doctor starts, here or on a host, has this in its command line."""
+    end = time.monotonic() + limit_s
+    while left := [pid for pid in Path("/proc").glob("[0-9]*") if b"sys.modules[name].main()" in words(pid)]:
+        assert time.monotonic() < end, [words(pid) for pid in left]
+        time.sleep(0.05)
+
+
+def words(pid):
+    try:
+        return (pid / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def quiet(_):
+    pass
+
+
+def in_the_way(found):
+    return [str(finding) for finding in found.findings if finding.weight == IN_THE_WAY]
+
+
+@pytest.fixture(scope="module")
+def sshd():
+    with Sshd() as server:
+        yield server
+
+
+def test_this_machine_alone():
+    said = json.loads(doctor("--json"))
+    assert said["ready"]
+    ((name, told),) = said["hosts"].items()
+    assert name == socket.gethostname()
+    software = told["software"]
+    if "late" not in software:  # on a machine that is busy with other tests
+        assert told["versions"]["torch"] == software["torch"]
+        assert software["instructions"]
+    assert 1 <= told["cores"] <= told["cores_of_machine"]
+    assert told["cards"]["lo"]["addresses"][0] == "127.0.0.1"
+    (pair,) = said["pairs"]
+    assert pair["from"] == pair["to"] == name
+    assert 0 < pair["latency_s"] < 0.1
+    assert pair["bytes_per_s"] > 10e6
+
+
+@needs_sshd
+def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measured(sshd):
+    said = doctor("-H", "one,stranger,two,changed,locked,shut,silent,nowhere", "--ssh", sshd.ssh, code=1)
+    wanted = {
+        "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
+        "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
+        "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
+        "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
+        "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
+        "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
+    }
+    head, *lines = said.splitlines()
+    assert head == "in the way of a run:"
+    for line, (name, why) in zip(lines, wanted.items(), strict=False):
+        assert re.match(rf"- {name}: {why}", line), line
+    for name in ("one", "two"):
+        assert re.search(rf"^{name}: Python 3.*, paceline .*, torch .* cores.*, clock [+-]\d+\.\d ms ± ", said, re.M)
+    assert re.search(r"^one -> two: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
+    assert re.search(r"^two -> one: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
+    assert said.splitlines()[-1] == "6 things stand in the way of a run"
+
+
+@needs_sshd
+def test_a_port_that_is_taken_is_told(sshd):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = doctor("-H", "one,two", "--ssh", sshd.ssh, "--port", str(port), code=1)
+    assert f"- one: port {port} is taken at 127.0.0.1 (`ss -ltnp` names by whom); end that, or meet at another" in said
+    assert "- two:" not in said.partition("makes it slow")[0]
+    assert said.splitlines()[-1] == "one thing stands in the way of a run"
+
+
+@needs_sshd
+def test_a_host_without_paceline_and_with_another_torch_is_told(sshd, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
+    (packages,) = tmp_path.glob("bare/lib/python*/site-packages")
+    (packages / "torch-0.0.1.dist-info").mkdir()
+    (packages / "torch-0.0.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 0.0.1\n")
+    bare = tmp_path / "bare" / "bin" / "python"
+    noisy = tmp_path / "bare" / "bin" / "noisy"  # what a login writes by itself must not matter
+    noisy.write_text(f'#!/bin/sh\necho "welcome to this machine"\nunset PYTHONPATH\nexec {bare} "$@"\n')
+    noisy.chmod(0o755)
+    found = examine(parse("one,two"), Way(sshd.ssh, str(noisy), str(tmp_path)), show=quiet)
+    lines = in_the_way(found)
+    for name in ("one", "two"):
+        assert any(line.startswith(f"{name}: paceline is not installed for ") for line in lines), lines
+        assert any(line.startswith(f"{name}: torch is 0.0.1 there and ") for line in lines), lines
+    assert len(lines) == 4
+    assert all(pair["bytes_per_s"] > 10e6 for pair in found.pairs), "links need no paceline there"
+    wait_until_nothing_is_left()
+
+
+@needs_sshd
+def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open shared object file')")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}:$PYTHONPATH\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = examine(parse("one"), Way(sshd.ssh, str(python)), show=quiet)
+    (line,) = in_the_way(found)
+    assert re.match(
+        r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line
+    )
+
+
+@needs_sshd
+def test_an_interpreter_that_is_none_is_told(sshd):
+    found = examine(parse("one"), Way(sshd.ssh, python="/no/python"), show=quiet)
+    assert re.match(r"one: /no/python did not run there \(exit code 127: .*--python", in_the_way(found)[0])
+
+
+def test_a_client_that_is_none_is_told():
+    found = examine(parse("one,two"), Way("no-such-ssh -v"), show=quiet)
+    assert [line.partition(" is no ")[0] for line in in_the_way(found)] == ["one: there", "two: there"]
+
+
+@needs_sshd
+def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
+    found = examine(parse("one"), Way(sshd.ssh), show=quiet)
+    assert re.match(
+        r"one: GLOO_SOCKET_IFNAME='nic7' is no interface there .* there are: .*\blo\b", in_the_way(found)[0]
+    )
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    with Machines(2, rate="100mbit") as two:
+        yield two
+
+
+@needs_machines
+def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(two_machines):
+    said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--json")
+    found = json.loads(said)
+    assert found["ready"]
+    for node, told in enumerate(found["hosts"].values()):
+        assert told["host"] == f"node{node}"
+        assert told["place"]["address"] == f"10.77.0.{node + 1}"
+        assert told["cards"]["e0"]["mtu"] == 1500
+        assert abs(told["skew_s"]) <= told["skew_error_s"] + 0.01, "one clock under both"
+        trap = (
+            rf"its own name 'node{node}' leads home \(127\.0\.1\.1\): .*, such as 10\.77\.0\.{node + 1}, in /etc/hosts"
+        )
+        assert any(f["who"] == f"node{node}" and re.search(trap, f["what"]) for f in found["findings"])
+    assert {(pair["from"], pair["to"]) for pair in found["pairs"]} == {("node0", "node1"), ("node1", "node0")}
+    for pair in found["pairs"]:
+        assert 60e6 < pair["bytes_per_s"] * 8 < 110e6
+        assert pair["latency_s"] < 0.05
+
+
+@needs_machines
+def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines):
+    said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--address", "node0", code=1)
+    line = "- node0: 'node0' is 127.0.1.1 there, where no other machine comes: a name that leads home; give --address"
+    assert line in said
+    assert said.splitlines()[-1] == "one thing stands in the way of a run"
+
+
+@needs_machines
+def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
+    with refuse_calls(two_machines.cluster, 0, caller=1):
+        said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, code=1)
+        line = (
+            r"^- node0: node1 does not reach node0 at 10\.77\.0\.1:\d+ \(no answer within 2 s\), and node0 reaches "
+            r"node1: a one-way firewall; let TCP ports \d+ to \d+ and MASTER_PORT in from 10\.77\.0\.2: "
+        )
+        assert re.search(line, said, re.M), said
+        assert said.splitlines()[-1] == "one thing stands in the way of a run"
