@@ -226,6 +226,25 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     assert "1 processes did not end within" in errors
 
 
+def test_one_ctrl_c_gives_a_limited_time():
+    """Once it gave as long as it took."""
+    start = (
+        "import sys; from paceline.launch import local; local.PATIENCE_S = 0.5; "
+        "sys.exit(local.start([sys.executable, '-c', sys.argv[1]], ''))"
+    )
+    stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", start, stubborn], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(2)
+            process.wait(20)
+        finally:
+            process.kill()
+        assert process.returncode == 130
+        assert "1 processes did not end within 0 s; killed" in process.stderr.read()
+
+
 def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
     sent = b"first\n\n" + b"\xff" * 50_000_000 + b"\nlast"
     (tmp_path / "sent").write_bytes(sent)

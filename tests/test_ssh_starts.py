@@ -199,23 +199,21 @@ def test_a_variable_that_is_not_set_is_told(sshd, script):
 
 
 def test_hosts_of_unlike_slots_train_as_one_process_does(sshd, tmp_path):
-    """Slots say how many processes, or a plan's file says a row for one of the hosts."""
-    unlike = str(Path(__file__).parent / "scripts" / "unlike.py")
+    """Slots say how many processes the one host has; a plan's file says another row for the other."""
+    unlike, (alone, both) = (
+        str(Path(__file__).parent / "scripts" / "unlike.py"),
+        (tmp_path / "alone", tmp_path / "both"),
+    )
     plan = tmp_path / "plan.toml"
-    plan.write_text('chosen = "processes:2"\nhosts = { one = "sequential" }\n')
-    (tmp_path / "alone").mkdir()
-    launch(unlike, tmp_path / "alone", engine="sequential")
-    wanted = torch.load(tmp_path / "alone" / "weights.pt", weights_only=True)
-    for name, hosts, words in (("slots", "one:2,two", []), ("file", "one,two", ["--plan", plan])):
-        (tmp_path / name).mkdir()
-        started = begin(sshd, *words, unlike, tmp_path / name, hosts=hosts, PACELINE_SHARES="equal")
-        output, _ = finish(started)
-        said = dict(line.split("] ", 1) for line in output.splitlines())
-        two, one = ("[one", "[two") if name == "slots" else ("[two", "[one")
-        assert said[two] == "processes:2: 2 of 3"
-        assert said[one].endswith(": 1 of 3")
-        found = torch.load(tmp_path / name / "weights.pt", weights_only=True)
-        assert all(torch.allclose(found[key], wanted[key], rtol=1e-9) for key in wanted)
+    plan.write_text('chosen = "processes"\nhosts = { two = "sequential" }\n')
+    alone.mkdir()
+    both.mkdir()
+    launch(unlike, alone, engine="sequential")
+    started = begin(sshd, "--plan", plan, unlike, both, hosts="one:2,two", PACELINE_SHARES="equal")
+    output, _ = finish(started)
+    assert sorted(output.splitlines()) == ["[one] processes:2: 2 of 3", "[two] sequential: 1 of 3"]
+    wanted, found = (torch.load(folder / "weights.pt", weights_only=True) for folder in (alone, both))
+    assert all(torch.allclose(found[key], wanted[key], rtol=1e-9) for key in wanted)
 
 
 def test_what_a_script_leaves_behind_holds_nobody_up(sshd, script, tmp_path):
