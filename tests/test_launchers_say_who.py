@@ -89,6 +89,30 @@ def test_mpirun_inside_a_job_is_mpirun():
     assert translate({**slurm(0, 0, 0), **mpi(3, 4, 1, 2, MASTER_ADDR="a")})["RANK"] == "3"
 
 
+def test_nodes_of_unlike_numbers_are_placed(world):
+    """As the launcher over ssh says it, and as srun does."""
+    for rank, (node, local) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0)]):
+        here = {
+            "RANK": rank,
+            "WORLD_SIZE": 4,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": (3, 1)[node],
+            "GROUP_RANK": node,
+        }
+        here |= {"MASTER_ADDR": "a", "MASTER_PORT": 5, "PACELINE_LOCAL_SIZES": "3,1"}
+        got = world({name: str(value) for name, value in here.items()})
+        assert (got.rank, got.size, got.sizes, got.node, got.num_nodes) == (rank, 4, (3, 1), node, 2)
+        assert got == world(
+            slurm(rank, local, node, STEP_TASKS_PER_NODE="3,1") | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}
+        )
+    assert World(1, 2, 1, 3).rank == 3
+    wrong = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "PACELINE_LOCAL_SIZES": "3,1"}
+    with pytest.raises(ValueError, match="do not fit PACELINE_LOCAL_SIZES=3,1, the processes of each node"):
+        world(wrong)
+    with pytest.raises(ValueError, match="PACELINE_LOCAL_SIZES='3,x' is no list"):
+        world({**wrong, "PACELINE_LOCAL_SIZES": "3,x"})
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -96,7 +120,7 @@ def test_mpirun_inside_a_job_is_mpirun():
         (mpi(1, 4, 1, 2), "does not say where rank 0 runs; add -x MASTER_ADDR=HOST"),
         (mpi("x", 4, 1, 2), "OMPI_COMM_WORLD_RANK='x'.*whole number"),
         (mpi(3, 5, 1, 2, MASTER_ADDR="a"), "do not fit together"),
-        (slurm(0, 0, 0, STEP_TASKS_PER_NODE="3,1"), "dealt 4 tasks as 3,1 per node.*--ntasks-per-node"),
+        (slurm(0, 0, 2, STEP_TASKS_PER_NODE="3,1"), "dealt tasks as 3,1 per node, and says that this is node 2"),
         (slurm(0, 0, 0, STEP_TASKS_PER_NODE="many"), "dealt 4 tasks as many per node"),
         (slurm(0, 0, "b"), "SLURM_NODEID='b'.*whole number"),
         (slurm(0, 0, 5), "GROUP_RANK=5 do not fit together"),

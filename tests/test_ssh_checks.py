@@ -11,7 +11,7 @@ import pytest
 
 from paceline.launch import facts
 from paceline.launch.check import check, faults, unreachable
-from paceline.launch.hosts import Host, Way, parse, row
+from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import Lines
 from sshd import Sshd, unavailable
 
@@ -62,7 +62,7 @@ def test_what_is_not_there_is_told_by_every_host(sshd, tmp_path):
     (tmp_path / "here.py").touch()
     with pytest.raises(ValueError, match="not every host") as told:
         check(parse("one,two"), Way(sshd.ssh, folder=str(tmp_path)), ["here.py", "absent.py"])
-    lines = [f"- {name}: absent.py is not in {tmp_path} there; copy it there" for name in ("one", "two")]
+    lines = [f"- {name}: absent.py is not in {tmp_path} there; copy it there, or add --send" for name in ("one", "two")]
     assert str(told.value).splitlines()[1:] == lines
     missing = f"the working directory {tmp_path}/not is not there; make it there"
     with pytest.raises(ValueError, match=f"- one: {missing}.*"):
@@ -112,16 +112,6 @@ def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):
     assert told is None if said is None else re.search(said, told)
 
 
-def test_json_and_host_names_do_not_mix(tmp_path):
-    words = ["train", "--json", "-H", "one", "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("paceline: --json prints nothing but one object")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("words", [["train"], ["run", __file__]])
 def test_one_process_of_several_does_not_start_hosts(words, tmp_path):
     done = subprocess.run(
@@ -155,13 +145,21 @@ def test_a_script_that_differs_is_told(tmp_path):
     assert faults(mine, mine, Way()) == []
     (tmp_path / "a.py").write_text("2")
     theirs = facts.tell(str(tmp_path), ["a.py"])
-    assert faults(mine, theirs, Way()) == ["a.py there is another than here; copy it there again"]
+    assert faults(mine, theirs, Way()) == ["a.py there is another than here; copy it there again, or add --send"]
 
 
 def test_hosts_are_read_with_users_and_slots():
     assert parse("a, me@b.example:2") == [Host("a", "a"), Host("b.example", "me@b.example", 2)]
-    assert row(parse("a,b"), "") == row(parse("a:1,b"), "") == ""
-    assert row(parse("a:3,b:3"), "") == row(parse("a,b"), "processes:3") == "processes:3"
+    assert rows(parse("a,b"), "") == rows(parse("a:1,b"), "") == ["", ""]
+    assert rows(parse("a:3,b:3"), "") == rows(parse("a,b"), "processes:3") == ["processes:3"] * 2
+
+
+def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
+    hosts = parse("a:4,b:2,c")
+    assert rows(hosts, "") == ["processes:4", "processes:2", ""]
+    assert rows(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
+    assert rows(hosts, "threads:2", {"a": "processes:4/stages:2"}) == ["processes:4/stages:2", "threads:2", "threads:2"]
+    assert rows(parse("a:1"), "threads:4") == ["threads:4"], "one process"
 
 
 @pytest.mark.parametrize(
@@ -184,13 +182,15 @@ def test_what_is_no_host_is_told(text, said):
 @pytest.mark.parametrize(
     ("hosts", "asked", "said"),
     [
-        ("a:2,b:4", "", "-H a:2, b:4: every node needs the same number of processes"),
-        ("a:2,b:2", "threads:4", "asks for 2 processes per node, the row 'threads:4' for 1; leave one of them out"),
+        ("a:2,b", "threads:4", "^-H asks for 2 on a, the row 'threads:4' for another number; leave one out$"),
+        ("a:2,b:3", "sequential", "for 2 on a, the row 'sequential'.*for 3 on b, the row 'sequential'"),
     ],
 )
 def test_slots_that_contradict_are_told(hosts, asked, said):
     with pytest.raises(ValueError, match=said):
-        row(parse(hosts), asked)
+        rows(parse(hosts), asked)
+    with pytest.raises(ValueError, match="rows for elsewhere, and -H names a, b; name these"):
+        rows(parse("a,b"), "", {"elsewhere": "threads:2"})
 
 
 NODE = "import sys; from paceline.launch import local, node; local.GRACE_S = 0.5; sys.exit(node.main())"
@@ -201,7 +201,7 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     """A node elsewhere has failed; a signal came; the launcher is gone: each time a stubborn script is killed."""
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open('{}', 'w'); time.sleep(60)"
     words = [sys.executable, "-c", stubborn.format(tmp_path / "up")]
-    order = {"node": 1, "num_nodes": 2, "host": "h", "port": 1, "engine": "", "folder": "/", "environment": {}}
+    order = {"node": 1, "sizes": [1, 1], "host": "h", "port": 1, "engine": "", "folder": "/", "environment": {}}
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", NODE], **pipes) as process:
         try:
@@ -226,6 +226,25 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
     assert process.returncode == code, errors
     assert 0.4 < took_s < 5
     assert "1 processes did not end within" in errors
+
+
+def test_one_ctrl_c_gives_a_limited_time():
+    """Once it gave as long as it took."""
+    start = (
+        "import sys; from paceline.launch import local; local.PATIENCE_S = 0.5; "
+        "sys.exit(local.start([sys.executable, '-c', sys.argv[1]], ''))"
+    )
+    stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", start, stubborn], **pipes) as process:
+        try:
+            assert process.stdout.readline() == "up\n"
+            process.send_signal(2)
+            process.wait(20)
+        finally:
+            process.kill()
+        assert process.returncode == 130
+        assert "1 processes did not end within 0 s; killed" in process.stderr.read()
 
 
 def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):

@@ -196,3 +196,75 @@ def test_a_variable_that_is_not_set_is_told(sshd, script):
     assert (
         errors == "paceline: --env names NOT_SET_HERE, which this environment does not have; set it, or leave it out\n"
     )
+
+
+def test_hosts_of_unlike_slots_train_as_one_process_does(sshd, tmp_path):
+    """Slots say how many processes the one host has; a plan's file says another row for the other."""
+    unlike, (alone, both) = (
+        str(Path(__file__).parent / "scripts" / "unlike.py"),
+        (tmp_path / "alone", tmp_path / "both"),
+    )
+    plan = tmp_path / "plan.toml"
+    plan.write_text('chosen = "processes"\nhosts = { two = "sequential" }\n')
+    alone.mkdir()
+    both.mkdir()
+    launch(unlike, alone, engine="sequential")
+    started = begin(sshd, "--plan", plan, unlike, both, hosts="one:2,two", PACELINE_SHARES="equal")
+    output, _ = finish(started)
+    assert sorted(output.splitlines()) == ["[one] processes:2: 2 of 3", "[two] sequential: 1 of 3"]
+    wanted, found = (torch.load(folder / "weights.pt", weights_only=True) for folder in (alone, both))
+    assert all(torch.allclose(found[key], wanted[key], rtol=1e-9) for key in wanted)
+
+
+def test_what_a_script_leaves_behind_holds_nobody_up(sshd, script, tmp_path):
+    """A child in the background with the script's stdout once kept ssh, and with it the run, open until it ended."""
+    path = script(
+        "import subprocess\nchild = subprocess.Popen(['sleep', '50'], start_new_session=True)\n"
+        "(FOLDER / 'left').write_text(str(child.pid))\nprint('x' * 200_000)\nprint('done')"
+    )
+    start = time.monotonic()
+    try:
+        output, _ = finish(begin(sshd, path, hosts="one"))
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert output == f"[one] {'x' * 200_000}\n[one] done\n"
+    assert time.monotonic() - start < 40
+
+
+def test_sigterm_while_hosts_are_asked_leaves_no_ssh(sshd, script):
+    process = begin(sshd, script(""), hosts="silent")
+    tasks = Path(f"/proc/{process.pid}/task")
+    end, pids = time.monotonic() + DEADLINE_S, []
+    while not pids:
+        assert time.monotonic() < end
+        pids = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    finish(process, code=143)
+    assert time.monotonic() - start < 4, "ssh itself gives up after six seconds"
+    wait_until_gone(pids, 1.0)
+
+
+@pytest.mark.parametrize("end", [">&-", "| head -1"], ids=["closed", "left"])
+def test_a_launcher_that_nobody_hears_ends_without_a_traceback(sshd, script, end):
+    path = script("for i in range(20_000):\n    print('line', i, flush=True)")
+    line = f"{sys.executable} -m paceline run -H one {path} {end}"
+    environment = {**os.environ, "PACELINE_SSH": sshd.ssh}
+    done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert done.stdout == ("" if end == ">&-" else "[one] line 0\n")
+
+
+def test_a_result_goes_alone_to_stdout(sshd, script):
+    """`train --json` with real training is among the tests of sending."""
+    text = "import sys\nprint('noise')\nprint('{\"a\": 1}' if NODE == '0' else 'more')"
+    start = (
+        "import sys\nfrom paceline.launch import ssh\nfrom paceline.launch.hosts import Way, parse\n"
+        "hosts, way, out = parse('one,two'), Way(sys.argv[2]), sys.stdout.buffer\n"
+        "sys.exit(ssh.start(hosts, [sys.argv[1]], '', way, {}, ('127.0.0.1', 9), out))"
+    )
+    words = [sys.executable, "-c", start, str(script(text)), sshd.ssh]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, '{"a": 1}\n')
+    assert sorted(done.stderr.splitlines()) == ["[one] noise", "[two] more", "[two] noise"]

@@ -379,6 +379,20 @@ class Codec:
         raise NotImplementedError
 
 
+def framed(parts: Sequence[bytes]) -> bytes:
+    """Several words as one."""
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def unframed(words: bytes) -> list[bytes]:
+    parts = []
+    while words:
+        (length,) = struct.unpack_from("<I", words)
+        parts.append(words[4 : 4 + length])
+        words = words[4 + length :]
+    return parts
+
+
 class Exchange:
     """How nodes agree on one step. ``consensus``: replicas are equal after each step, period, or eventually."""
 
@@ -423,8 +437,11 @@ class Exchange:
         """Sums of a few numbers over all processes, for evaluation and reports."""
         raise NotImplementedError
 
-    def gather(self, words: bytes) -> list[bytes]:
-        """What every process has to say, in the order of nodes and their processes, to everyone."""
+    def gather(self, *words: bytes) -> list[bytes]:
+        """What every process has to say, in the order of nodes and their processes, to everyone.
+
+        An exchange between nodes is given the words of all processes of a node; nodes may have unlike numbers of them.
+        """
         raise NotImplementedError
 
     def spread(self, tensors: Sequence[Tensor]) -> None:

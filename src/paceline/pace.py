@@ -83,10 +83,10 @@ class Pace:
             engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
-        seat, balance = seating.settle(seat, job, engine, self.exchange)
-        if world.num_nodes * world.local_size > 1:
+        seat, balance = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
+        if world.size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
-            torch.manual_seed(job.seed * 100_003 + world.node * world.local_size + world.local_rank)
+            torch.manual_seed(job.seed * 100_003 + world.rank)
         if self.witness and self.leader:
             self.witness.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(self.leader)
@@ -339,7 +339,7 @@ class Pace:
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.exchange.spread(self.engine.buffers)
-        rows = rows or max(1, self.job.batch_size // (self.world.num_nodes * self.world.local_size))
+        rows = rows or max(1, self.job.batch_size // self.world.size)
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         return evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)

@@ -60,9 +60,8 @@ def restore(pace: Any, kept: Checkpoint) -> None:
             name: value for name, value in said["exchange"].items() if pace.world.node == 0 or name != "memory"
         }
         pace.exchange.load(kept_there)
-    place = pace.world.node * pace.world.local_size + pace.world.local_rank
-    if len(said["random"]) == pace.world.num_nodes * pace.world.local_size:
-        randomness.set_state(randomness.of_json(said["random"][place]))
+    if len(said["random"]) == pace.world.size:
+        randomness.set_state(randomness.of_json(said["random"][pace.world.rank]))
     pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
     pace.loop.num_steps, pace.facts = kept.step, said["facts"]
     shares = tuple(said.get("shares", ()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -25,14 +27,18 @@ def place(job: Job, world: World) -> Seat:
     return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares)
 
 
-def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Seat, Balance | None]:
+def settle(
+    seat: Seat, job: Job, engine: Engine, exchange: Exchange, sizes: Sequence[int] = ()
+) -> tuple[Seat, Balance | None]:
     """With what every node can take, which all tell each other: the seat to begin with, and what moves it, if anything.
 
-    Every process must call it. Raises ValueError, everywhere, where the batch does not fit."""
+    ``sizes``: the processes of each node, where they differ. Every process must call it. Raises ValueError, everywhere,
+    where the batch does not fit."""
     count, nodes = job.batch_size, seat.num_nodes
     mine = json.dumps([_least(seat, job, engine), job.most_rows or count]).encode()
     said = [json.loads(words) for words in exchange.gather(mine)]
-    crews = [said[node * seat.local_size : (node + 1) * seat.local_size] for node in range(nodes)]
+    told = iter(said)
+    crews = [list(itertools.islice(told, size)) for size in sizes or (seat.local_size,) * nodes]
     most = [min(count, *(each for _, each in crew)) for crew in crews]
     least = [min(crew[0][0], limit, count // nodes) for crew, limit in zip(crews, most, strict=True)]
     if sum(most) < count:

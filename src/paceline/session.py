@@ -166,9 +166,11 @@ def _default_row(world: World, job: Job) -> str:
     cores = len(os.sched_getaffinity(0))
     if world.local_size > 1:
         return f"processes:{world.local_size}"
-    if world.num_nodes > 1 or cores == 1:
+    if cores == 1:
         return f"threads:{cores}"
     made = shelf.by_fingerprint(shelf.fingerprint(job.model, job.optimizer, job.batch_size, "exact"))
+    if made is None and world.num_nodes > 1:
+        return f"threads:{cores}"
     if made is None:
         row, hint = f"threads:{cores}", "not measured; `paceline run SCRIPT` measures and may be faster"
     elif not made.chosen.startswith("processes"):

@@ -15,7 +15,8 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgo
 class World:
     """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
-    What mpirun and srun say in other words is put into these first.
+    What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
+    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``.
     """
 
     local_rank: int = 0
@@ -24,6 +25,19 @@ class World:
     num_nodes: int = 1
     host: str = "127.0.0.1"
     port: int = 0
+    local_sizes: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.local_sizes or (self.local_size,) * self.num_nodes
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def rank(self) -> int:
+        return sum(self.sizes[: self.node]) + self.local_rank
 
     @classmethod
     def of_environment(cls) -> World:
@@ -32,10 +46,18 @@ class World:
         size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
         rank, per_node = _number(given, "RANK", 0), max(1, local_size)
         node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
+        sizes = _sizes(given)
         told = (
             f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
         )
-        if size % per_node or not (
+        if sizes:
+            fits = sum(sizes) == size and node < len(sizes) and sizes[node] == local_size and local_rank < local_size
+            if not fits or sum(sizes[:node]) + local_rank != rank:
+                raise ValueError(
+                    f"{told} do not fit PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']}, the processes of each "
+                    f"node; unset it, or set all of them as the launcher of this run does"
+                )
+        elif size % per_node or not (
             local_size and rank < size and local_rank < local_size and node < size // local_size
         ):
             raise ValueError(
@@ -50,10 +72,23 @@ class World:
             local_rank,
             local_size,
             node,
-            size // local_size,
+            len(sizes) or size // local_size,
             given.get("MASTER_ADDR", "127.0.0.1"),
             _number(given, "MASTER_PORT", 0),
+            sizes,
         )
+
+
+def _sizes(given: Mapping[str, str]) -> tuple[int, ...]:
+    """None are told where all are equal."""
+    words = [word for word in given.get("PACELINE_LOCAL_SIZES", "").split(",") if word]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(
+            f"PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']!r} is no list of each node's processes, as 4,2 is; "
+            f"unset it: launchers set it"
+        )
+    sizes = tuple(map(int, words))
+    return sizes if len(set(sizes)) > 1 else ()
 
 
 def adopt() -> None:
@@ -105,18 +140,33 @@ def _by_srun(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     names = "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"
     dealt = next((given[name] for name in names if given.get(name)), str(size))
-    parts = [re.fullmatch(r"(\d+)(?:\(x\d+\))?", part) for part in dealt.split(",")]
-    counts = {int(part[1]) if part else 0 for part in parts}
-    if len(counts) > 1 or not min(counts):
+    sizes = _dealt(dealt)
+    node, local_rank = _number(given, "SLURM_NODEID", 0), _number(given, "SLURM_LOCALID", 0)
+    if not sizes:
         raise ValueError(
-            f"srun dealt {size} tasks as {dealt} per node; every node needs the same number: give srun "
+            f"srun dealt {size} tasks as {dealt} per node, which is no such list as 2(x3),1; give srun "
             f"--ntasks-per-node"
         )
     job, step = _number(given, "SLURM_JOB_ID", 0), _number(given, "SLURM_STEP_ID", 0)
     hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    node, local_rank = _number(given, "SLURM_NODEID", 0), _number(given, "SLURM_LOCALID", 0)
     port = FIRST_PORT + (101 * job + step) % NUM_PORTS
-    return _canonical(given, node, local_rank, counts.pop(), size, first_host(hosts), port)
+    if len(set(sizes)) == 1:
+        return _canonical(given, node, local_rank, sizes[0], size, first_host(hosts), port)
+    if node >= len(sizes):
+        raise ValueError(f"srun dealt tasks as {dealt} per node, and says that this is node {node} (SLURM_NODEID)")
+    said = _canonical(given, node, local_rank, sizes[node], size, first_host(hosts), port)
+    return {**said, "RANK": str(sum(sizes[:node]) + local_rank), "PACELINE_LOCAL_SIZES": ",".join(map(str, sizes))}
+
+
+def _dealt(words: str) -> list[int]:
+    """Slurm's "2(x3),1" is 2, 2, 2, 1; nothing for what is no such list."""
+    sizes: list[int] = []
+    for word in words.split(","):
+        part = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", word)
+        if not part:
+            return []
+        sizes += [int(part[1])] * int(part[2] or 1)
+    return sizes
 
 
 def first_host(hosts: str) -> str:

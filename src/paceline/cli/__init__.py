@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from typing import Annotated
 
 import typer
 
 from paceline import __version__, world
-from paceline.cli import bench, doctor, look, pack, plan, run, train, verify
+from paceline.cli import attach, bench, doctor, look, pack, plan, run, train, verify
 
 __all__ = ["app", "main"]
 
@@ -24,6 +25,9 @@ AFTER = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inters
 
 def main() -> None:
     """A user's mistake is one message on stderr and exit code 2."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
         world.adopt()
         app()
@@ -32,6 +36,11 @@ def main() -> None:
             sys.exit(1)
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody reads, and the flush at exit must not complain of it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @app.callback(invoke_without_command=True)
@@ -44,6 +53,7 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
 app.command()(train.train)
 app.command(context_settings=AFTER)(plan.plan)
 app.command(context_settings=AFTER)(run.run)
+app.command()(attach.attach)
 app.command()(pack.pack)
 app.command()(look.predict)
 app.command()(look.report)

@@ -26,7 +26,7 @@ SharesOption = Annotated[
 ]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
 HostsOption = Annotated[
-    str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:2,hostB:2.")
+    str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:4,hostB:2.")
 ]
 EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: variables that go along, A,B.")]
 PythonOption = Annotated[
@@ -37,4 +37,10 @@ AddressOption = Annotated[
 ]
 SshOption = Annotated[
     str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the client and its options, 'ssh -F file'.")
+]
+SendOption = Annotated[
+    bool, typer.Option("--send", help="With -H: the working tree, as git sees it, and --data go along; what changed.")
+]
+DetachOption = Annotated[
+    bool, typer.Option("--detach", help="Goes on without this terminal; `paceline attach` follows it.")
 ]

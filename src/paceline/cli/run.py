@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,16 +11,18 @@ import typer
 from paceline.balance import wanted
 from paceline.cli.options import (
     AddressOption,
+    DetachOption,
     EnvOption,
     FidelityOption,
     HostsOption,
     OutOption,
     PlanOption,
     PythonOption,
+    SendOption,
     SharesOption,
     SshOption,
 )
-from paceline.cli.start import check_alone, check_script, ready, start, start_over_ssh
+from paceline.cli.start import check_alone, check_script, leave, ready, start, start_over_ssh
 from paceline.launch.hosts import Way
 
 
@@ -35,6 +38,9 @@ def run(
     python: PythonOption = None,
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
+    send: SendOption = False,
+    data: Annotated[str | None, typer.Option(help="With --send: a folder that goes along besides the tree.")] = None,
+    detach: DetachOption = False,
 ) -> None:
     """Starts a script everywhere it should run.
 
@@ -45,13 +51,18 @@ def run(
     paceline run --plan processes:2 --out runs/mine train.py --my-option 3
 
     paceline run -H hostA,hostB train.py
+
+    paceline run -H hostA,hostB --send --detach train.py
     """
     command = [script, *context.args]
     check_script(command)
     wanted(shares or "measured")
+    check_alone(hosts, send, data, detach)
+    if detach:
+        leave(["run", *command])
     if hosts:
-        check_alone()
         way = Way(ssh_command, python or sys.executable)
-        paths = [] if script == "-m" else [script]
-        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, paths, shares=shares))
+        packed = Path(data) if data else None
+        over = start_over_ssh(hosts, way, command, plan, out, env, address, shares=shares, send=send, data=packed)
+        raise typer.Exit(over)
     raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares))

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from paceline import find
 from paceline import plan as planning
+from paceline.cli.attach import follow
 from paceline.cli.options import console
-from paceline.launch import local, ssh
+from paceline.launch import detach, local, snapshot, ssh
 from paceline.launch.check import check
-from paceline.launch.hosts import Way, parse
-from paceline.launch.hosts import row as row_of
+from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.send import send as deliver
 from paceline.plan import Plan
 from paceline.probe.survey import survey
 from paceline.settings import Settings
@@ -78,6 +79,7 @@ def start(command: list[str], made: Plan, out: Path | None, quiet: bool = False,
         out.mkdir(parents=True, exist_ok=True)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
+    detach.begun()
     code = local.start([sys.executable, *command], made.chosen, environment=environment)
     if code == 0 and out and not quiet:
         console.print(f"run: {out}")
@@ -92,33 +94,96 @@ def start_over_ssh(
     out: Path | None,
     names: str | None,
     address: str | None,
-    paths: list[str],
     settings: Settings | None = None,
     shares: str | None = None,
+    send: bool = False,
+    data: Path | None = None,
 ) -> int:
+    """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     nodes = parse(hosts)
-    engine = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
-    if engine:
-        engine = Plan.read(engine).chosen if Path(engine).is_file() else row(engine)
-    chosen, environment = row_of(nodes, engine), ssh.carried(names.replace(",", " ").split() if names else ())
+    chosen, environment = rows_of(nodes, plan), ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
         environment["PACELINE_SHARES"] = shares
+    if settings:
+        data = Path(settings.data) if settings.data else None
+    home = Path()
+    if send:
+        check([dataclasses.replace(node, folder=".") for node in nodes], way)  # what is missing is told before
+        nodes, home, command, data = along(nodes, way, command, data)
+    if settings:
+        given = dataclasses.replace(settings, data=str(data) if data else None)
+        command = ["-m", "paceline.train", given.to_json()]
     if out:
-        environment["PACELINE_FOLDER"] = str(out)
+        environment["PACELINE_FOLDER"] = str(home / out)  # what is swept there is no place for it
+    paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     meeting = check(nodes, way, paths, address)
     if settings and out:
         settings.write(out)
-    code = ssh.start(nodes, command, chosen, way, environment, meeting)
-    if code == 0 and out:
-        console.print(f"run: {out} on {nodes[0].name}")
+    detach.begun()
+    quiet = bool(settings and settings.json)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting, sys.stdout.buffer if quiet else None)
+    if code == 0 and out and not quiet:
+        console.print(f"run: {home / out} on {nodes[0].name}")
     return code
 
 
-def check_alone() -> None:
-    if "RANK" in os.environ:
+def rows_of(nodes: list[Host], plan: str) -> list[str]:
+    """Each node's row, by a plan file, a row, or its slots; "" leaves it to the node, which may know a plan."""
+    asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
+    if asked and Path(asked).is_file():
+        made = Plan.read(asked)
+        asked, own = made.chosen, made.hosts
+    found = rows(nodes, asked, own)
+    for each in filter(None, found):
+        row(each)
+    return found
+
+
+def along(
+    nodes: list[Host], way: Way, command: list[str], data: Path | None
+) -> tuple[list[Host], Path, list[str], Path | None]:
+    """The hosts with their folders, the first one's home, and the script and the data as they are called there."""
+    here = Path(way.folder)
+    script = None if command[0] == "-m" else Path(os.path.normpath(here / command[0]))
+    if script and here not in script.parents:
+        raise ValueError(f"--send: {script} is not below {here}, which is sent; start from a folder that holds it")
+    trees, place = snapshot.take(here, data)
+    if script and script.relative_to(here).as_posix() not in {path for path, *_ in trees[-1].files}:
+        raise ValueError(f"--send: {command[0]} does not go along, because git ignores it, or it is a link; mend that")
+    if trees[-1].num_bytes > snapshot.LARGE_BYTES:
+        largest = max(trees[-1].files, key=lambda file: file[2])
+        print(
+            f"paceline: the working tree is {trees[-1].num_bytes / 1e6:.0f} MB, its largest file {largest[0]} with "
+            f"{largest[2] / 1e6:.0f} MB; have git ignore what is not needed, and give data as --data",
+            file=sys.stderr,
+        )
+    with Console(stderr=True).status("sending") as status:
+        nodes, deliveries = deliver(nodes, way, trees, status.update)
+    for each in deliveries:
+        what = f"{each.files} files, {each.done_bytes / 1e6:.1f} MB, in {each.seconds:.1f} s"
+        print(f"sent to {each.host.name}: {what}; {each.there} were there", file=sys.stderr)
+    first = script.relative_to(here).as_posix() if script else command[0]
+    return nodes, Path(deliveries[0].home), [first, *command[1:]], Path(place) if place else None
+
+
+def leave(words: list[str]) -> None:
+    """With --detach: goes on in the launcher started so; whoever started that follows until it has begun, and exits."""
+    if run := detach.leave(words):
+        follow(run, until_begun=True)
+
+
+def check_alone(hosts: str | None, send: bool, data: str | None, detached: bool) -> None:
+    """Raises ValueError for options that need each other, or that nobody needs."""
+    if "RANK" in os.environ and (hosts or detached):
         raise ValueError(
-            f"-H starts every node from one process, and a launcher started this one as one of several "
-            f"(RANK={os.environ['RANK']}); leave out -H or that launcher, or unset RANK"
+            f"{'-H' if hosts else '--detach'} starts every node from one process, and a launcher started this one as "
+            f"one of several (RANK={os.environ['RANK']}); leave it out, or that launcher, or unset RANK"
+        )
+    if send and not hosts:
+        raise ValueError("--send sends to the hosts of -H, and there is none; leave it out, or give -H")
+    if data and not send:
+        raise ValueError(
+            f"--data {data} goes along with --send alone; give --send, or leave it to the script's own words"
         )
 
 

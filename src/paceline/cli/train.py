@@ -14,6 +14,7 @@ import typer
 from paceline.cli.options import (
     AddressOption,
     DataOption,
+    DetachOption,
     EnvOption,
     FidelityOption,
     HostsOption,
@@ -21,10 +22,11 @@ from paceline.cli.options import (
     OutOption,
     PlanOption,
     PythonOption,
+    SendOption,
     SharesOption,
     SshOption,
 )
-from paceline.cli.start import check_alone, ready, row, start, start_over_ssh
+from paceline.cli.start import check_alone, leave, ready, row, start, start_over_ssh
 from paceline.launch.hosts import Way
 from paceline.settings import Settings
 
@@ -66,6 +68,8 @@ def train(
     python: PythonOption = None,
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
+    send: SendOption = False,
+    detach: DetachOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
     """Trains a model the fastest way this machine allows; without arguments, on an embedded sample.
@@ -77,6 +81,8 @@ def train(
     paceline train --model alexnet --data ./photos --epochs 5 --out runs/photos
 
     paceline train --resume runs/photos
+
+    paceline train -H hostA,hostB --send --data ./photos --detach
     """
     asked: dict[str, Any] = {**locals(), "json": as_json}
     given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
@@ -92,8 +98,9 @@ def train(
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if out.exists() and not resume and any(out.glob("checkpoint-*")):
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
-    if hosts:
-        check_alone()
+    check_alone(hosts, send, None, detach)
+    if detach:
+        leave(["train", settings.model_name])
     if "RANK" in os.environ:
         from paceline import train as job
 
@@ -108,13 +115,8 @@ def train(
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
     if hosts:
-        if settings.json:
-            raise ValueError(
-                "--json prints nothing but one object, and -H a host's name before each line; leave one out"
-            )
         way = Way(ssh_command, python or sys.executable)
-        paths = [settings.data] if settings.data else []
-        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, paths, settings))
+        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, settings, send=send))
     made = ready(command, plan, settings.fidelity, settings, settings.json)
     settings.write(out)
     raise typer.Exit(start(command, made, out, quiet=settings.json))

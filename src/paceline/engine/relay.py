@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Verdict, framed, unframed
 from paceline.engine.crew import PATIENCE_S, Crew, CrewError
 from paceline.engine.places import Places
 
@@ -152,10 +152,10 @@ class Leader(_Relay):
         whole = self.exchange.total(node)
         return self.crew.gather(whole, "adding up")[0]
 
-    def gather(self, words: bytes) -> list[bytes]:
-        node = self.crew.swap(words, "gathering words")
-        whole = [part for framed in self.exchange.gather(_framed(node)) for part in _unframed(framed)]
-        return _unframed(self.crew.swap(_framed(whole), "gathering words")[0])
+    def gather(self, *words: bytes) -> list[bytes]:
+        node = [word for part in self.crew.swap(framed(words), "gathering words") for word in unframed(part)]
+        whole = self.exchange.gather(*node)
+        return unframed(self.crew.swap(framed(whole), "gathering words")[0])
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.exchange.spread(tensors)
@@ -219,9 +219,9 @@ class Follower(_Relay):
         self.crew.gather(values, "adding up")
         return self.crew.gather([0.0] * len(values), "adding up")[0]
 
-    def gather(self, words: bytes) -> list[bytes]:
-        self.crew.swap(words, "gathering words")
-        return _unframed(self.crew.swap(b"", "gathering words")[0])
+    def gather(self, *words: bytes) -> list[bytes]:
+        self.crew.swap(framed(words), "gathering words")
+        return unframed(self.crew.swap(b"", "gathering words")[0])
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.crew.barrier("spreading")
@@ -234,19 +234,6 @@ class Follower(_Relay):
 
     def rebuild(self, link: contract.Link) -> None:
         self.link = link
-
-
-def _framed(parts: Sequence[bytes]) -> bytes:
-    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
-
-
-def _unframed(words: bytes) -> list[bytes]:
-    parts = []
-    while words:
-        (length,) = struct.unpack_from("<I", words)
-        parts.append(words[4 : 4 + length])
-        words = words[4 + length :]
-    return parts
 
 
 class _Inbox:

@@ -31,11 +31,12 @@ class Meeting(contract.Exchange):
         whole = torch.tensor(list(values), dtype=torch.float64)
         return [float(value) for value in self.link.sum(whole, "adding up").wait()]
 
-    def gather(self, words: bytes) -> list[bytes]:
+    def gather(self, *words: bytes) -> list[bytes]:
         if self.link.size == 1:
-            return [words]
-        mine = torch.frombuffer(bytearray(words or b"\0"), dtype=torch.uint8)[: len(words)]
-        return [bytes(part.numpy()) for part in self.link.all_gather(mine, "gathering words").wait()]
+            return list(words)
+        mine = torch.frombuffer(bytearray(contract.framed(words)), dtype=torch.uint8)
+        everyone = self.link.all_gather(mine, "gathering words").wait()
+        return [word for part in everyone for word in contract.unframed(bytes(part.numpy()))]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         if self.link.size > 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import facts
+from paceline.launch.calls import Calls
 from paceline.launch.hosts import Host, Way
 
 LIMIT_S = 8.5
@@ -22,11 +23,11 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
     Raises ValueError with a line for each fault of each host.
     """
     mine = facts.tell(way.folder, list(paths))
-    with ThreadPoolExecutor(len(hosts)) as pool:
-        answers = list(pool.map(lambda host: _ask(host, way, paths), hosts))
+    with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
+        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), paths), hosts))
     told: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
-        said = [answer] if isinstance(answer, str) else faults(mine, answer, way)
+        said = [answer] if isinstance(answer, str) else faults(mine, answer, way.at(host))
         told += [f"{host.name}: {words}" for words in said]
     known = [answer for answer in answers if not isinstance(answer, str)]
     if not told and not address and (words := unreachable(known)):
@@ -36,25 +37,27 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
-def _ask(host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
+def _ask(calls: Calls, host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
     """What the host says, or why it does not."""
     source = Path(facts.__file__).read_text(encoding="utf-8")
     source += f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!r}, {list(paths)!r})))\n"
     command = way.command(host, "-")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(
-            command, input=source, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
-        )
+        with calls.start(command, **pipes, text=True, errors="replace") as process:
+            try:
+                output, errors = process.communicate(source, timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return no_answer(LIMIT_S)
     except FileNotFoundError:
         return no_client(command[0])
-    except subprocess.TimeoutExpired:
-        return no_answer(LIMIT_S)
-    if done.returncode:
-        return ended(host, way, done.returncode, done.stderr)
+    if process.returncode:
+        return ended(host, way, process.returncode, errors)
     try:
-        answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        return f"{way.python} answered {done.stdout[-80:]!r}, which no Python does; name another with --python"
+        return f"{way.python} answered {output[-80:]!r}, which no Python does; name another with --python"
     return answer
 
 
@@ -104,14 +107,15 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
     found = []
     if not theirs["folder"]:
         found.append(
-            f"the working directory {way.folder} is not there; make it there, or start from one that every host has"
+            f"the working directory {way.folder} is not there; make it there, start from one that every host has, or "
+            f"add --send"
         )
     else:
         for path, content in theirs["paths"].items():
             if content is None:
-                found.append(f"{path} is not in {way.folder} there; copy it there")
+                found.append(f"{path} is not in {way.folder} there; copy it there, or add --send")
             elif mine["paths"][path] not in (None, content):
-                found.append(f"{path} there is another than here; copy it there again")
+                found.append(f"{path} there is another than here; copy it there again, or add --send")
     for name, version in theirs["versions"].items():
         here = mine["versions"][name]
         wanted = f"{name}=={here}" if here else name

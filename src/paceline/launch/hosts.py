@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.local import num_processes
 
+COUNTING = "processes", "threads", "replicas"  # engines that say how many
 NAME = re.compile(r"(?:[A-Za-z0-9_][^\s@:,]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
 OPTIONS = (
@@ -22,11 +24,15 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Host:
-    """``name`` is what messages and output say, ``target`` what ssh is given, ``slots`` how many processes, if said."""
+    """``name`` is what messages and output say, ``target`` what ssh is given, ``slots`` how many processes, if said.
+
+    ``folder``: where the run starts there, if not in the same folder as here.
+    """
 
     name: str
     target: str
     slots: int | None = None
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Way:
         """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there sees them."""
         return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *words])}"]
 
+    def at(self, host: Host) -> Way:
+        """With the folder there."""
+        return dataclasses.replace(self, folder=host.folder or self.folder)
+
 
 def parse(text: str) -> list[Host]:
     """Raises ValueError that names every fault."""
@@ -70,29 +80,34 @@ def parse(text: str) -> list[Host]:
     if faults:
         raise ValueError(
             f"-H {text}: {'; '.join(faults)}; accepted: hosts as ssh knows them, separated by commas, as in "
-            f"hostA,user@hostB, or with the same number of processes on each, as in hostA:2,hostB:2"
+            f"hostA,user@hostB, or with a number of processes on each, as in hostA:4,hostB:2"
         )
     return hosts
 
 
-def row(hosts: Sequence[Host], asked: str) -> str:
-    """The row for every node: the one asked for ("" where none was), or as many processes as there are slots.
+def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None) -> list[str]:
+    """The row of each node: its own by its host's name, or the one asked for; "" leaves it to the node.
 
-    Raises ValueError where the two contradict each other, or hosts differ in their slots.
+    A host's slots are what its engine counts: threads and processes:2 become threads:4 and processes:2 on hostA:4 and
+    hostB:2; where nothing is asked for, they are processes. Raises ValueError where the two contradict each other.
     """
-    slots = {host.slots or 1 for host in hosts}
-    if len(slots) > 1:
-        given = ", ".join(f"{host.name}:{host.slots or 1}" for host in hosts)
-        raise ValueError(
-            f"-H {given}: every node needs the same number of processes; give each the same, or none, and let threads "
-            f"use the cores of each"
-        )
-    (count,) = slots
-    if not asked:
-        return f"processes:{count}" if count > 1 else ""
-    if hosts[0].slots is not None and num_processes(asked) != count:
-        raise ValueError(
-            f"-H asks for {count} processes per node, the row {asked!r} for {num_processes(asked)}; "
-            f"leave one of them out"
-        )
-    return asked
+    own = own or {}
+    faults = []
+    if strange := sorted(own.keys() - {host.name for host in hosts}):
+        known = ", ".join(host.name for host in hosts)
+        faults.append(f"the plan has rows for {', '.join(strange)}, and -H names {known}; name these, or mend the plan")
+    found = []
+    for host in hosts:
+        row = own.get(host.name, asked)
+        engine, plus, numerics = row.partition("+")
+        name, colon, count = engine.partition(":")
+        if not row:
+            row = f"processes:{host.slots}" if (host.slots or 1) > 1 else ""
+        elif host.slots is not None and name in COUNTING and not colon:
+            row = f"{name}:{host.slots}{plus}{numerics}"
+        elif host.slots not in (None, num_processes(row)) and count.partition("/")[0] != str(host.slots):
+            faults.append(f"-H asks for {host.slots} on {host.name}, the row {row!r} for another number; leave one out")
+        found.append(row)
+    if faults:
+        raise ValueError("; ".join(faults))
+    return found

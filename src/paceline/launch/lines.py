@@ -9,11 +9,15 @@ MOST = 2000  # bytes of `last`
 
 
 class Lines:
-    """From a file descriptor to a file; ``last`` is how the last line that says something begins."""
+    """From a file descriptor to a file; ``last`` is how the last line that says something begins.
 
-    def __init__(self, name: str, source: int, out: BinaryIO):
+    With ``result``, a last line that is a JSON object goes there instead, without a name.
+    """
+
+    def __init__(self, name: str, source: int, out: BinaryIO, result: BinaryIO | None = None):
         self.last = ""
         self._head, self._source, self._out, self._rest = f"[{name}] ".encode(), source, out, bytearray()
+        self._result, self._held = result, list[bytes]()
 
     def pass_on(self) -> bool:
         """Reads once. False at the end, when a line without an end gets one."""
@@ -23,9 +27,26 @@ class Lines:
         if end or (not data and self._rest):
             *lines, rest = bytes(self._rest), *others.split(b"\n")
             self._rest = bytearray(rest)
-            self._out.write(b"".join(self._head + line + b"\n" for line in lines))
-            self._out.flush()
             telling = next((line for line in reversed(lines) if line.strip()), None)
             if telling is not None:
                 self.last = telling[:MOST].decode(errors="replace")
+            self._write(lines)
+        if not data:
+            self._finish()
         return bool(data)
+
+    def _write(self, lines: list[bytes]) -> None:
+        if self._result:
+            lines = self._held + lines
+            self._held = [lines.pop()]
+        self._out.write(b"".join(self._head + line + b"\n" for line in lines))
+        self._out.flush()
+
+    def _finish(self) -> None:
+        result, self._result = self._result, None
+        if result and self._held and self._held[0].startswith(b"{") and self._held[0].rstrip().endswith(b"}"):
+            result.write(self._held[0] + b"\n")
+            result.flush()
+        else:
+            self._write(self._held)
+        self._held = []

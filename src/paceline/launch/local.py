@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 GRACE_S = 15.0
+PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,28 +46,33 @@ def start(
     node: int | None = None,
     meeting: tuple[str, int] | None = None,
     asked: Callable[[], Sequence[int]] | None = None,
+    sizes: Sequence[int] = (),
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
     The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and SIGTERM are
-    passed on, and then there is no hurry: a long step ends, a checkpoint is saved. A second one starts the clock.
+    passed on, and then there is little hurry: within PATIENCE_S a long step ends and a checkpoint is saved. A second
+    one makes that GRACE_S.
 
     engine      a row, or "" for what each process chooses by itself
     meeting     host and port where the nodes meet, which node 0 serves; else a free port of this machine
     asked       looked at now and then: signals to pass on as if they had come here; 0 starts the clock
+    sizes       the processes of each node, where they differ
     """
-    k = num_processes(engine)
+    sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     host, port = meeting or ("127.0.0.1", free_port())
     base = {**os.environ, **(environment or {})}
     if engine:
         base["PACELINE_ENGINE"] = engine
     base.update(
-        WORLD_SIZE=str(k * num_nodes),
-        LOCAL_WORLD_SIZE=str(k),
+        WORLD_SIZE=str(sum(sizes)),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
     )
-    ranks = range(k * num_nodes) if node is None else range(node * k, node * k + k)
+    base.pop("PACELINE_LOCAL_SIZES", None)
+    if len(set(sizes)) > 1:
+        base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
+    places = [(owner, local_rank) for owner, size in enumerate(sizes) for local_rank in range(size)]
     if node is None:
         base.setdefault(
             "PACELINE_SECRET", secrets.token_hex(32)
@@ -89,9 +95,12 @@ def start(
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank in ranks:
-            mine = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank % k), "GROUP_RANK": str(rank // k)}
-            quiet = subprocess.DEVNULL if rank % k else None  # what a script prints is read once per node
+        for rank, (owner, local_rank) in enumerate(places):
+            if node not in (None, owner):
+                continue
+            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": sizes[owner], "GROUP_RANK": owner}
+            mine = {**base, **{name: str(number) for name, number in own.items()}}
+            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
             children.append(
                 subprocess.Popen(
                     command,
@@ -120,7 +129,7 @@ def _wait(
 ) -> int:
     failed: int | None = None
     hurry = False
-    end = float("inf")
+    end, limit_s = float("inf"), float("inf")
     while True:
         for number in asked():
             if number:
@@ -133,12 +142,16 @@ def _wait(
                 failed = code
         ended = any(code is not None for code in codes)
         if hurry or failed is not None or (received and ended) or len(received) > 1:
-            end = min(end, time.monotonic() + GRACE_S)
+            allowed_s = GRACE_S
+        else:
+            allowed_s = PATIENCE_S if received else float("inf")
+        if time.monotonic() + allowed_s < end:
+            end, limit_s = time.monotonic() + allowed_s, allowed_s
         if all(code is not None for code in codes):
             break
         if time.monotonic() > end:
             left = [child.pid for child in children if child.poll() is None]
-            print(f"paceline: {len(left)} processes did not end within {GRACE_S:.0f} s; killed", file=sys.stderr)
+            print(f"paceline: {len(left)} processes did not end within {limit_s:.0f} s; killed", file=sys.stderr)
             failed = failed or -signal.SIGKILL
             break
         time.sleep(0.02)

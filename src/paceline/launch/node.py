@@ -1,7 +1,7 @@
 """One node of a run that another machine started: reads from stdin what to start, and obeys until stdin ends.
 
 `python -m paceline.launch.node` is what ssh starts; the rest comes through stdin, because anybody can read command
-lines. The first line is a JSON object: node, num_nodes, host, port, engine, command, folder, environment. Each later
+lines. The first line is a JSON object: node, sizes, host, port, engine, command, folder, environment. Each later
 line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone.
 """
 
@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from paceline.launch import local
+from paceline.launch import local, outlet, receive
 
 
 class Orders:
@@ -51,19 +51,25 @@ class Orders:
 
 
 def main() -> int:
+    return outlet.through(_obey)
+
+
+def _obey() -> int:
     orders = Orders()
     try:
         said = orders.first()
         os.chdir(said["folder"])
-        return local.start(
-            said["command"],
-            said["engine"],
-            said["num_nodes"],
-            said["environment"],
-            node=said["node"],
-            meeting=(said["host"], said["port"]),
-            asked=orders.later,
-        )
+        with receive.hold(said["folder"]):
+            return local.start(
+                said["command"],
+                said["engine"],
+                len(said["sizes"]),
+                said["environment"],
+                node=said["node"],
+                meeting=(said["host"], said["port"]),
+                asked=orders.later,
+                sizes=said["sizes"],
+            )
     except (ValueError, OSError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2

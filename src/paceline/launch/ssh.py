@@ -12,16 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import BinaryIO
 
 from paceline.launch.check import LOST
 from paceline.launch.hosts import Host, Way
 from paceline.launch.lines import Lines
-from paceline.launch.local import GRACE_S
+from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes
 
 GLANCE_S = 0.1
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
-LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH")  # they are about this machine
+LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH", "PACELINE_LOCAL_SIZES")  # they are about this machine
 
 
 def carried(names: Sequence[str] = ()) -> dict[str, str]:
@@ -37,18 +38,22 @@ def carried(names: Sequence[str] = ()) -> dict[str, str]:
 def start(
     hosts: Sequence[Host],
     command: Sequence[str],
-    engine: str,
+    engine: str | Sequence[str],
     way: Way,
     environment: Mapping[str, str],
     meeting: tuple[str, int],
+    result: BinaryIO | None = None,
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
-    ``engine``: the row of every node, or "" for each one's default. ``meeting``: what `check` found. Ctrl-C and SIGTERM
-    are passed on to every process of every node, once, and there is no hurry then; a second one gives them GRACE_S, as
-    a node's failure does.
+    ``engine``: the row of every node, or of each; "" for a node's default. ``meeting``: what `check` found. With
+    ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
+    passed on to every process of every node, once, which then have PATIENCE_S; a second one gives them GRACE_S, as a
+    node's failure does.
     """
     received: list[int] = []
+    engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
+    sizes = [num_processes(each) for each in engines]
     secret = secrets.token_hex(32)  # of this run; it travels through stdin, as everything here
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
@@ -57,13 +62,14 @@ def start(
     nodes: list[Node] = []
     try:
         for host in hosts:
-            nodes.append(Node(host, way))
+            nodes.append(Node(host, way, result, first=not nodes))
         for index, node in enumerate(nodes):
             own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": secret, **environment, "PACELINE_HOST": node.host.name}
             node.tell(
                 {
-                    **{"node": index, "num_nodes": len(nodes), "host": meeting[0], "port": meeting[1]},
-                    **{"engine": engine, "command": [way.python, *command], "folder": way.folder, "environment": own},
+                    **{"node": index, "sizes": sizes, "host": meeting[0], "port": meeting[1]},
+                    **{"engine": engines[index], "command": [way.python, *command], "environment": own},
+                    "folder": way.at(node.host).folder,
                 }
             )
         first = _watch(nodes, received)
@@ -88,7 +94,7 @@ def start(
 class Node:
     """One host's ssh."""
 
-    def __init__(self, host: Host, way: Way):
+    def __init__(self, host: Host, way: Way, result: BinaryIO | None = None, first: bool = True):
         self.host = host
         self.process = subprocess.Popen(
             way.command(host, "-m", "paceline.launch.node"),
@@ -101,7 +107,8 @@ class Node:
         assert self.process.stdout
         assert self.process.stderr
         self.stdin = self.process.stdin
-        self.output = Lines(host.name, self.process.stdout.fileno(), sys.stdout.buffer)
+        out = sys.stderr if result else sys.stdout
+        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result if first else None)
         self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
         self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
 
@@ -145,9 +152,10 @@ def _watch(nodes: Sequence[Node], received: Sequence[int]) -> Node | None:
                 first = next((node for node in nodes if node.process.poll()), None)
                 for other in nodes if first else ():
                     other.tell(0)
-            if first or told > 1:
-                end = min(end, time.monotonic() + GRACE_S + MARGIN_S)
+            if first or received:
+                allowed_s = GRACE_S if first or told > 1 else PATIENCE_S
+                end = min(end, time.monotonic() + allowed_s + MARGIN_S)
             if time.monotonic() > end:
                 left = ", ".join(node.host.name for node in nodes if node.process.poll() is None)
-                print(f"paceline: cut off from {left}, which did not end within {GRACE_S:.0f} s", file=sys.stderr)
+                print(f"paceline: cut off from {left}, which did not end in time", file=sys.stderr)
                 return first

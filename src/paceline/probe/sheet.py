@@ -1,6 +1,7 @@
 """A plan on paper: every row with prediction beside measurement, the choice and its reason, as TOML and JSON.
 
-Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``reason``,
+Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``hosts`` (the rows
+of the hosts of -H that have another, by name), ``reason``,
 ``fidelity``, ``batch_size``, ``fingerprint`` (of model, optimizer, batch and fidelity), ``date``, ``machine``,
 ``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as "processes:2+channels_last"), ``predicted_s``
 and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row,
@@ -64,6 +65,7 @@ class Plan:
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -72,7 +74,7 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_toml(self) -> str:
-        plain = {key: value for key, value in self.to_dict().items() if value is not None}
+        plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
         plain["rows"] = [{k: v for k, v in row.items() if v is not None} for row in plain["rows"]]
         return tomli_w.dumps(plain)
 

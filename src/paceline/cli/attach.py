@@ -1,0 +1,52 @@
+"""paceline attach"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.launch import detach
+
+
+def attach(
+    run: Annotated[
+        str | None, typer.Argument(help="Of a run started with --detach; without it, all are listed.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End it as Ctrl-C would, and wait for that.")] = False,
+) -> None:
+    """Follows a detached run to its end, and ends with its exit code; Ctrl-C leaves it running.
+
+    Examples:
+
+    paceline attach
+
+    paceline attach 0117
+
+    paceline attach --stop 0117
+    """
+    if run is None:
+        if stop:
+            raise ValueError("--stop needs to know which run; `paceline attach` lists them")
+        for one in detach.everyone():
+            state = "runs" if one.running else f"exit code {one.code}" if one.code is not None else "cut off"
+            about = one.about
+            print(f"{one.id}  {state:14}{about['date']}  {about['folder']}: {' '.join(about['command'])}")
+        return
+    found = detach.find(run)
+    if stop:
+        found.interrupt()
+    follow(found)
+
+
+def follow(run: detach.Detached, until_begun: bool = False) -> None:
+    """Exits with its code, or when it has begun and needs nobody."""
+    code: int | None = 130
+    try:
+        code = run.follow(sys.stdout.buffer, until_begun)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    if code is None or run.running:
+        print(f"{run.id} goes on; paceline attach {run.id} follows it, --stop ends it", file=sys.stderr)
+    raise typer.Exit(code or 0)

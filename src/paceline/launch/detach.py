@@ -1,0 +1,182 @@
+"""A run that outlives its terminal: the launcher in a session of its own, its output in a file, its end written down.
+
+~/.local/state/paceline/detached/ID/     for its owner alone
+    run.json    what was started, from which folder, on which host
+    output      all that it prints
+    lock        held as long as it runs
+    pid         of the launcher
+    begun       there when processes have been started
+    code        its exit code, at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
+KEPT = 20  # runs that have ended, and can still be looked at
+GLANCE_S = 0.05
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mine: list[Path] = []
+
+
+class Detached:
+    """A run by its folder; ``id`` is the folder's name."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.id = folder, folder.name
+
+    @property
+    def about(self) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        return said
+
+    @property
+    def running(self) -> bool:
+        with open(self.folder / "lock", "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "begun").exists()
+
+    @property
+    def code(self) -> int | None:
+        """None: it runs, or was cut off together with who would have noted it."""
+        try:
+            return int((self.folder / "code").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def follow(self, to: BinaryIO, until_begun: bool = False) -> int | None:
+        """Passes its output on, from the beginning to its end, or until it has begun. Returns its exit code then."""
+        with open(self.folder / "output", "rb") as output:
+            while True:
+                over = not self.running or (until_begun and self.begun)  # asked first, so that nothing is left unread
+                while data := output.read(1 << 16):
+                    to.write(data)
+                    to.flush()
+                if over:
+                    return None if until_begun and self.begun and self.running else self._end()
+                time.sleep(GLANCE_S)
+
+    def _end(self) -> int:
+        if self.code is None:
+            print(f"paceline: {self.id} was killed, or its machine stopped: no exit code was noted", file=sys.stderr)
+        return 1 if self.code is None else self.code
+
+    def interrupt(self) -> None:
+        """As Ctrl-C would. Raises ValueError on another machine than its own."""
+        if (host := self.about["host"]) != socket.gethostname():
+            raise ValueError(f"{self.id} runs on {host}, and is stopped there: paceline attach --stop {self.id}")
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((self.folder / "pid").read_text()), signal.SIGINT)
+
+
+def home() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "paceline" / "detached"
+
+
+def everyone() -> list[Detached]:
+    """The oldest first."""
+    return [Detached(path.parent) for path in sorted(home().glob("*/run.json"))]
+
+
+def find(name: str) -> Detached:
+    """By its id, or by how only one begins. Raises ValueError."""
+    runs = everyone()
+    fits = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
+    if len(fits) != 1:
+        known = ", ".join(run.id for run in fits or runs) or "none"
+        what = "several runs begin with" if fits else "there is no detached run"
+        raise ValueError(f"{what} {name!r}; accepted: {known}; `paceline attach` lists them")
+    return fits[0]
+
+
+def leave(words: Sequence[str]) -> Detached | None:
+    """Starts this very command once more, detached, and returns that; None in the one that was started so."""
+    if mine := os.environ.pop(VARIABLE, None):
+        _mine.append(Path(mine))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+        return None
+    _forget()
+    folder = home() / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    folder.mkdir(parents=True, mode=0o700)
+    about = {
+        "command": list(words),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "date": time.strftime("%F %T"),
+    }
+    (folder / "run.json").write_text(json.dumps(about))
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+    lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # whoever has a copy of this descriptor holds it
+    sys.stdout.flush()
+    if not os.fork():
+        _keep(folder, output, lock)
+    os.close(output)
+    os.close(lock)
+    return Detached(folder)
+
+
+def begun() -> None:
+    """Said by a launcher when all is checked and the processes start: nobody needs to watch it any more."""
+    for folder in _mine:
+        (folder / "begun").touch()
+
+
+def _keep(folder: Path, output: int, lock: int) -> None:
+    """In a process of its own, which does nothing but wait for the launcher and note its end. Does not return."""
+    code = 70
+    try:
+        os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        for source, number in ((nowhere, 0), (output, 1), (output, 2)):
+            os.dup2(source, number)
+        os.set_inheritable(lock, True)
+        keeper, launcher = os.getpid(), os.fork()
+        if not launcher:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() == keeper:
+                os.environ[VARIABLE] = str(folder)
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+            os._exit(143)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(launcher, number))
+        (folder / "pid").write_text(str(launcher))
+        code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+        code = code if code >= 0 else 128 - code
+    finally:
+        part = folder / "code.part"
+        part.write_text(str(code))
+        part.replace(folder / "code")
+        os._exit(0)
+
+
+def _forget() -> None:
+    """All but the last that have ended."""
+    for run in [run for run in everyone() if not run.running][:-KEPT]:
+        shutil.rmtree(run.folder, ignore_errors=True)

@@ -1,0 +1,145 @@
+"""A snapshot of the working tree, and the data, on every host before the run starts: only what a host lacks travels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.launch import receive
+from paceline.launch.calls import Calls
+from paceline.launch.hosts import Host, Way
+from paceline.launch.snapshot import PART, Tree
+
+# the program comes first through stdin, since a command line has room for little
+BEGIN = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+
+
+@dataclass
+class Delivery:
+    """To one host. ``home`` is the user's home folder there; ``there``: files that it had."""
+
+    host: Host
+    home: str = ""
+    files: int = 0
+    there: int = 0
+    done_bytes: int = 0
+    all_bytes: int = 0
+    waits: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.waits:
+            return f"{self.host.name}: another sender is at work there"
+        return f"{self.host.name}: {self.done_bytes / 1e6:.1f} of {self.all_bytes / 1e6:.1f} MB"
+
+
+class Broken(Exception):
+    """Why one host has not got everything."""
+
+
+def send(
+    hosts: Sequence[Host], way: Way, trees: Sequence[Tree], show: Callable[[str], None] = lambda doing: None
+) -> tuple[list[Host], list[Delivery]]:
+    """The hosts, each with the folder there in which the last of the ``trees`` lies, and what went to each.
+
+    ``show`` is told now and then how far it is. What has arrived when something fails stays there, and is not sent
+    again. Raises ValueError with a line for each host that has not got everything.
+    """
+    deliveries = [Delivery(host) for host in hosts]
+    with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
+        waiting = [pool.submit(_deliver, calls, each, way, trees) for each in deliveries]
+        while not all(one.done() for one in waiting):
+            show("; ".join(map(str, deliveries)))
+            time.sleep(0.05)
+        ends = [one.result() for one in waiting]
+    if faults := [f"{host.name}: {end}" for host, end in zip(hosts, ends, strict=True) if isinstance(end, Broken)]:
+        raise ValueError(
+            "nothing was started, because not every host has got what --send sends:\n- " + "\n- ".join(faults)
+        )
+    return [dataclasses.replace(host, folder=str(end)) for host, end in zip(hosts, ends, strict=True)], deliveries
+
+
+def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
+    start = time.monotonic()
+    with tempfile.TemporaryFile() as errors:
+        process = calls.start(
+            way.command(to.host, "-c", BEGIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+        try:
+            answer = _talk(process, to, trees)
+        except Broken as error:
+            return error
+        finally:
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+            process.wait()
+        to.seconds = time.monotonic() - start
+        if answer and "folders" in answer:
+            to.home = answer["home"]
+            return str(answer["folders"][-1])
+        errors.seek(0)
+        last = (errors.read().decode(errors="replace").strip() or "nothing was said").splitlines()[-1]
+    if answer and "error" in answer:
+        return Broken(answer["error"])
+    return Broken(
+        f"the connection was lost after {to.done_bytes / 1e6:.1f} of {to.all_bytes / 1e6:.1f} MB ({last}); start "
+        f"again: what has arrived there stays"
+    )
+
+
+def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree]) -> dict[str, Any] | None:
+    """The last answer; None where the connection ended without one."""
+    assert process.stdin
+    program, said = Path(receive.__file__).read_bytes(), [tree.said() for tree in trees]
+    sources = {name: path for tree in trees for name, path in tree.sources.items()}
+    contents = list({name: size for tree in said for _, name, size, _ in tree["files"]}.items())  # the far end's order
+    with contextlib.suppress(OSError):  # then its last words are read below
+        process.stdin.write(b"%d\n%s%s\n" % (len(program), program, json.dumps({"trees": said}).encode()))
+        process.stdin.flush()
+        while (answer := _answer(process)) and "waiting" in answer:
+            to.waits = True
+        to.waits = False
+        if not answer or "missing" not in answer:
+            return answer
+        wanted = [contents[i] for i in answer["missing"]]
+        to.files, to.there = len(wanted), len(contents) - len(wanted)
+        to.all_bytes = sum(size for _, size in wanted)
+        for name, size in wanted:
+            for data in _parts(sources[name], size):
+                process.stdin.write(data)
+                to.done_bytes += len(data)
+        process.stdin.flush()
+    return _answer(process)
+
+
+def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    assert process.stdout
+    try:
+        said: dict[str, Any] = json.loads(process.stdout.readline())
+    except ValueError:
+        return None
+    return said
+
+
+def _parts(path: Path, size: int) -> Iterator[bytes]:
+    """``size`` bytes; what has been changed without getting shorter, the far end notices."""
+    try:
+        with open(path, "rb") as file:
+            while size:
+                data = file.read(min(PART, size))
+                if not data:
+                    raise Broken(f"{path} became shorter while it was sent; start again")
+                size -= len(data)
+                yield data
+    except OSError as error:
+        raise Broken(f"{path} cannot be read any more: {error.strerror}") from None

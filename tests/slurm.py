@@ -1,0 +1,114 @@
+"""A real Slurm on this machine alone: munged, slurmctld and two slurmd, with everything they write in one folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+PROGRAMS = "munged", "slurmctld", "slurmd", "srun", "sinfo"
+WHERE = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def unavailable() -> str | None:
+    if os.getuid():
+        return "slurmd wants root"
+    missing = [name for name in PROGRAMS if not shutil.which(name, path=WHERE)]
+    return f"there is no {', '.join(missing)} on this machine" if missing else None
+
+
+class Slurm:
+    """Two nodes, n1 and n2, that are both this machine. ``environment`` is what srun needs."""
+
+    def __enter__(self) -> Slurm:
+        self._temporary = tempfile.TemporaryDirectory(prefix="paceline-test-slurm-")
+        self.folder = Path(self._temporary.name)
+        self._running: list[subprocess.Popen[bytes]] = []
+        (self.folder / "key").write_bytes(os.urandom(128))
+        (self.folder / "key").chmod(0o600)
+        self._configure()
+        self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        try:
+            at = {
+                name: f"--{name}={self.folder}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")
+            }
+            self._start("munged", "--foreground", "--force", f"--key-file={self.folder}/key", *at.values())
+            self._wait((self.folder / "munge.socket").exists)
+            self._start("slurmctld", "-D")
+            for node in ("n1", "n2"):
+                self._start("slurmd", "-D", "-N", node)
+            self._wait(lambda: self._states() == ["idle", "idle"])
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _configure(self) -> None:
+        name, ports = socket.gethostname().split(".")[0], [_free_port() for _ in range(3)]
+        nodes = "".join(
+            f"NodeName=n{i} NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[i]} CPUs={os.cpu_count()}\n"
+            for i in (1, 2)
+        )
+        for folder in ("state", "n1", "n2"):
+            (self.folder / folder).mkdir()
+        (self.folder / "slurm.conf").write_text(
+            f"ClusterName=test\nSlurmctldHost={name}(127.0.0.1)\nSlurmctldPort={ports[0]}\nSlurmUser=root\n"
+            f"AuthType=auth/munge\nAuthInfo=socket={self.folder}/munge.socket\nCredType=cred/munge\n"
+            f"StateSaveLocation={self.folder}/state\nSlurmdSpoolDir={self.folder}/%n\n"
+            f"SlurmctldPidFile={self.folder}/ctld.pid\nSlurmdPidFile={self.folder}/%n.pid\n"
+            f"SlurmctldLogFile={self.folder}/ctld.log\nSlurmdLogFile={self.folder}/%n.log\n"
+            f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none\nMpiDefault=none\n"
+            f"SelectType=select/linear\nReturnToService=2\nSlurmdParameters=config_overrides\nJobAcctGatherType=jobacct_gather/none\n"
+            f"AccountingStorageType=accounting_storage/none\n{nodes}PartitionName=all Nodes=ALL Default=YES State=UP\n"
+        )
+
+    def _start(self, name: str, *words: str) -> None:
+        path = shutil.which(name, path=WHERE)
+        assert path
+        with open(self.folder / f"{name}.said", "ab") as said:
+            self._running.append(
+                subprocess.Popen(
+                    [path, *words],
+                    env={**os.environ, **self.environment},
+                    **{"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said},
+                    start_new_session=True,
+                )
+            )
+
+    def _states(self) -> list[str]:
+        command = ["sinfo", "--noheader", "--Node", "--format=%t"]
+        done = subprocess.run(
+            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=20, check=False
+        )
+        return done.stdout.split()
+
+    def _wait(self, ready) -> None:
+        end = time.monotonic() + 30
+        while not ready():
+            said = {
+                path.name: path.read_text()[-2000:]
+                for path in [*self.folder.glob("*.said"), *self.folder.glob("*.log")]
+            }
+            assert all(process.poll() is None for process in self._running), said
+            assert time.monotonic() < end, said
+            time.sleep(0.1)
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._running):
+            process.terminate()
+        for process in reversed(self._running):
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._temporary.cleanup()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
