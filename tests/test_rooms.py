@@ -42,6 +42,7 @@ RULES = {
     "elastic*": ("contract", "elastic.*"),
     "resume": ("engine.randomness", "elastic.*"),
     "loop": ("contract", "scaler", "balance", "report.record"),
+    "overlap": ("contract", "job", "engine.shares"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "evaluate": ("contract", "data.*", "engine.batch"),
     "seating": ("contract", "job", "world", "balance", "data.order"),
@@ -51,7 +52,7 @@ RULES = {
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
-        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "launch.*"),
