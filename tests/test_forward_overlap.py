@@ -157,7 +157,7 @@ class Gates(memory.Link):
 
 
 def test_a_layer_waits_for_its_own_weights_alone():
-    """The last layer's sum arrives only when the layers before it have computed: waiting for all would wait for ever."""
+    """The last layer's sum arrives only when those before it have computed: waiting for all would wait for ever."""
     hub, gates = memory.Hub(2), [threading.Event(), threading.Event()]
     links = [Gates(hub, rank) for rank in range(2)]
     for link, gate in zip(links, gates, strict=True):
