@@ -10,7 +10,8 @@ import ranks
 from nodes import HIDDEN, Rank, build, gap, reference, rows
 from paceline.contract import DENSE, FACTORS, Ballot, Cost, Handle, Link, Spec
 from paceline.exchange import order
-from paceline.exchange.allreduce import PATIENCE, Exchange
+from paceline.exchange.allreduce import Exchange
+from paceline.exchange.choice import PATIENCE
 from paceline.exchange.forms import Rates, choose, dense_cost, factor_cost, gathered, multiplication, summed
 from paceline.exchange.wire import LARGE_BYTES, SPAN, Wire
 from paceline.link import memory
@@ -78,7 +79,7 @@ class Told(Exchange):
     per_byte, per_flop = SLOW, 0.0
 
     def vote(self, ballot):
-        costs = self._costs(self._flight, self._most)
+        costs = self.choice.costs(self._flight.groups, self.choice.most)
         ballot.took = tuple(1e-4 * cost.steps + self.per_byte * cost.bytes for cost in costs)
         ballot.multiply = self.per_flop
         return super().vote(ballot)
@@ -157,7 +158,7 @@ def test_a_slow_link_is_measured_to_be_no_faster_than_it_is():
     def work(link: Link):
         rank = Rank(link, build())
         rank.train([rows(24, seed) for seed in range(SPAN + 1)])
-        rates = rank.exchange._rates
+        rates = rank.exchange.choice.rates
         rank.exchange.close()
         return rates
 

@@ -106,7 +106,7 @@ def test_no_order_on_the_wire_changes_a_result(turn):
         order = torch.randperm(len(rank.engine.specs), generator=dice.clone_state()).tolist()
         if shuffled:
             cut = 1 + turn % 3
-            rank.exchange._groups = tuple(tuple(order[i : i + cut]) for i in range(0, len(order), cut))
+            rank.exchange.choice.groups = tuple(tuple(order[i : i + cut]) for i in range(0, len(order), cut))
         rank.train(BATCHES)
         state = rank.state()
         rank.exchange.close()
@@ -166,7 +166,7 @@ def test_a_layer_waits_for_its_own_weights_alone():
 
     def work(link):
         rank = rank_of(link, model, forms=DENSE)
-        rank.exchange._groups = ((2,), (1,), (0,))  # the order in which forward reads them
+        rank.exchange.choice.groups = ((2,), (1,), (0,))  # the order in which forward reads them
         opened = []
 
         def computed(*_):

@@ -156,8 +156,8 @@ class Ahead:
             f"the gradient of step {self._rule.step} is not finite ({names}), learning rate "
             f"{', '.join(f'{rate:g}' for rate in rates)}. With overlap='forward' this is found while the next step "
             f"runs: the weights of {names} are those before step {self._rule.step}, all others those after it. Go on "
-            f"from a checkpoint; lower the learning rate, add warm-up, or use overlap='backward', which finds it before "
-            f"any weight has changed"
+            f"from a checkpoint; lower the learning rate, add warm-up, or use overlap='backward', which finds it "
+            f"before any weight has changed"
         )
 
     def close(self) -> None:
