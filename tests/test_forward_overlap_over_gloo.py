@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import paceline
 from launching import launch
 from nodes import build
+from paceline.report.record import read
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3])
@@ -28,6 +29,11 @@ def test_the_same_training(tmp_path, num_nodes):
         load_file(next((tmp_path / f"plain-{overlap}").glob("**/*.safetensors"))) for overlap in ("backward", "forward")
     )
     assert all(torch.equal(one[name], other[name]) for name in one)
+    events = read(tmp_path / "plain-forward")
+    assert next(event for event in events if event["event"] == "join")["overlap"] == "forward"
+    told = [event for event in events if event["event"] == "forms"]
+    assert told[-1]["forms"].count("factors") == 2
+    assert any(line.startswith("second.weight: factors; ") for line in told[-1]["why"])
 
 
 def join(overlap="forward", optimizer=None, **options):

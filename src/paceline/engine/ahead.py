@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.contract import Agreement, Ballot, Coming, NotFinite, Rule, Spec, Verdict
+from paceline.contract import Agreement, Ballot, Coming, LinkError, NotFinite, Rule, Spec, Verdict
 
 
 class Ahead:
@@ -124,8 +124,11 @@ class Ahead:
         start = time.perf_counter()
         try:
             piece = coming.wait()
+        except LinkError:
+            self._coming = {}  # what was to come will not
+            raise
         except BaseException:
-            self._coming = {}  # the link is dead, and what was to come will not
+            self._coming = {index: coming, **self._coming}  # interrupted: it is still to be waited for
             raise
         self.waited_s += time.perf_counter() - start
         device = self.parameters[coming.spec.names[0]].device.type

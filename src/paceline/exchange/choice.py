@@ -138,7 +138,14 @@ class Choice:
             return [self.asked if here else DENSE for here in possible]
         measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
-        return choose(self.specs, self.most, self.total, self.size, self.never, self.absorbs, rates, now, self.both)
+        return choose(self.specs, self.most, self.total, self.size, self.never, self.absorbs, rates, now, self._fairly)
+
+    def _fairly(self, spec: Spec) -> tuple[Cost, Cost]:
+        """As `both`, but a codec that loses something does not win against factors that lose nothing."""
+        whole, factors = self.both(spec)
+        if self.codec.fidelity == "approximate":
+            whole = summed(spec.numel * self.types[spec.index][0].itemsize, self.size)
+        return whole, factors
 
     def _adopt(self, forms: list[str]) -> None:
         self._asks = 0
