@@ -48,7 +48,7 @@ class Loop:
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
         self.who, self.num_steps, self.balance = who, 0, balance
         self._update_s = 0.0
-        self._why: Sequence[str] = ()
+        self._why: list[str] = []
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
 
@@ -76,8 +76,8 @@ class Loop:
             **({"terms": self.terms} if self.terms else {}),
             **facts,
         )
-        if (why := self.exchange.why()) != self._why:
-            self.record.write("forms", step=self.num_steps, forms=list(self.exchange.forms()), why=list(why))
+        if (why := list(self.exchange.why())) != self._why:
+            self.record.write("forms", step=self.num_steps, forms=list(self.exchange.forms()), why=why)
             self._why = why
         self.num_steps += 1
         if self.balance and getattr(batch, "dealt", False):
