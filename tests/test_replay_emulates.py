@@ -72,8 +72,8 @@ def test_eight_nodes_add_up_what_each_has_filled_in_and_take_the_recorded_time(f
 
     def work(link):
         rank = Rank(link, build(), engine=Engine(file, fill=link.rank + 1.0), batch=NODES * ROWS)
-        rank.exchange._forms = list(forms)
-        rank.exchange._seen = True
+        rank.exchange.choice.forms = list(forms)
+        rank.exchange.choice.seen = True
         for _ in range(2):
             start = time.perf_counter()
             agreement = rank.loop.step(Whole(rows(NODES * ROWS, 1)))

@@ -44,6 +44,7 @@ RULES = {
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
     "loop": ("contract", "scaler", "balance", "drift", "report.record"),
     "tracing": ("contract", "loop", "world", "link.ledger", "report.chrome"),
+    "overlap": ("contract", "job", "engine.shares"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "evaluate": ("contract", "data.*", "engine.batch"),
     "seating": ("contract", "job", "world", "balance", "data.order"),
@@ -53,7 +54,7 @@ RULES = {
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
-        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch*": ("plan", "report.record", "link.proof", "probe.survey", "launch.*"),

@@ -32,6 +32,10 @@ class LinkError(ConnectionError):
         self.peer = peer
 
 
+class NotFinite(FloatingPointError):
+    """Raised by every process, with the same words: a step's loss or gradient has no value."""
+
+
 class Verdict(enum.Enum):
     APPLY = "apply"  # everyone agreed: update
     REDO = "redo"  # as if the step had never been; the same global batch again
@@ -98,18 +102,21 @@ class Ballot:
     seconds: float = 0.0  # spent computing
     busy: float = 0.0  # seconds of this step, as far as it did not wait for other nodes
     fixed: float = 0.0  # those of them that its rows do not change: the update
+    multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     stop: int = 0  # a signal has asked this process to end after this step
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
     rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
+    ready: tuple[float, ...] = ()  # per spec: seconds after the first in which it was offered
+    took: tuple[float, ...] = ()  # per spec: seconds on the wire, its wait in line left out; 0 with another
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
 
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     _TERMS = 32
 
-    _HEAD = struct.Struct("<??ddddddqBIIIII")
+    _HEAD = struct.Struct("<??dddddddqBIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -121,6 +128,7 @@ class Ballot:
             self.seconds,
             self.busy,
             self.fixed,
+            self.multiply,
             self.hash,
             self.stop,
             len(self.used),
@@ -128,26 +136,34 @@ class Ballot:
             len(self.rows),
             len(self.terms),
             len(self.paces),
+            len(self.ready),
+            len(self.took),
         )
         paces = itertools.chain.from_iterable(self.paces)
-        shape = f"<{len(self.rows)}I{len(self.terms) + 2 * len(self.paces)}d"
-        numbers = struct.pack(shape, *self.rows, *self.terms, *paces)
+        shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
+        numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
         return head + self.used + self.dense + numbers + bytes(8 * max(0, self._TERMS - len(self.terms)))
 
     @classmethod
     def unpack(cls, data: bytes) -> Ballot:
-        *scalars, num_used, num_dense, num_rows, num_terms, num_nodes = cls._HEAD.unpack_from(data)
+        *scalars, num_used, num_dense, num_rows, num_terms, num_nodes, num_ready, num_took = cls._HEAD.unpack_from(data)
         a = cls._HEAD.size
         b = a + num_used
         c = b + num_dense
-        numbers = struct.unpack_from(f"<{num_rows}I{num_terms + 2 * num_nodes}d", data, c)
-        paces = numbers[num_rows + num_terms :]
+        shape = f"<{num_rows}I{num_ready + num_took}f{num_terms + 2 * num_nodes}d"
+        numbers = iter(struct.unpack_from(shape, data, c))
+
+        def take(count: int) -> tuple[Any, ...]:
+            return tuple(itertools.islice(numbers, count))
+
         tail: dict[str, Any] = {
             "used": data[a:b],
             "dense": data[b:c],
-            "rows": numbers[:num_rows],
-            "terms": numbers[num_rows : num_rows + num_terms],
-            "paces": tuple(zip(paces[::2], paces[1::2], strict=True)),
+            "rows": take(num_rows),
+            "ready": take(num_ready),
+            "took": take(num_took),
+            "terms": take(num_terms),
+            "paces": tuple(take(2) for _ in range(num_nodes)),
         }
         return cls(*scalars, **tail)
 
@@ -164,6 +180,7 @@ class Ballot:
             seconds=max(b.seconds for b in ballots),
             busy=max(b.busy for b in ballots),
             fixed=max(b.fixed for b in ballots),
+            multiply=max(b.multiply for b in ballots),
             hash=first.hash,
             stop=max(b.stop for b in ballots),
             # a process without rows has no terms
@@ -171,17 +188,37 @@ class Ballot:
             used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
             dense=bytes(max(column) for column in zip(*(b.dense for b in ballots), strict=True)),
             rows=tuple(sum(column) for column in zip(*(b.rows for b in ballots), strict=True)),
+            ready=tuple(max(column) for column in zip(*(b.ready for b in ballots), strict=True)),
+            # the last to come to a meeting waits for nobody: its time is that of the wire
+            took=tuple(min(column) for column in zip(*(b.took for b in ballots), strict=True)),
         )
+
+
+class Coming:
+    """A piece that has been agreed on and may still be on its way."""
+
+    spec: Spec
+
+    def arrived(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self) -> Piece:
+        """Called once. Raises LinkError."""
+        raise NotImplementedError
 
 
 @dataclass
 class Agreement:
-    """What everyone holds after `agree`: the verdict, all pieces in order, and all ballots as one."""
+    """What everyone holds after `agree`: the verdict, all pieces in order, and all ballots as one.
+
+    ``coming``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
+    """
 
     verdict: Verdict
     pieces: list[Piece] = field(default_factory=list)
     ballot: Ballot = field(default_factory=Ballot)
     drift: bool = False  # the replicas' hashes differ
+    coming: list[Coming] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -191,6 +228,7 @@ class Rule:
     scale: float = 1.0
     clip: float | None = None  # global norm
     check: bool = False  # leave everything as it is if the gradient is not finite
+    step: int = 0  # whose update it is, for messages
 
 
 @dataclass(frozen=True)
@@ -225,6 +263,7 @@ class Engine:
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
+    ahead: bool = False  # may begin the next step while pieces of the last are still coming
 
     @property
     def waited_s(self) -> float:
@@ -274,8 +313,14 @@ class Engine:
         raise NotImplementedError
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
-        """False if ``rule.check`` found the gradient not finite: nothing was changed."""
+        """False if ``rule.check`` found the gradient not finite: nothing was changed.
+
+        With pieces that are still coming, True: they are applied while the next step's forward pass runs.
+        """
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Waits for pieces that are still coming, and applies them. Raises NotFinite, LinkError."""
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         """Where in the forward pass over ``batch``, or backward, numbers first cease to be finite; empty if nowhere."""
@@ -399,6 +444,8 @@ class Exchange:
     fidelity = "exact"
     consensus = "step"
     uses_codec = True
+    overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
+    overlaps: tuple[str, ...] = ("backward",)
     link: Link
 
     def open(
@@ -416,6 +463,10 @@ class Exchange:
     def forms(self) -> Sequence[str]:
         """DENSE or FACTORS per spec, equal on all ranks; changes only by agreement."""
         raise NotImplementedError
+
+    def why(self) -> Sequence[str]:
+        """A line for each fully-connected layer: how its gradient travels, and why. Changes with the forms alone."""
+        return ()
 
     def before(self, weights: Sequence[Tensor]) -> None:
         """Called before each gradient is computed."""

@@ -12,11 +12,15 @@ import importlib
 import importlib.util
 import inspect
 import re
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
+
+
+_PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python 3.11)
 
 
 @cache
@@ -25,7 +29,8 @@ def _texts(room: str) -> dict[str, ast.Module]:
     package = importlib.util.find_spec(f"paceline.{room}")
     folders = package.submodule_search_locations if package else None
     paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
-    return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    with _PARSING:
+        return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 @cache

@@ -5,6 +5,8 @@ gradient   forward and backward; pieces reach the exchange as backward makes the
 agree      everyone's sums, and a verdict
 update     APPLY: normalise once, clip, optimizer step, the schedule moves. REDO, SKIP: as if the step had never been
 reconcile  what the scheme does to weights after an update (averaging every k steps), and what holds replicas together
+
+With overlap="forward" the engine holds the update until the next step reads the weights.
 """
 
 from __future__ import annotations
@@ -16,16 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.balance import Balance
-from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, Piece, Rule, Verdict
+from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, NotFinite, Piece, Rule, Verdict
 from paceline.drift import Drift
 from paceline.report.record import Record
 from paceline.scaler import Scaler
 
 MAX_REDOS = 20
-
-
-class NotFinite(FloatingPointError):
-    """Raised by every process, with the same words: the step's loss or gradient has no value."""
 
 
 Gradient = Callable[[Any, float, Sequence[str], Callable[[Piece], None]], Ballot]
@@ -52,6 +50,7 @@ class Loop:
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
         self.who, self.num_steps, self.balance, self.drift = who, 0, balance, drift
         self._update_s = 0.0
+        self._why: list[str] = []
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
 
@@ -81,6 +80,9 @@ class Loop:
             **({"terms": self.terms} if self.terms else {}),
             **facts,
         )
+        if (why := list(self.exchange.why())) != self._why:
+            self.record.write("forms", step=self.num_steps, forms=list(self.exchange.forms()), why=why)
+            self._why = why
         self.num_steps += 1
         if self.balance and getattr(batch, "dealt", False):
             change = self.balance.after(self.seat.dealt(int(batch.weight)), ballot.paces)
@@ -99,7 +101,7 @@ class Loop:
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
-            if not self.engine.update(agreement, Rule(scale, self.clip, check=True)):
+            if not self.engine.update(agreement, Rule(scale, self.clip, check=True, step=self.num_steps)):
                 agreement.verdict = Verdict.SKIP
                 if not self.scaler.can_shrink:
                     raise self._lost(batch, ballot, kept, "gradient")

@@ -19,7 +19,7 @@ import torch
 
 from paceline import contract, resume, seating
 from paceline.compare import compare
-from paceline.contract import LinkError
+from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
 from paceline.elastic import checkpoint
@@ -31,7 +31,7 @@ from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
-from paceline.loop import Loop, NotFinite
+from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
 from paceline.probe import examine, layers, shelf
 from paceline.probe.clock import Stopwatch
@@ -125,6 +125,8 @@ class Pace:
         self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
         if link:
             atexit.register(_leave, link)
+            if exchange.overlap == "forward":
+                atexit.register(self._settle_at_exit)
 
     # the data
 
@@ -268,6 +270,8 @@ class Pace:
         """Clips the next `update` by the global norm of everyone's gradient."""
         if not norm > 0:
             raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
+        if self.exchange.overlap == "forward":
+            raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
         self._clip = norm
 
     def update(self) -> float:
@@ -285,7 +289,9 @@ class Pace:
             return ballot
 
         try:
-            return self._step(Spent(own.batch), gradient)
+            loss = self._step(Spent(own.batch), gradient)
+            self.settle()  # a loop of your own reads weights where it likes
+            return loss
         finally:
             self.loop.clip = kept
 
@@ -295,6 +301,22 @@ class Pace:
     def grad_norm(self) -> float | None:
         """The global norm of the last step's gradient, before clipping."""
         return self.engine.norm
+
+    def settle(self) -> None:
+        """With overlap="forward": waits for the last step's update, before you read weights yourself between steps.
+
+        `save`, `evaluate`, `export`, `close`, ``state_dict`` and calls of the model do so by themselves.
+        """
+        try:
+            self.engine.settle()
+        except NotFinite as error:
+            error.told = not self.leader  # type: ignore[attr-defined]
+            raise
+
+    def _settle_at_exit(self) -> None:
+        if not getattr(sys.excepthook, "failed", False):
+            with contextlib.suppress(LinkError, NotFinite):
+                self.settle()
 
     # what must happen once, everywhere, or be counted once
 
@@ -338,6 +360,7 @@ class Pace:
         metric = metric or self.job.metric
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
+        self.settle()
         self.exchange.spread(self.engine.buffers)
         rows = rows or max(1, self.job.batch_size // self.world.size)
         if self.job.most_rows:
@@ -354,6 +377,7 @@ class Pace:
         run = self._run_folder(folder, "save")
         if self.watched:
             return None
+        self.settle()
         self.exchange.spread(self.engine.buffers)
         state = resume.state(self)
         step = self.loop.num_steps
@@ -375,6 +399,7 @@ class Pace:
         if self.watched:
             return False
         one = checkpoint.NAME.fullmatch(run.name) is not None
+        self.settle()
         kept = checkpoint.read(run) if one else checkpoint.read_newest(run)
         steps = [json.loads(words) for words in self.exchange.gather(json.dumps(kept and kept.step).encode())]
         if len(set(steps)) > 1:
@@ -395,6 +420,7 @@ class Pace:
         """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
         if self.watched:
             return
+        self.settle()
         self.exchange.spread(self.engine.buffers)
         self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
@@ -420,6 +446,7 @@ class Pace:
     def close(self, reason: str = "finished") -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
         late, self.loop.stop = self.loop.stop, 0
+        self.settle()
         self._leave(reason)
         self.exchange.close()
         self.engine.close()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from paceline import balance, contract
-from paceline.contract import LinkError
+from paceline import overlap as overlaps
+from paceline.contract import LinkError, NotFinite
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.engine import heap
 from paceline.engine.numerics import parse_row
@@ -23,7 +24,6 @@ from paceline.find import find, parse
 from paceline.job import Job
 from paceline.link.chosen import choose
 from paceline.link.collective import Collective
-from paceline.loop import NotFinite
 from paceline.pace import Pace
 from paceline.plan import Plan
 from paceline.probe import shelf
@@ -54,6 +54,7 @@ def join(
     keep: int = 2,
     shares: str | Sequence[float] | None = None,
     most_rows: int | None = None,
+    overlap: str | None = None,
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
@@ -76,6 +77,8 @@ def join(
     shares              of the global batch on several nodes: "measured": as fast as each is, re-dealt when that
                         changes; "equal"; or numbers in proportion, one per node; else PACELINE_SHARES, else measured
     most_rows           of the global batch that this node ever has, for memory
+    overlap             "backward": a step ends with its update; "forward": gradients arrive, and are applied, while the
+                        next step's forward pass runs, for slow networks; else PACELINE_OVERLAP, else backward
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
@@ -120,6 +123,7 @@ def join(
     parts[0].accumulate = accumulate
     if forward:
         parts[0].forward = forward
+    parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
     if parts[0].numerics.precision == "fp16" and codec not in ("none", "half"):
         raise ValueError(
             f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
@@ -141,6 +145,7 @@ def join(
         num_nodes=world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,
+        **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     if pace.record.folder:

@@ -36,6 +36,8 @@ from paceline.engine.update import Factored, finish
 class Engine(sequential.Engine):
     """One of k. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, as launchers set them."""
 
+    ahead = False  # the processes of a node update together
+
     def __init__(self, num_processes: int = 2):
         super().__init__()
         if not (isinstance(num_processes, int) and num_processes >= 1):

@@ -70,6 +70,9 @@ class Leader(_Relay):
         for peer in self.crew.lines:
             self.crew.send(peer, b"f", "".join(form[0] for form in self._forms).encode())
 
+    def why(self) -> Sequence[str]:
+        return self.exchange.why()
+
     def before(self, weights: Sequence[Tensor]) -> None:
         self.exchange.before(weights)
         self._inbox = _Inbox(self)

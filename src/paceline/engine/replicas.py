@@ -39,6 +39,8 @@ from paceline.engine.norm import Layers
 class Engine(sequential.Engine):
     """The model itself is the first replica."""
 
+    ahead = False  # each replica reads in a thread of its own
+
     def __init__(self, num_replicas: int = 2):
         super().__init__()
         if not (isinstance(num_replicas, int) and num_replicas >= 1):

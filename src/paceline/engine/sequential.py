@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
 from paceline.engine import randomness
+from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
 from paceline.engine.buffers import solidify
@@ -35,6 +36,8 @@ HASH_STEPS = 1000  # in which every value has been looked at
 
 class Engine(contract.Engine):
     """What a batch and a loss may be: `engine/batch.py`."""
+
+    ahead = True
 
     def __init__(self) -> None:
         self.num_threads = 1
@@ -66,10 +69,11 @@ class Engine(contract.Engine):
         self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
         self._parameters, self._modules = list(model.parameters()), list(model.modules())
+        self._later = Ahead(model, optimizer, self.backward.parameters, self._apply)
 
     @property
     def waited_s(self) -> float:
-        return self._norms[0][1].waited_s if self._norms else 0.0
+        return self._later.waited_s + (self._norms[0][1].waited_s if self._norms else 0.0)
 
     @property
     def buffers(self) -> Sequence[Tensor]:
@@ -92,12 +96,15 @@ class Engine(contract.Engine):
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
-        ballot = Ballot(hash=self._hash())
+        ballot = Ballot()
+        if batch is None:
+            self.settle()
 
         def compute(part: Any) -> Tensor:
-            part, output = self.run(part)
-            with self.numerics.forward(self.device):
-                value, times, weight, terms = judged(self.loss, output, part)
+            with self._later.reading():
+                part, output = self.run(part)
+                with self.numerics.forward(self.device):
+                    value, times, weight, terms = judged(self.loss, output, part)
             ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
             ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
@@ -115,13 +122,13 @@ class Engine(contract.Engine):
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        ballot.hash = self._hash()
         if FACTORS in forms:  # the step will be redone, and adding up on the way must not spoil what it starts from
             for parameter in self.backward.parameters.values():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         return self._voted(ballot, self.backward.take(forms, offer), start)
 
     def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
+        ballot.hash = self._hash()
         ballot.used = bytes(name in state.used for name in self.names)
         ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
         ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
@@ -186,6 +193,16 @@ class Engine(contract.Engine):
         return check
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
+        if agreement.coming:
+            self._later.hold(agreement, rule)
+            self.norm = None
+            return True
+        return self._apply(agreement, rule)
+
+    def settle(self) -> None:
+        self._later.settle()
+
+    def _apply(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -250,6 +267,7 @@ class Engine(contract.Engine):
         self._norms.append((layers, everyone))
 
     def close(self) -> None:
+        self._later.close()
         self.backward.close()
         for layers, everyone in self._norms:
             layers.restore()

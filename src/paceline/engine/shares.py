@@ -263,3 +263,35 @@ def _twin(optimizer: torch.optim.Optimizer) -> Any:
             twin.__dict__[key] = OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, dict(parameters))
     twin.state = defaultdict(dict)
     return twin
+
+
+def splits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step for each tensor after the other is one step for all: nothing counts steps beside the tensors."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if division(optimizer) == SLICES:
+        return True
+    dice = torch.Generator().manual_seed(0)
+    small = [
+        torch.randn([min(n, 4) for n in p.shape], generator=dice)
+        for g in optimizer.param_groups
+        for p in g["params"][:2]
+    ]
+    grads = [torch.randn(value.shape, generator=dice) for value in small]
+
+    def train(together: bool) -> list[Tensor]:
+        twin, parts, start = _twin(optimizer), [torch.nn.Parameter(value.clone()) for value in small], 0
+        for group in twin.param_groups:
+            count = min(2, len(group["params"]))
+            group["params"], start = parts[start : start + count], start + count
+        for _ in range(3):
+            for turn in [parts] if together else [[part] for part in parts]:
+                for part, grad in zip(parts, grads, strict=True):
+                    part.grad = grad.clone() if any(part is each for each in turn) else None
+                twin.step()
+        return [part.detach() for part in parts]
+
+    try:
+        return all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))
+    except Exception:
+        return False

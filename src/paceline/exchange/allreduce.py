@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-import math
-import queue
-import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +16,27 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, LinkError, Piece, Spec, Verdict
+from paceline.contract import FACTORS, Agreement, Ballot, Cost, LinkError, Piece, Spec, Verdict
+from paceline.exchange.choice import ASKED, Choice
+from paceline.exchange.forms import choose, dense_cost, factor_cost
+from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
-
-PATIENCE_S = 2000.0  # longer than any link waits
 
 
 class Exchange(Meeting):
-    """Memory of the codec belongs to this rank and moves only when a step is applied."""
+    """``forms``: "measured", "bytes" as long as training lasts, or always one of "dense" and "factors" where possible.
 
+    Memory of the codec belongs to this rank and moves only when a step is applied.
+    """
+
+    overlaps = ("backward", "forward")
     _absorbs = False
+    _asked = "measured"
+
+    def __init__(self, forms: str = "measured"):
+        if forms not in ASKED:
+            raise ValueError(f"exchange 'allreduce': forms is one of {', '.join(ASKED)}, got {forms!r}")
+        self._asked = forms
 
     def open(
         self,
@@ -43,131 +52,119 @@ class Exchange(Meeting):
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
-        self._never = {spec.index for spec in specs if not spec.linear}
-        self._forms = self._choose([rows] * len(specs), [rows * link.size] * len(specs))
-        self._seen = False
-        self._total: list[int] = []  # rows per spec, of everyone, that the forms were chosen for
+        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, self.overlap == "forward")
         self._start()
 
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
-        self._waiting: dict[int, Piece] = {}
-        self._next = 0
-        self._turns: queue.Queue[Piece | None] = queue.Queue()
-        self._sent: dict[int, _Sent] = {}
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._send_in_turn, name="paceline lane", daemon=True)
-        if self.link.size > 1:
-            self._thread.start()
-
-    def _choose(self, most: Sequence[int], total: Sequence[int]) -> list[str]:
-        return choose(self.specs, most, total, self.link.size, self._never, self._absorbs)
+        self._flow = Lane(self._send) if self.link.size > 1 else None
+        self._flight = Flight(self.choice.groups)
+        self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
 
     def forms(self) -> Sequence[str]:
-        return self._forms
+        return self.choice.forms
+
+    def why(self) -> Sequence[str]:
+        return self.choice.why
 
     def before(self, weights: Sequence[Tensor]) -> None:
         """A step that was interrupted in the middle of backward has left pieces behind."""
-        if not (self._next or self._waiting or self._sent):
-            return
-        if self.link.size > 1:
+        if self._flight.offered and self.link.size > 1:
             raise LinkError("the step before was interrupted while its pieces were leaving; join again")
-        self._waiting, self._next, self._turns = {}, 0, queue.Queue()
+        self._flight = Flight(self.choice.groups)
 
     def offer(self, piece: Piece) -> None:
-        """Waits for its turn: the order on the wire is that of the specs on every rank."""
-        with self._changed:
-            self._waiting[piece.spec.index] = piece
-            while self._next in self._waiting:
-                self._turns.put(self._waiting.pop(self._next))
-                self._next += 1
+        if self._flow:
+            self._flow.offer(self._flight, piece)
+        else:
+            self._flight.offered[piece.spec.index] = 0.0
+            self._flight.waiting[piece.spec.index] = piece
 
-    def _send_in_turn(self) -> None:
-        while (piece := self._turns.get()) is not None:
-            try:
-                sent = self._send(piece)
-            except BaseException as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._sent[piece.spec.index] = sent
-                self._changed.notify_all()
-
-    def _send(self, piece: Piece) -> _Sent:
-        spec = piece.spec
-        what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 else ''}"
-        if piece.left is not None and piece.right is not None:
+    def _send(self, pieces: Sequence[Piece]) -> Sent:
+        first, spec = pieces[0], pieces[0].spec
+        what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 or len(pieces) > 1 else ''}"
+        if first.left is not None and first.right is not None:
             # (rows, out + in)
-            both = torch.cat([piece.left, piece.right.to(piece.left.dtype)], dim=1)
+            both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
+            self.choice.types[spec.index] = both.dtype, both.device
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
-            return _Sent(piece, self._lane.all_gather(both, what))
-        assert piece.flat is not None
-        payload, pending = self.codec.encode(piece.flat, self.memory[spec.index], self.step)
+            begin_s = time.perf_counter()
+            return Sent(pieces, self._lane.all_gather(both, what), begin_s)
+        payloads, pending = [], []
+        for piece in pieces:
+            assert piece.flat is not None
+            index = piece.spec.index
+            self.choice.types[index] = piece.flat.dtype, piece.flat.device
+            payload, remembered = self.codec.encode(piece.flat, self.memory[index], self.step)
+            payloads.append(payload)
+            pending.append(remembered)
+        payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         operation = self._lane.sum if self.codec.sums else self._lane.all_gather
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
-        return _Sent(piece, operation(payload, what), pending)
+        begin_s = time.perf_counter()
+        return Sent(pieces, operation(payload, what), begin_s, pending)
 
-    def _receive(self, sent: _Sent) -> Piece:
-        spec = sent.piece.spec
-        got = sent.handle.wait()
-        if self._forms[spec.index] == FACTORS:
+    def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
+        """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
+        assert self._flow
+        sent, place = self._flow.take(flight, spec.index)
+        piece, got = sent.pieces[place], sent.result
+        if piece.left is not None:
             out_features = spec.shapes[0][0]
             # rank after rank, so that every node multiplies in the same order
             both = torch.cat(got)
-            return Piece(spec, left=both[:, :out_features], right=both[:, out_features:])
-        assert sent.piece.flat is not None
-        numel, dtype = spec.numel, sent.piece.flat.dtype
+            return Piece(spec, left=both[:, :out_features], right=both[:, out_features:]), None
+        assert piece.flat is not None
+        numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]
+        if len(sent.pieces) > 1:
+            start = sum(each.spec.numel for each in sent.pieces[:place])
+            got = got[start : start + numel]
         if self.codec.sums:
-            return Piece(spec, flat=self.codec.decode(got, numel, dtype))
+            return Piece(spec, flat=self.codec.decode(got, numel, dtype)), pending
         whole = self.codec.decode(got[0], numel, dtype)
         for payload in got[1:]:
             whole += self.codec.decode(payload, numel, dtype)
-        return Piece(spec, flat=whole)
+        return Piece(spec, flat=whole), pending
+
+    def remember(self, piece: Piece, pending: Any) -> None:
+        if piece.flat is not None:
+            self.memory[piece.spec.index] = self.codec.settle(pending, piece.flat)
 
     def agree(self, ballot: Ballot) -> Agreement:
-        if self.link.size == 1:
-            pieces = [piece for _ in self.specs if (piece := self._turns.get_nowait())]
-            self._next = 0
-            redo = self._choose_again(ballot, [ballot]) or not ballot.ok
-            return Agreement(Verdict.REDO if redo else Verdict.APPLY, [] if redo else pieces, ballot)
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._error or len(self._sent) == len(self.specs), PATIENCE_S)
-        if self._error:
-            raise self._error
-        assert done, f"pieces were never offered: {set(range(len(self.specs))) - set(self._sent)}"
-        pieces = [self._receive(self._sent[spec.index]) for spec in self.specs]
-        sent, self._sent, self._next = self._sent, {}, 0
+        if self._flow is None:
+            return self._alone(ballot)
+        flight, later = self._flight, self.overlap == "forward"
+        got = [] if later else [self.receive(flight, spec) for spec in self.specs]
+        measured = self._before[0] if later and self._before else flight
+        ballot.ready, ballot.took = flight.ready(), measured.took()
+        ballot.multiply = self.choice.multiplication()
         merged, ballots, drift = self.vote(ballot)
-        redo = self._choose_again(merged, ballots)
+        coming: list[contract.Coming] = [_Coming(self, flight, self.specs[i]) for group in flight.groups for i in group]
+        most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
+        costs = self.choice.costs(flight.groups, most)
+        self.choice.learn(merged, (self._before[1] if self._before else []) if later else costs)
+        self._before = (flight, costs) if later else None
+        redo = self.choice.again(merged, ballots)
+        self._flight = Flight(self.choice.groups)
         if not merged.ok or redo:
+            for each in coming if later else ():
+                each.wait()  # they lie in gradients that the step begins with again
             return Agreement(Verdict.REDO, ballot=merged, drift=drift)
-        for piece in pieces if merged.finite else ():
-            if piece.flat is not None:
-                pending = sent[piece.spec.index].pending
-                self.memory[piece.spec.index] = self.codec.settle(pending, piece.flat)
         self.step += 1
-        return Agreement(Verdict.APPLY, pieces, merged, drift)
+        if later:
+            return Agreement(Verdict.APPLY, [], merged, drift, coming)
+        for piece, pending in got if merged.finite else ():
+            self.remember(piece, pending)
+        return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, drift)
 
-    def _choose_again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
-        """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
-        strays = {i for i, dense in enumerate(merged.dense) if dense}
-        for spec in self.specs if self.link.size > 1 else ():
-            if self._forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
-                strays.add(spec.index)
-        self._never |= strays
-        if not self._seen or strays:
-            most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
-            self._total = list(merged.rows)
-            self._forms = self._choose(most, self._total)
-            self._seen = self._seen or merged.ok
-        return bool(strays)
+    def _alone(self, ballot: Ballot) -> Agreement:
+        pieces = [self._flight.waiting[spec.index] for spec in self.specs]
+        self._flight = Flight(self.choice.groups)
+        redo = self.choice.again(ballot, [ballot]) or not ballot.ok
+        return Agreement(Verdict.REDO if redo else Verdict.APPLY, [] if redo else pieces, ballot)
 
     def dealt(self, largest: float) -> None:
-        if self._total:
-            self._forms = self._choose([math.ceil(rows * largest) for rows in self._total], self._total)
+        self.choice.dealt(largest)
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
         forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs)
@@ -178,61 +175,31 @@ class Exchange(Meeting):
         return total
 
     def state(self) -> dict[str, Any]:
-        kept = {"forms": list(self._forms), "never": sorted(self._never), "seen": self._seen, "total": self._total}
-        return {"step": self.step, "memory": self.memory, **kept}
+        return {"step": self.step, "memory": self.memory, **self.choice.state()}
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.memory = state["step"], state.get("memory", self.memory)
-        self._forms, self._never, self._seen = list(state["forms"]), set(state["never"]), state["seen"]
-        self._total = list(state.get("total", ()))
+        self.choice.load(state)
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()
         self.link = link
-        self._seen = False
+        self.choice.begin(link.size)
         self._start()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._turns.put(None)
-            self._thread.join(5.0)
+        if self._flow:
+            self._flow.close()
 
 
-class _Sent:
-    """A piece on its way."""
+class _Coming(contract.Coming):
+    def __init__(self, exchange: Exchange, flight: Flight, spec: Spec):
+        self.exchange, self.flight, self.spec = exchange, flight, spec
 
-    def __init__(self, piece: Piece, handle: contract.Handle, pending: Any = None):
-        self.piece, self.handle, self.pending = piece, handle, pending
+    def arrived(self) -> bool:
+        return self.exchange._flow is not None and self.exchange._flow.has(self.flight, self.spec.index)
 
-
-def dense_cost(spec: Spec, size: int, itemsize: int = 4) -> Cost:
-    return Cost(2 * (size - 1), 2 * (size - 1) / size * spec.numel * itemsize)
-
-
-def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4) -> Cost:
-    """``rows``: the most that any rank sends. The flops are those beyond the rank's own rows."""
-    words = rows * sum(spec.shapes[0])
-    return Cost(2 * (size - 1), (size - 1) * words * itemsize, 2.0 * rows * (size - 1) * spec.numel)
-
-
-def choose(
-    specs: Sequence[Spec],
-    most: Sequence[int],
-    total: Sequence[int],
-    size: int,
-    never: set[int],
-    absorbs: bool = False,
-) -> list[str]:
-    """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
-    nothing is sent, by an optimizer that absorbs them."""
-
-    def pays(spec: Spec) -> bool:
-        if size == 1:
-            return absorbs
-        return factor_cost(spec, most[spec.index], size).bytes < dense_cost(spec, size).bytes
-
-    def form(spec: Spec) -> str:
-        possible = spec.linear and spec.index not in never and spec.fits(total[spec.index])
-        return FACTORS if possible and pays(spec) else DENSE
-
-    return [form(spec) for spec in specs]
+    def wait(self) -> Piece:
+        piece, pending = self.exchange.receive(self.flight, self.spec)
+        self.exchange.remember(piece, pending)
+        return piece

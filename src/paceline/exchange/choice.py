@@ -1,0 +1,174 @@
+"""Which form each piece takes, and in which order pieces go: chosen from the votes, so everyone chooses alike.
+
+first step       by bytes, for the rows that are expected; then for those that there were
+each step        the vote tells how long messages took and when pieces were ready; medians over a few steps
+three steps      that ask for the same other forms, and they hold from the next step on
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
+from paceline.exchange import order
+from paceline.exchange.forms import Rates, choose, factor_cost, gathered, multiplication, reason, summed
+from paceline.exchange.wire import SPAN, Wire
+
+ASKED = ("measured", "bytes", DENSE, FACTORS)
+PATIENCE = 3  # steps, one after the other, that must ask for the same other forms
+
+
+class Choice:
+    """``asked``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
+
+    ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
+    spec: of the pieces as they were offered.
+    """
+
+    def __init__(
+        self, specs: Sequence[Spec], size: int, codec: Codec, asked: str, rows: int, absorbs: bool, by_need: bool
+    ):
+        self.specs, self.size, self.codec, self.asked = specs, size, codec, asked
+        self.absorbs, self.by_need = absorbs, by_need
+        self.types = [(torch.float32, torch.device("cpu"))] * len(specs)
+        self.never = {spec.index for spec in specs if not spec.linear}
+        self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
+        self.multiply = 0.0
+        self.begin(size)
+        self.forms = self._choose()
+        self._explain()
+
+    def begin(self, size: int) -> None:
+        """Among other ranks all is measured anew."""
+        self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
+        self.wire, self.rates = Wire(), Rates(0.0, 0.0, 0.0)
+        self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
+        self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
+
+    def both(self, spec: Spec) -> tuple[Cost, Cost]:
+        """What it costs dense, as its codec makes it, and as factors of the rows that are expected."""
+        dtype = self.types[spec.index][0]
+        payload = self.codec.payload_bytes(spec.numel, dtype)
+        whole = summed(payload, self.size) if self.codec.sums else gathered(payload, self.size)
+        factors = factor_cost(spec, self.most[spec.index], self.size, dtype.itemsize) if spec.linear else whole
+        return whole, factors
+
+    def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[Cost]:
+        """Of each message, in the place of its first spec. ``most``: rows of any rank."""
+        costs = [Cost(0, 0)] * len(self.specs)
+        for group in groups:
+            first = self.specs[group[0]]
+            if self.forms[first.index] == FACTORS:
+                itemsize = self.types[first.index][0].itemsize
+                costs[first.index] = factor_cost(first, most[first.index], self.size, itemsize)
+            else:
+                each = [self.both(self.specs[i])[0] for i in group]
+                costs[first.index] = Cost(each[0].steps, sum(cost.bytes for cost in each))
+        return costs
+
+    def multiplication(self) -> float:
+        """Tried once, when the first step has shown how many rows there are; 0 before, or where no layer asks."""
+        possible = [spec for spec in self.specs if spec.index not in self.never and spec.fits(self.total[spec.index])]
+        if self.asked == "measured" and self.seen and not self.multiply and possible:
+            largest = max(possible, key=lambda spec: spec.numel)
+            self.multiply = multiplication(largest, self.total[largest.index], *self.types[largest.index])
+        return self.multiply
+
+    def learn(self, merged: Ballot, costs: Sequence[Cost]) -> None:
+        """Rates and order from what all have measured. ``costs``: of the messages that ``merged.took`` speaks of."""
+        self.wire.saw(list(zip(costs, merged.took, strict=False)))
+        self._ready.append(merged.ready)
+        self._num_steps += 1
+        if not self.wire.known:
+            return
+        first = not self.rates.per_byte
+        self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
+        if first:
+            self._explain()
+        if first or self._num_steps % SPAN == 0:
+            self.groups = self._order()
+
+    def _order(self) -> order.Groups:
+        single = self.costs([(spec.index,) for spec in self.specs], self.most)
+        seconds = [cost.steps * self.rates.latency + cost.bytes * self.rates.per_byte for cost in single]
+        ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
+        turns = order.by_need(ready, seconds) if self.by_need else list(range(len(self.specs)))
+        num_bytes = [self.codec.payload_bytes(s.numel, self.types[s.index][0]) for s in self.specs]
+        joinable = [self.codec.sums and form == DENSE for form in self.forms]
+        kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
+        message_s = 2 * (self.size - 1) * self.rates.latency
+        if len(turns) * message_s < order.NOTICED * sum(seconds):
+            message_s = 0.0
+        return order.merged(turns, ready, seconds, num_bytes, kinds, message_s)
+
+    def again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
+        """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
+        strays = {i for i, dense in enumerate(merged.dense) if dense}
+        for spec in self.specs if self.size > 1 else ():
+            if self.forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
+                strays.add(spec.index)
+        self.never |= strays
+        if not self.seen or strays:
+            self.most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
+            self.total = list(merged.rows)
+            self._adopt(self._choose(self.forms if self.seen else ()))
+            self.seen = self.seen or merged.ok
+        elif self.size > 1:
+            wanted = self._choose(self.forms)
+            self._asks = self._asks + 1 if wanted != self.forms else 0
+            if self._asks >= PATIENCE:
+                self._adopt(wanted)
+        return bool(strays)
+
+    def dealt(self, largest: float) -> None:
+        """The busiest rank has this part of all rows."""
+        if self.seen:
+            self.most = [math.ceil(rows * largest) for rows in self.total]
+            self._adopt(self._choose())
+
+    def _choose(self, now: Sequence[str] = ()) -> list[str]:
+        if self.asked in (DENSE, FACTORS) and self.size > 1:
+            possible = (s.index not in self.never and s.fits(self.total[s.index]) for s in self.specs)
+            return [self.asked if here else DENSE for here in possible]
+        measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
+        rates = self.rates if measured else None
+        return choose(self.specs, self.most, self.total, self.size, self.never, self.absorbs, rates, now, self._fairly)
+
+    def _fairly(self, spec: Spec) -> tuple[Cost, Cost]:
+        """As `both`, but a codec that loses something does not win against factors that lose nothing."""
+        whole, factors = self.both(spec)
+        if self.codec.fidelity == "approximate":
+            whole = summed(spec.numel * self.types[spec.index][0].itemsize, self.size)
+        return whole, factors
+
+    def _adopt(self, forms: list[str]) -> None:
+        self._asks = 0
+        if forms != self.forms:
+            self.groups = tuple((index,) for group in self.groups for index in group)
+        self.forms = forms
+        self._explain()
+
+    def _explain(self) -> None:
+        self.why = [
+            reason(spec, self.forms[i], self.total[i], i in self.never, *self.both(spec), self.rates)
+            for i, spec in enumerate(self.specs)
+            if spec.linear and self.size > 1
+        ]
+
+    def state(self) -> dict[str, Any]:
+        groups = [list(group) for group in self.groups]
+        kept = {"forms": list(self.forms), "never": sorted(self.never), "seen": self.seen, "groups": groups}
+        return {**kept, "most": list(self.most), "total": list(self.total)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.forms, self.never, self.seen = list(state["forms"]), set(state["never"]), state["seen"]
+        self.total = list(state.get("total") or self.total)
+        self.most = list(state.get("most") or self.most)
+        self.groups = tuple(map(tuple, state.get("groups") or self.groups))
+        self._explain()

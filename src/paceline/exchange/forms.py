@@ -1,0 +1,125 @@
+"""Factors or dense, layer by layer: by bytes until the link and the multiplication have been measured, then by seconds.
+
+    dense      2 (N - 1) messages, 2 (N - 1) / N n bytes
+    factors    2 (N - 1) messages, (N - 1) rows (in + out) words, and everyone else's rows to multiply
+
+Time on the wire counts in full, also where backward hides it: on a machine whose cores are busy, sending takes from
+computing. A form is left only for one that saves much more than measurements swing.
+*Source*: the choice by bytes: Zhang et al. 2017 (arXiv 1706.03292), section 3.2.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.contract import DENSE, FACTORS, Cost, Spec
+
+SAVES_S = 2e-3  # of a step: less is not worth another form
+SAVES = 0.2  # of what the layer costs
+TRIAL_FLOPS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Rates:
+    """*Units*: seconds per message, per byte, per floating-point operation of a rebuilt gradient."""
+
+    latency: float
+    per_byte: float
+    per_flop: float
+
+    def seconds(self, cost: Cost) -> float:
+        return cost.steps * self.latency + cost.bytes * self.per_byte + cost.flops * self.per_flop
+
+
+def dense_cost(spec: Spec, size: int, itemsize: int = 4) -> Cost:
+    return summed(spec.numel * itemsize, size)
+
+
+def summed(num_bytes: int, size: int) -> Cost:
+    return Cost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
+
+
+def gathered(num_bytes: int, size: int) -> Cost:
+    """``num_bytes``: of each rank. Its number of rows goes before them."""
+    return Cost(2 * (size - 1), (size - 1) * num_bytes)
+
+
+def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4) -> Cost:
+    """``rows``: the most that any rank sends. The flops are those beyond the rank's own rows."""
+    sent = gathered(rows * sum(spec.shapes[0]) * itemsize, size)
+    return Cost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * spec.numel)
+
+
+def choose(
+    specs: Sequence[Spec],
+    most: Sequence[int],
+    total: Sequence[int],
+    size: int,
+    never: set[int],
+    absorbs: bool = False,
+    rates: Rates | None = None,
+    now: Sequence[str] = (),
+    costs: Callable[[Spec], tuple[Cost, Cost]] | None = None,
+) -> list[str]:
+    """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
+    nothing is sent, by an optimizer that absorbs them. With ``rates``: by fewer seconds, where that is clear; else as
+    it is ``now``. ``costs``: of a dense piece and of its factors, by codec and type."""
+
+    def form(spec: Spec) -> str:
+        if not (spec.linear and spec.index not in never and spec.fits(total[spec.index])):
+            return DENSE
+        if size == 1:
+            return FACTORS if absorbs else DENSE
+        whole, factors = dense_cost(spec, size), factor_cost(spec, most[spec.index], size)
+        if rates:
+            whole, factors = costs(spec) if costs else (whole, factors)
+            gain = rates.seconds(whole) - rates.seconds(factors)
+            if abs(gain) > max(SAVES_S, SAVES * max(rates.seconds(whole), rates.seconds(factors))):
+                return FACTORS if gain > 0 else DENSE
+        if now:
+            return now[spec.index]
+        return FACTORS if factors.bytes < whole.bytes else DENSE
+
+    return [form(spec) for spec in specs]
+
+
+def reason(spec: Spec, form: str, total: int, stray: bool, whole: Cost, factors: Cost, rates: Rates) -> str:
+    """Why this layer travels so, in a line. ``whole``, ``factors``: what either form costs."""
+    name = spec.names[0]
+    if stray:
+        return f"{name}: dense, since its factors are not its whole gradient"
+    if not spec.fits(total):
+        return f"{name}: dense, since factors of {total} rows would be larger than the gradient"
+    told = f"factors {_told(factors, rates)}, dense {_told(whole, rates)}"
+    if rates.per_byte:
+        return f"{name}: {form}; {told}, and {1e3 * factors.flops * rates.per_flop:.1f} ms to multiply with factors"
+    return f"{name}: {form}; {told}; nothing measured yet"
+
+
+def _told(cost: Cost, rates: Rates) -> str:
+    seconds = cost.steps * rates.latency + cost.bytes * rates.per_byte
+    return f"{cost.bytes / 1e6:.2f} MB" + (f" in {1e3 * seconds:.1f} ms" if rates.per_byte else "")
+
+
+def multiplication(spec: Spec, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Seconds per floating-point operation of adding ``rows`` to a gradient of this shape, by trial on a part of it."""
+    rows = max(1, rows)
+    out_features, in_features = spec.shapes[0]
+    slab = max(1, min(out_features, TRIAL_FLOPS // (2 * rows * in_features)))
+    left = torch.ones(slab, rows, dtype=dtype, device=device)
+    right = torch.ones(rows, in_features, dtype=dtype, device=device)
+    into = torch.zeros(slab, in_features, dtype=dtype, device=device)
+
+    def once() -> float:
+        start = time.perf_counter()
+        into.addmm_(left, right)
+        float(into[0, 0])  # a device has then done it
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(3)) / (2.0 * slab * rows * in_features)

@@ -1,0 +1,120 @@
+"""Pieces leave in one order on every rank, in a thread of their own; another sees them arrive."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.contract import Handle, Piece
+
+PATIENCE_S = 2000.0  # longer than any link waits
+
+
+class Sent:
+    """Pieces on their way in one message, since ``begin_s``. ``pending``: what the codec will remember of each."""
+
+    def __init__(self, pieces: Sequence[Piece], handle: Handle, begin_s: float, pending: Sequence[Any] = (None,)):
+        self.pieces, self.handle, self.begin_s, self.pending = pieces, handle, begin_s, pending
+        self.result: Any = None  # what the handle gave
+        self.num_left = len(pieces)
+
+
+class Flight:
+    """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]):
+        self.groups, self.num_sent = groups, 0
+        self.offered: dict[int, float] = {}
+        self.waiting: dict[int, Piece] = {}
+        self.arrived: dict[int, Sent] = {}  # by the first spec of each group, until all of it has been taken
+        self.took_s: dict[int, float] = {}  # likewise, without the wait in line
+        self.leader = {index: group[0] for group in groups for index in group}
+
+    def ready(self) -> tuple[float, ...]:
+        """Per spec, the seconds after the first in which it was offered."""
+        first = min(self.offered.values())
+        return tuple(self.offered[index] - first for index in range(len(self.leader)))
+
+    def took(self) -> tuple[float, ...]:
+        return tuple(self.took_s.get(index, 0.0) for index in range(len(self.leader)))
+
+
+class Lane:
+    """``send(pieces)`` begins one message. What goes wrong in the threads is raised in `wait`."""
+
+    def __init__(self, send: Callable[[Sequence[Piece]], Sent]):
+        self._send = send
+        self._out: queue.Queue[tuple[Flight, list[Piece]] | None] = queue.Queue()
+        self._in: queue.Queue[tuple[Flight, Sent] | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=f"paceline {name}", daemon=True)
+            for work, name in ((self._send_in_turn, "lane"), (self._see_arrive, "arrivals"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def offer(self, flight: Flight, piece: Piece) -> None:
+        """Any thread's. A piece waits for its turn, and for those that go with it."""
+        with self._changed:
+            flight.offered[piece.spec.index] = time.perf_counter()
+            flight.waiting[piece.spec.index] = piece
+            while flight.num_sent < len(flight.groups):
+                group = flight.groups[flight.num_sent]
+                if not all(index in flight.waiting for index in group):
+                    return
+                flight.num_sent += 1
+                self._out.put((flight, [flight.waiting.pop(index) for index in group]))
+
+    def has(self, flight: Flight, index: int) -> bool:
+        return flight.leader[index] in flight.arrived
+
+    def wait(self, flight: Flight, index: int) -> Sent:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._error or self.has(flight, index), PATIENCE_S)
+        if not self.has(flight, index) and self._error:
+            raise self._error
+        assert done, f"pieces were never offered: {sorted(flight.leader.keys() - flight.offered.keys())}"
+        return flight.arrived[flight.leader[index]]
+
+    def take(self, flight: Flight, index: int) -> tuple[Sent, int]:
+        """As `wait`, once for each piece: the message, and the place of the piece in it."""
+        sent = self.wait(flight, index)
+        sent.num_left -= 1
+        if not sent.num_left:
+            del flight.arrived[flight.leader[index]]  # a step's sums are large: nobody keeps them
+        return sent, [piece.spec.index for piece in sent.pieces].index(index)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _send_in_turn(self) -> None:
+        while (turn := self._out.get()) is not None:
+            flight, pieces = turn
+            self._in.put((flight, self._send(pieces)))
+
+    def _see_arrive(self) -> None:
+        free_s = 0.0  # when the wire was, by the last arrival
+        while (turn := self._in.get()) is not None:
+            flight, sent = turn
+            sent.result = sent.handle.wait()
+            end_s, leader = time.perf_counter(), sent.pieces[0].spec.index
+            flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
+            with self._changed:
+                flight.arrived[leader] = sent
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._threads[0].join(5.0)
+        self._in.put(None)
+        self._threads[1].join(1.0)

@@ -1,0 +1,51 @@
+"""What the link takes, from the pieces of training themselves: seconds per message, and per byte.
+
+A lane is a queue, so a piece takes from when it was sent, or the one before it had arrived, to its own arrival. Who
+comes early to a collective waits for the others; the least of all ranks' times is therefore the wire's. Every rank is
+told the same times by the vote, and so comes to the same numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+from paceline.contract import Cost
+
+SPAN = 5  # steps: a median over them follows a changed link after three
+LARGE_BYTES = 1 << 18
+LEAST_S = 1e-9
+
+
+class Wire:
+    """Medians over the last steps."""
+
+    def __init__(self) -> None:
+        self._per_byte: deque[float] = deque(maxlen=SPAN)
+        self._latency: deque[float] = deque(maxlen=SPAN)
+
+    def saw(self, pieces: Sequence[tuple[Cost, float]]) -> None:
+        """One step's pieces, each with the seconds that it took."""
+        pieces = [(cost, seconds) for cost, seconds in pieces if cost.bytes and seconds > 0]
+        large = [each for each in pieces if each[0].bytes >= LARGE_BYTES] or pieces
+        if not large:
+            return
+        per_byte = sum(seconds for _, seconds in large) / sum(cost.bytes for cost, _ in large)
+        self._per_byte.append(max(LEAST_S / LARGE_BYTES, per_byte))
+        small = [(cost, seconds) for cost, seconds in pieces if cost.bytes < LARGE_BYTES and cost.steps]
+        if small and len(small) < len(pieces):
+            rests = [max(0.0, seconds - per_byte * cost.bytes) / cost.steps for cost, seconds in small]
+            self._latency.append(statistics.median(rests))
+
+    @property
+    def known(self) -> bool:
+        return len(self._per_byte) == SPAN
+
+    @property
+    def per_byte(self) -> float:
+        return statistics.median(self._per_byte) if self._per_byte else 0.0
+
+    @property
+    def latency(self) -> float:
+        return statistics.median(self._latency) if self._latency else 0.0
