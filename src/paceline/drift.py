@@ -60,6 +60,7 @@ class Drift:
             self._left = self.quiet
         elif not self._left:
             return
+        self.engine.settle()
         before = self.exchange.link.sent_bytes
         self._spread(self.parts[self._turn])
         self._sent_bytes += self.exchange.link.sent_bytes - before
