@@ -54,7 +54,10 @@ RULES = {
         *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
+    "launch.measure": ("plan", "find", "world", "probe.*", "launch.*"),
     "launch*": ("plan", "report.record", "launch.*"),
+    "together": ("balance", "probe.*"),
+    "nodes": ("plan", "together", "probe.*", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": (
         *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),

@@ -18,6 +18,7 @@ from paceline.launch.check import check
 from paceline.launch.hosts import Way, parse
 from paceline.launch.hosts import row as row_of
 from paceline.plan import Plan
+from paceline.probe import shelf
 from paceline.probe.survey import survey
 from paceline.settings import Settings
 
@@ -98,8 +99,13 @@ def start_over_ssh(
 ) -> int:
     nodes = parse(hosts)
     engine = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan
+    made = shelf.over([node.name for node in nodes], command) if plan == "auto" and not engine else None
     if engine:
-        engine = Plan.read(engine).chosen if Path(engine).is_file() else row(engine)
+        made = Plan.read(engine) if Path(engine).is_file() else None
+        engine = row(engine) if made is None else ""
+    if made:
+        engine = made.row_of_all([node.name for node in nodes])
+        print(f"plan: {engine or 'threads on each host'} ({made.reason}; measured {made.date})", file=sys.stderr)
     chosen, environment = row_of(nodes, engine), ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
         environment["PACELINE_SHARES"] = shares
