@@ -1,4 +1,4 @@
-"""What N nodes are predicted to take: bounds, closed forms in the extremes, a schedule drawn by hand, and a real wire."""
+"""What N nodes are predicted to take: bounds, closed forms in the extremes, a schedule by hand, and a real wire."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_line_is_what_its_timeline_says():
     made = Line.of(json.loads(timeline.to_json()), absorbs=True)
     assert Line.read(json.loads(json.dumps(vars(made), default=vars))) == made
     forms = [DENSE] * len(made.parts)
-    assert made.ready(forms) and max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))
+    assert max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))
     assert [part.sides > 0 for part in made.parts] == [spec.linear for spec in timeline.specs]
     assert made.scaled(2.0).alone_s() == pytest.approx(2 * made.alone_s())
     with pytest.raises(ValueError, match="not a timeline's JSON"):

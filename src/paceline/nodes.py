@@ -21,8 +21,8 @@ from paceline.launch.hosts import Host
 from paceline.launch.measure import measure_node
 from paceline.plan import Plan
 from paceline.probe import shelf
-from paceline.probe.choice import CHOSEN
 from paceline.probe.overlap import Wire
+from paceline.probe.sheet import CHOSEN
 from paceline.probe.teams import EACH, SHARED, Team, answer
 from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf

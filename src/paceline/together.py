@@ -46,7 +46,7 @@ class Node:
         """A step with so many rows by ``row``: the recorded one, as much longer or shorter as the row was measured."""
         ran = self.measured(row)
         line = self.whole.at(rows, self.quarter)
-        return line.scaled(ran.measured_s / self.whole.alone_s()) if ran else line
+        return line.scaled(ran.measured_s / self.whole.alone_s()) if ran and ran.measured_s else line
 
     def alone_s(self, row: str) -> float:
         return self.line(self.whole.rows, row).alone_s()
@@ -75,9 +75,7 @@ def rows_together(nodes: Sequence[Node]) -> tuple[str, ...]:
     if len(set(chosen)) == 1:
         return tuple(chosen)
     single = "sequential", "threads", "replicas"
-    return tuple(
-        row if split(row, 1).engine in single else node.one for row, node in zip(chosen, nodes, strict=True)
-    )
+    return tuple(row if split(row, 1).engine in single else node.one for row, node in zip(chosen, nodes, strict=True))
 
 
 def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:
@@ -109,7 +107,7 @@ class Survey:
         first = self.nodes[0]
         ran = first.measured(self.rows_of[first.name])
         self.alone_per_s = [node.batch_size / node.alone_s(self.rows_of[node.name]) for node in self.nodes]
-        self.measured_per_s = first.batch_size / ran.measured_s if ran else None
+        self.measured_per_s = first.batch_size / ran.measured_s if ran and ran.measured_s else None
         self.alone = Team(
             1,
             first.name if real else "",
@@ -172,5 +170,3 @@ class Survey:
             efficiency=(one.team.efficiency or 0.0) * predicted_s / trial.step_s,
             reason=one.team.waiting,
         )
-
-

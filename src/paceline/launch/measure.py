@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def main(text: str) -> int:
         if doing == "node":
             for name in TOGETHER:
                 os.environ.pop(name, None)
-        answer = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}[doing](**asked)
+        measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
+        answer = measures[doing](**asked)
     except (ValueError, ConnectionError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 1

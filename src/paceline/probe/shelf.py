@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 
 # settings of the main job that a step depends on
-STEP = "model", "data", "batch_size", "optimizer", "accumulate", "precision", "batch_norm", "device", "codec", "exchange"
+STEP = (
+    "model",
+    "data",
+    "batch_size",
+    "optimizer",
+    "accumulate",
+    "precision",
+    "batch_norm",
+    "device",
+    "codec",
+    "exchange",
+)
 
 
 def folder() -> Path:

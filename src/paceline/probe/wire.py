@@ -1,7 +1,7 @@
 """How fast bytes really move between the ranks of a link: pairs of them, and sums of all.
 
-    pairs   every two ranks, several pairs at once, so that each rank is in one of them: there and back with a few
-            bytes for the latency, then with ever larger messages for the bandwidth
+    pairs   every two ranks, several pairs at once, so that each rank is in one of them: a few bytes there and back for
+            the latency, then ever larger messages, one way and then the other, for the bandwidth
     sums    of 1 KiB to 8 MiB by all ranks
 
 Bandwidth is the slope between the larger messages: what a rate limiter lets through at first, and what every message
@@ -22,12 +22,11 @@ from paceline.contract import Link
 from paceline.probe.overlap import Wire
 
 DEADLINE_S = 20.0
-PINGS, BALLS, SUMS = 20, 3, 3
+PINGS, BALLS, SUMS = 20, 2, 3
 PING_BYTES = 64
 SMALLEST, LARGEST = 64 << 10, 8 << 20  # bytes of a message
 SUM_BYTES = tuple(1024 << shift for shift in range(14))  # 1 KiB to 8 MiB
 BUDGET_S = 1.2  # of pairs, and of sums
-LEAST_PER_S = 1e3
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def measure(link: Link) -> Wires:
                 _pair(link, one, other, BUDGET_S / len(rounds), found)
     link.sum(found, "sharing what was measured").wait(DEADLINE_S)
     pairs = tuple(
-        Pair(one, other, float(found[one, other, 0]), max(LEAST_PER_S, float(found[one, other, 1])))
+        Pair(one, other, float(found[one, other, 0]), float(min(found[one, other, 1], found[other, one, 1])))
         for one in range(link.size)
         for other in range(one + 1, link.size)
     )
@@ -123,39 +122,45 @@ def _meet(link: Link) -> None:
 
 
 def _pair(link: Link, one: int, other: int, budget_s: float, found: torch.Tensor) -> None:
-    """One side leads: the other sends back what comes, of the size and as often as was announced, until that is 0."""
-    if link.rank == other:
-        word = torch.zeros(2, dtype=torch.int64)
-        while int(link.recv(word, one).wait(DEADLINE_S)[0]):
-            ball = torch.empty(int(word[0]), dtype=torch.uint8)
-            for _ in range(int(word[1])):
-                link.recv(ball, one).wait(DEADLINE_S)
-                link.send(ball, one).wait(DEADLINE_S)
-        return
-    begun, sizes, seconds = time.perf_counter(), [], []
-    latency_s = statistics.median(_rally(link, other, PING_BYTES, PINGS))
-    size = SMALLEST
-    while size <= LARGEST:
-        sizes.append(size)
-        seconds.append(min(_rally(link, other, size, BALLS)))
-        size *= 2
-        # the next size takes twice as long, there and back
-        if len(sizes) >= 2 and time.perf_counter() - begun + 4 * BALLS * seconds[-1] > budget_s:
-            break
-    link.send(torch.zeros(2, dtype=torch.int64), other).wait(DEADLINE_S)
-    found[one, other, 0], found[one, other, 1] = latency_s, 1 / slope(sizes, seconds)
+    """One direction after the other: in turns, what a rate limiter has saved up meanwhile would pass as bandwidth."""
+    for leader, peer in ((one, other), (other, one)):
+        if link.rank == peer:
+            _follow(link, leader)
+            continue
+        begun, sizes, seconds = time.perf_counter(), [], []
+        latency_s = statistics.median(_volley(link, peer, PING_BYTES, PINGS)) / 2
+        size = SMALLEST
+        while size <= LARGEST:
+            sizes.append(size)
+            seconds.append(statistics.median(_volley(link, peer, size, BALLS)))
+            size *= 2
+            # the next size takes twice as long
+            if len(sizes) > 2 and time.perf_counter() - begun + 2 * BALLS * seconds[-1] > budget_s / 2:
+                break
+        link.send(torch.zeros(2, dtype=torch.int64), peer).wait(DEADLINE_S)
+        found[leader, peer, 0], found[leader, peer, 1] = latency_s, 1 / slope(sizes, seconds)
 
 
-def _rally(link: Link, peer: int, size: int, count: int) -> list[float]:
-    """Seconds of one way, ``count`` times: half of there and back. One more, before, warms up."""
+def _volley(link: Link, peer: int, size: int, count: int) -> list[float]:
+    """Seconds until a message is there and a word is back, ``count`` times. One more, before, warms up."""
     link.send(torch.tensor([size, count + 1]), peer).wait(DEADLINE_S)
-    ball, taken = torch.zeros(size, dtype=torch.uint8), []
+    ball, word, taken = torch.zeros(size, dtype=torch.uint8), torch.zeros(1), []
     for _ in range(count + 1):
         start = time.perf_counter()
         link.send(ball, peer).wait(DEADLINE_S)
-        link.recv(ball, peer).wait(DEADLINE_S)
-        taken.append((time.perf_counter() - start) / 2)
+        link.recv(word, peer).wait(DEADLINE_S)
+        taken.append(time.perf_counter() - start)
     return taken[1:]
+
+
+def _follow(link: Link, leader: int) -> None:
+    """Answers every message, of the size and as often as was announced, until that is 0."""
+    order, word = torch.zeros(2, dtype=torch.int64), torch.zeros(1)
+    while int(link.recv(order, leader).wait(DEADLINE_S)[0]):
+        ball = torch.empty(int(order[0]), dtype=torch.uint8)
+        for _ in range(int(order[1])):
+            link.recv(ball, leader).wait(DEADLINE_S)
+            link.send(word, leader).wait(DEADLINE_S)
 
 
 def _sums(link: Link) -> tuple[tuple[tuple[int, float], ...], float]:
