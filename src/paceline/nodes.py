@@ -1,4 +1,4 @@
-"""How many machines, and would others be better? Every node measures itself, all measure the wire, a few teams are tried.
+"""How many machines, and would others be better? Nodes measure themselves and the wire, and a few teams are tried.
 
     wire      every pair of nodes, and sums of all
     node      each by itself: its plan, and a step layer by layer with all rows of the batch and with a quarter of them

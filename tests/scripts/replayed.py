@@ -19,7 +19,7 @@ pace = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross
 batch = torch.zeros(8, 1), torch.zeros(8)
 wires = wire.measure(pace.link)
 taken = []
-for step in range(steps + 3):
+for _ in range(steps + 3):
     pace.exchange.total([0.0])
     before, start = pace.link.sent_bytes + pace.exchange._lane.sent_bytes, time.perf_counter()
     forms = list(pace.exchange.forms())

@@ -18,7 +18,7 @@ GRACE_S = 25.0  # to end every node
 
 @dataclass(frozen=True)
 class Far:
-    """How all are reached. ``names``: variables that go along; ``address``: of the host ``first``, as others reach it."""
+    """How all are reached. ``names``: variables that go along; ``address``: of host ``first``, as others reach it."""
 
     way: Way
     names: str = ""

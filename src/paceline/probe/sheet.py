@@ -6,9 +6,9 @@ Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key tha
 and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row,
 by measurement where both have one), ``peak_bytes`` (of all processes, shared memory once), ``fidelity``,
 ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes divide its work: "slices" or
-"whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how many of them to use), ``hosts`` (the row
-of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that is not known is left out of TOML
-and null in JSON.
+"whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how many of them to use), ``hosts`` (the
+row of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that is not known is left out of TOML and
+null in JSON.
 """
 
 from __future__ import annotations

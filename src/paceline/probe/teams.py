@@ -1,10 +1,10 @@
 """How many machines? Every number of them as one line, prediction beside measurement, and the answer in a sentence.
 
 Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
-("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has),
+("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
 ``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
-``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where it
-was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
+``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
+it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
 ``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
 (predicted seconds per step in which nodes wait for the network); ``reason``.
 """
