@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +16,9 @@ from paceline.launch.hosts import Host, Way
 
 MARK = "paceline-measured"
 GRACE_S = 25.0  # to end every node
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,13 @@ class Far:
         reached += ["--address", self.address] if self.address and hosts[0].name == self.first else []
         command = [sys.executable, "-m", "paceline", "run", "-H", names, *reached, *options]
         command += ["-m", "paceline.launch.measure", json.dumps(what)]
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(143)
+
         own = {name: value for name, value in os.environ.items() if name != "PACELINE_ENGINE"}  # it is said, or none
         asking = subprocess.Popen(
             command,
@@ -44,6 +56,7 @@ class Far:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, safe beside threads
         )
         try:
             output, errors = asking.communicate(timeout=limit_s)
