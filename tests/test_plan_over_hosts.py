@@ -73,7 +73,7 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
             assert team["per_s"] == pytest.approx(batch / team["measured_s"])
             assert team["sent_bytes"] > 0
         assert [(team["nodes"], team["hosts"], team["measured_s"]) for team in imagined] == [(8, "", None)] * 2
-        assert {team["link"] for team in imagined} == {"link 10gbit, latency 1ms"}
+        assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
         assert imagined[0]["exposed_s"] > 0.001
         assert told["num_nodes"] in (1, 2)
         assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
@@ -148,14 +148,14 @@ ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
         ),
         ([TWO, Team(3, "a,b,c", predicted_speedup=2.9)], 3, "all 3 machines are worth it: 2.90x predicted"),
         (
-            [Team(8, link="link 1gbit", predicted_speedup=6.5)],
+            [Team(8, link="1gbit", predicted_speedup=6.5)],
             1,
-            "8 machines like this one over link 1gbit would be 6.50x predicted",
+            "8 machines like this one over 1gbit would be 6.50x predicted",
         ),
         (
-            [Team(8, link="link 1mbit", predicted_speedup=0.2)],
+            [Team(8, link="1mbit", predicted_speedup=0.2)],
             1,
-            "stay on one machine: 8 like this one over link 1mbit would be 0.20x predicted",
+            "stay on one machine: 8 like this one over 1mbit would be 0.20x predicted",
         ),
     ],
 )
@@ -187,8 +187,8 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
 
 
 def test_what_if_is_read():
-    assert WhatIf.parse("nodes=8, link=2.5gbit,latency=3ms") == WhatIf(8, 2.5e9, 0.003, "link 2.5gbit, latency 3ms")
-    assert WhatIf.parse("latency=5ms") == WhatIf(latency_s=0.005, words="latency 5ms")
+    assert WhatIf.parse("nodes=8, link=2.5gbit,latency=3ms") == WhatIf(8, 2.5e9, 0.003, "2.5gbit, 3ms latency")
+    assert WhatIf.parse("latency=5ms") == WhatIf(latency_s=0.005, words="5ms latency")
     assert (rate("100mbit"), duration("2s")) == (1e8, 2.0)
 
 

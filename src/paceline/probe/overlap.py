@@ -21,6 +21,7 @@ from itertools import accumulate
 from paceline.probe.line import DENSE, FACTORS, Line, Part
 
 VOTE_BYTES = 1024  # of a ballot
+SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
 
 
@@ -75,22 +76,26 @@ def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int) -> 
 
 
 def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
-    """The form of each part: factors where they fit, and travel and multiply out in less time than the sum takes."""
+    """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
+    form takes clearly less time on the wire and in multiplying them out."""
     nodes = len(lines)
     if nodes == 1:
         return lines[0].alone()
-    forms = []
-    for i, part in enumerate(lines[0].parts):
-        here = [line.parts[i] for line in lines]
-        most, total = max(one.rows for one in here), sum(one.rows for one in here)
+    return [_form([line.parts[i] for line in lines], wire, lines[0].item_bytes) for i in range(len(lines[0].parts))]
 
-        def seconds(form: str, part: Part = part, most: float = most) -> float:
-            return wire.seconds(*traffic(part, form, nodes, most, lines[0].item_bytes), adds=form == DENSE)
 
-        rebuilding_s = max((total / one.rows - 1) * one.product_s for one in here) if most and total else 0.0
-        possible = part.fits(total) and all(one.rows for one in here)
-        forms.append(FACTORS if possible and seconds(FACTORS) + rebuilding_s < seconds(DENSE) else DENSE)
-    return forms
+def _form(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> str:
+    """``everywhere``: one part, as each node has it."""
+    part, nodes = everywhere[0], len(everywhere)
+    most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
+    if not part.fits(total) or not all(one.rows for one in everywhere):
+        return DENSE
+    cost = {form: traffic(part, form, nodes, most, item_bytes) for form in (DENSE, FACTORS)}
+    seconds = {form: wire.seconds(*cost[form], adds=form == DENSE) for form in cost}
+    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
+    fewer, sooner = min(cost, key=lambda form: cost[form][1]), min(seconds, key=lambda form: seconds[form])
+    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
+    return sooner if clear else fewer
 
 
 def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = None) -> Prediction:

@@ -35,7 +35,7 @@ class WhatIf:
             int(nodes) if nodes else None,
             rate(said["link"]) if "link" in said else None,
             duration(said["latency"]) if "latency" in said else None,
-            ", ".join(f"{key} {said[key]}" for key in ("link", "latency") if key in said),
+            ", ".join([said[key] + " latency" * (key == "latency") for key in ("link", "latency") if key in said]),
         )
 
 
