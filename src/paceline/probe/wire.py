@@ -22,10 +22,11 @@ from paceline.contract import Link
 from paceline.probe.overlap import Wire
 
 DEADLINE_S = 20.0
-PINGS, BALLS, SUMS = 20, 2, 3
+PINGS, BALLS, SUMS = 10, 2, 3
 PING_BYTES = 64
 SMALLEST, LARGEST = 64 << 10, 8 << 20  # bytes of a message
-SUM_BYTES = tuple(1024 << shift for shift in range(14))  # 1 KiB to 8 MiB
+SUM_BYTES = tuple(1024 << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 13))  # 1 KiB to 8 MiB
+COUNTED_BYTES = 256 << 10  # of a sum, from which on its work on the processor is counted
 BUDGET_S = 1.2  # of pairs, and of sums
 
 
@@ -165,22 +166,23 @@ def _follow(link: Link, leader: int) -> None:
 
 def _sums(link: Link) -> tuple[tuple[tuple[int, float], ...], float]:
     """Everyone is told how long the slowest took, so all stop at the same size."""
-    begun_s, found = 0.0, []
+    begun, found = time.perf_counter(), []
     cpu_s = sent_bytes = 0.0
     for num_bytes in SUM_BYTES:
-        taken, values = [], torch.ones(num_bytes // 4)
+        taken, values, spent_s = [], torch.ones(num_bytes // 4), 0.0
         for i in range(SUMS + 1):
             _meet(link)
             start, cpu, sent = time.perf_counter(), time.process_time(), link.sent_bytes
             link.sum(values).wait(DEADLINE_S)
-            took = torch.tensor([time.perf_counter() - start, time.process_time() - cpu], dtype=torch.float64)
-            cost = link.sent_bytes - sent
+            end, cost = time.perf_counter(), link.sent_bytes - sent
+            took = torch.tensor([end - start, time.process_time() - cpu, end - begun], dtype=torch.float64)
             link.max(took).wait(DEADLINE_S)
             taken += [float(took[0])] if i else []
-            if num_bytes >= SUM_BYTES[-4]:
+            spent_s = float(took[2])
+            if num_bytes >= COUNTED_BYTES:
                 cpu_s, sent_bytes = cpu_s + float(took[1]), sent_bytes + cost
         found.append((num_bytes, statistics.median(taken)))
-        begun_s += sum(taken)
-        if len(found) >= 2 and begun_s + 2 * (SUMS + 1) * found[-1][1] > BUDGET_S:
+        # the next size takes up to four times as long
+        if len(found) > 2 and spent_s + 4 * sum(taken) > BUDGET_S:
             break
     return tuple(found), cpu_s / sent_bytes if sent_bytes else 0.0
