@@ -13,12 +13,13 @@ import pytest
 from cluster import Cluster, unavailable
 from torch.nn import functional as F
 
+import ranks
 from nodes import OPTIMIZERS, build, rows
 from paceline.engine import sequential
 from paceline.engine.timeline import record
 from paceline.probe.line import DENSE, FACTORS, Line, Part
 from paceline.probe.overlap import VOTE_BYTES, Wire, predict
-from paceline.probe.wire import Wires
+from paceline.probe.wire import Pair, Wires, measure, slope, turns
 
 HERE = Path(__file__).parent
 FAST = Wire(0.0, float("inf"))
@@ -228,3 +229,38 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, tmp_pat
     assert seen.exposed_s > 0
     best = predict([mine, mine], Wire(0.0, cable), said["forms"])
     assert 0.85 * best.step_s < min(said["steps_s"]) < 1.6 * seen.step_s + 0.03
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_all_pairs_of_ranks_are_measured_in_rounds_in_which_nobody_is_twice(size):
+    rounds = list(turns(size))
+    for pairs in rounds:
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(busy) == len(set(busy))
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(one, other) for one in range(size) for other in range(one + 1, size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_is_told_the_same_of_the_wire(size):
+    found = ranks.run(size, measure)
+    assert all(one == found[0] for one in found)
+    assert len(found[0].pairs) == size * (size - 1) // 2
+    assert all(pair.latency_s > 0 and pair.bytes_per_s > 0 for pair in found[0].pairs)
+    assert Wires.of(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    alone = found[0].among([0])
+    assert (alone.latency_s, alone.bytes_per_s) == (0.0, float("inf"))
+
+
+def test_a_slope_is_that_of_the_larger_messages_whatever_every_message_costs():
+    sizes = [1 << shift for shift in range(16, 24)]
+    assert slope(sizes, [0.01 + size / 1e8 for size in sizes]) == pytest.approx(1e-8)
+    limited = [max(0.0, size - (1 << 20)) / 1e7 + size / 1e9 for size in sizes]  # the first megabyte passes
+    assert slope(sizes, limited) == pytest.approx(1e-7 + 1e-9)
+
+
+def test_a_team_has_to_do_with_its_slowest_line():
+    pairs = Pair(0, 1, 1e-4, 1e8), Pair(0, 2, 5e-3, 1e9), Pair(1, 2, 1e-4, 1e6)
+    wires = Wires(3, pairs)
+    assert wires.among([0, 1]) == Wire(1e-4, 1e8)
+    assert wires.among([0, 1, 2]) == Wire(5e-3, 1e6)
