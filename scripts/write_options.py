@@ -19,6 +19,8 @@ BEGIN, END = "<!-- begin: written by scripts/write_options.py -->\n", "<!-- end 
 def kind(hint: Any) -> str:
     """What is to be given: TEXT, INT, FLOAT or PATH; nothing for a flag."""
     plain = next(one for one in (typing.get_args(hint) or (hint,)) if one is not type(None))
+    if typing.get_origin(plain) is list:
+        return kind(typing.get_args(plain)[0])
     return {bool: "", str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}[plain]
 
 

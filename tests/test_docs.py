@@ -13,6 +13,7 @@ import pytest
 
 from paceline.engine import numerics
 from paceline.probe.sheet import Plan, Row
+from paceline.probe.teams import Team
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -58,7 +59,7 @@ def test_the_table_of_options_is_that_of_the_command_line():
 def test_every_variable_key_and_word_is_explained():
     page = (DOCS / "options.md").read_text()
     names = {name for path in SOURCES for name in re.findall(r"PACELINE_[A-Z_]+", path.read_text())}
-    names |= {field.name for kind in (Plan, Row) for field in dataclasses.fields(kind)}
+    names |= {field.name for kind in (Plan, Row, Team) for field in dataclasses.fields(kind)}
     names |= set(numerics.WORDS)
     assert {name for name in names if f"`{name}`" not in page} == set()
 

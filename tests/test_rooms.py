@@ -57,7 +57,10 @@ RULES = {
         *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
+    "launch.measure": ("plan", "find", "world", "probe.*", "launch.*"),
     "launch*": ("plan", "report.record", "link.proof", "probe.survey", "launch.*"),
+    "together": ("balance", "probe.*"),
+    "nodes": ("plan", "together", "probe.*", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": (
         *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),

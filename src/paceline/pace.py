@@ -26,6 +26,7 @@ from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.engine import batch as batches_
+from paceline.engine import timeline
 from paceline.engine.shares import division
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
@@ -248,6 +249,7 @@ class Pace:
             job.clip,
             input_s,
             division(job.optimizer),
+            lambda rows, passes: json.loads(timeline.record(self.engine, job.model, rows, passes).to_json()),
         )
         examine.answer(form, what)
 

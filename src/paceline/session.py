@@ -26,7 +26,7 @@ from paceline.link.chosen import choose
 from paceline.link.collective import Collective
 from paceline.pace import Pace
 from paceline.plan import Plan
-from paceline.probe import shelf
+from paceline.probe import clock, shelf
 from paceline.report.usage import Usage
 from paceline.world import World
 
@@ -85,6 +85,7 @@ def join(
     """
     if shares is None:
         shares = os.environ.get("PACELINE_SHARES", "measured")
+    batch_size *= clock.times()
     job = Job(
         model,
         optimizer,

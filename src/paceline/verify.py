@@ -19,8 +19,7 @@ from pathlib import Path
 
 from paceline.launch import local, ssh
 from paceline.launch.check import check
-from paceline.launch.hosts import Host, Way, parse
-from paceline.launch.hosts import row as row_of
+from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.probe.witness import Comparison, compare
 
 LIMIT_S = 600.0
@@ -66,14 +65,14 @@ def over_ssh(
 ) -> Comparison:
     """`verify`, its nodes being ``hosts``, such as hostA,hostB. ``names``: variables that go along."""
     nodes = parse(hosts)
-    row = row_of(nodes, engine) or "sequential"
+    each = [row or "sequential" for row in rows(nodes, engine)]
     carried = ssh.carried(names)
     meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address)
     # nobody guesses that name, and the first host's own folder for such things need not be this one's
     folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
     try:
         many = {**carried, **_told(folder / MANY, steps, dtype)}
-        code = ssh.start(nodes, command, row, way, many, meeting)
+        code = ssh.start(nodes, command, each, way, many, meeting)
         _demand(code == 0, code, steps, "on all nodes")
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
         code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)

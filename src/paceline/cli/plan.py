@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,25 @@ import typer
 from rich.console import Console
 
 from paceline import plan as planning
-from paceline.cli.options import DataOption, FidelityOption, ModelOption
-from paceline.cli.start import check_script, show
+from paceline.cli.options import (
+    AddressOption,
+    DataOption,
+    EnvOption,
+    FidelityOption,
+    HostsOption,
+    ModelOption,
+    PythonOption,
+    SshOption,
+    console,
+)
+from paceline.cli.start import check_alone, check_script, show
+from paceline.launch import ssh
+from paceline.launch.check import check
+from paceline.launch.far import Far
+from paceline.launch.hosts import Host, Way, parse
+from paceline.plan import Plan
+from paceline.probe.teams import team_table
+from paceline.probe.what import WhatIf
 from paceline.settings import Settings
 
 
@@ -23,34 +41,119 @@ def plan(
     fidelity: FidelityOption = "exact",
     budget: Annotated[float | None, typer.Option(help="Seconds; then only the most promising are tried.")] = None,
     rows: Annotated[str | None, typer.Option(help="Only these, separated by spaces or commas.")] = None,
+    hosts: HostsOption = None,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help="Predicted only: nodes=8,link=10gbit,latency=5ms; several times.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Without -H: up to so many machines like this one.")] = None,
+    link: Annotated[str | None, typer.Option(help="The link between them, such as 1gbit.")] = None,
+    env: EnvOption = None,
+    python: PythonOption = None,
+    address: AddressOption = None,
+    ssh_command: SshOption = "ssh",
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as TOML, for train --plan FILE.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predicts and measures every way to train a job on this machine, and says why the losers lost.
+    """Predicts and measures every way to train a job, on this machine or on several, and says why the losers lost.
 
     Examples:
 
     paceline plan --model alexnet --batch-size 32 --data ./photos --out plan.toml
 
     paceline plan --fidelity rounded train.py --my-option 3
+
+    paceline plan -H hostA,hostB --what-if nodes=8,link=10gbit train.py
+
+    paceline plan --nodes 2 --link 1gbit --model alexnet
     """
+    imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     if script:
         command = [script, *context.args]
         check_script(command)
     else:
         command = ["-m", "paceline.train", Settings(model=model, data=data, batch_size=batch_size).to_json()]
-    with Console(stderr=True).status("measuring") as status:
-        made = planning.make(
-            command,
-            fidelity=fidelity,
-            budget_s=budget,
-            thorough=budget is None,
-            rows=rows.replace(",", " ").split() if rows else None,
-            show=status.update,
-        )
+    only = rows.replace(",", " ").split() if rows else None
+    said = ""
+    if hosts:
+        check_alone(hosts)
+        everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
+        ssh.carried(env.replace(",", " ").split() if env else ())
+        paths = [script] if script and script != "-m" else [data] if data else []
+        check(everyone, way, paths, address)
+        far = Far(way, env or "", address or "", everyone[0].name)
+        made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
+    else:
+        from paceline import nodes as machines
+
+        with Console(stderr=True).status("measuring") as status:
+            made = planning.make(
+                command, fidelity=fidelity, budget_s=budget, thorough=budget is None, rows=only, show=status.update
+            )
+            if imagined:
+                status.update("recording a step layer by layer")
+                made, said = machines.imagine(made, command, imagined, budget)
     if out:
         made.write(out)
     if as_json:
         print(made.to_json())
         return
-    show(made)
+    if not hosts:
+        show(made)
+    if made.teams:
+        (console if console.is_terminal else Console(highlight=False, width=200)).print(team_table(made.teams))
+        console.print(said)
+
+
+def _over(
+    hosts: list[Host],
+    far: Far,
+    command: list[str],
+    fidelity: str,
+    budget: float | None,
+    rows: list[str] | None,
+    what_if: list[WhatIf],
+) -> tuple[Plan, str]:
+    from paceline import nodes as machines
+
+    trial_s = min(machines.TRIAL_S, budget / 4) if budget else machines.TRIAL_S
+    with Console(stderr=True).status("measuring") as status:
+        return machines.make_over(
+            hosts,
+            far,
+            command,
+            fidelity=fidelity,
+            budget_s=budget,
+            rows=rows,
+            what_if=what_if,
+            trial_s=trial_s,
+            show=status.update,
+        )
+
+
+def _hosts(text: str) -> list[Host]:
+    found = parse(text)
+    if said := [host.name for host in found if host.slots]:
+        raise ValueError(
+            f"plan finds the number of processes of each host itself; leave out what follows the colon after "
+            f"{', '.join(said)}, or give the rows to try with --rows"
+        )
+    return found
+
+
+def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: bool) -> list[WhatIf]:
+    """What is imagined. Raises ValueError before anything is measured."""
+    if nodes is not None and (over or nodes < 2 or not link):
+        raise ValueError(
+            f"--nodes {nodes} imagines machines like this one, two or more, over --link, such as --nodes 2 --link "
+            f"1gbit; with -H use --what-if nodes={nodes}"
+        )
+    if link and nodes is None:
+        raise ValueError(f"--link {link} is between --nodes, such as --nodes 2 --link {link}; with -H use --what-if")
+    found = [WhatIf.parse(f"nodes={count},link={link}") for count in range(2, (nodes or 1) + 1)]
+    found += [WhatIf.parse(text) for text in what_if]
+    if not over and any(what.bits_per_s is None for what in found):
+        raise ValueError(
+            "what other machines would do depends on the link between them, and without -H there is none to measure; "
+            "add its rate to --what-if, as in nodes=2,link=1gbit"
+        )
+    return found

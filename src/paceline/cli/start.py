@@ -19,6 +19,7 @@ from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.send import send as deliver
 from paceline.plan import Plan
+from paceline.probe import shelf
 from paceline.probe.survey import survey
 from paceline.settings import Settings
 
@@ -101,7 +102,8 @@ def start_over_ssh(
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     nodes = parse(hosts)
-    chosen, environment = rows_of(nodes, plan), ssh.carried(names.replace(",", " ").split() if names else ())
+    chosen = rows_of(nodes, plan, command)
+    environment = ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
         environment["PACELINE_SHARES"] = shares
     if settings:
@@ -127,11 +129,13 @@ def start_over_ssh(
     return code
 
 
-def rows_of(nodes: list[Host], plan: str) -> list[str]:
-    """Each node's row, by a plan file, a row, or its slots; "" leaves it to the node, which may know a plan."""
+def rows_of(nodes: list[Host], plan: str, command: list[str]) -> list[str]:
+    """Each node's row: a plan file's, a row, the kept plan's, or its slots; "" leaves it to the node."""
     asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
-    if asked and Path(asked).is_file():
-        made = Plan.read(asked)
+    made = Plan.read(asked) if asked and Path(asked).is_file() else None
+    if plan == "auto" and not asked and (made := shelf.over([node.name for node in nodes], command)):
+        print(f"plan: {made.reason}; measured {made.date}", file=sys.stderr)
+    if made:
         asked, own = made.chosen, made.hosts
     found = rows(nodes, asked, own)
     for each in filter(None, found):
@@ -172,7 +176,7 @@ def leave(words: list[str]) -> None:
         follow(run, until_begun=True)
 
 
-def check_alone(hosts: str | None, send: bool, data: str | None, detached: bool) -> None:
+def check_alone(hosts: str | None, send: bool = False, data: str | None = None, detached: bool = False) -> None:
     """Raises ValueError for options that need each other, or that nobody needs."""
     if "RANK" in os.environ and (hosts or detached):
         raise ValueError(

@@ -48,7 +48,7 @@ def verify(
     if engine:
         find.parse("engine", engine)
     if hosts:
-        check_alone()
+        check_alone(hosts)
     way, names = Way(ssh_command, python or sys.executable), (env or "").replace(",", " ").split()
     compared = (
         verification.over_ssh(hosts, way, command, steps, engine or "", dtype, names, address)

@@ -14,6 +14,7 @@ import torch
 
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
+from paceline.engine.backward import Backward
 
 FORMAT = 1
 WARM_UP = 2
@@ -25,7 +26,8 @@ class Timeline:
 
     ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
     the seconds since the one before. ``factor_rows`` and ``products``, per spec: rows of its factors, and what it
-    takes to multiply them out. ``update``: by dense gradients.
+    takes to multiply them out. ``update``: by dense gradients; ``factored_update``: by factors of these rows, wherever
+    they fit (0.0: not known).
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Timeline:
     factor_rows: tuple[int, ...]
     products: tuple[float, ...]
     update: float
+    factored_update: float = 0.0
 
     def total(self, forms: Sequence[str]) -> float:
         """Forward, backward and the update by one node's own rows."""
@@ -43,7 +46,7 @@ class Timeline:
         products = sum(s for s, form in zip(self.products, forms, strict=True) if form == FACTORS)
         return sum(s for _, s in self.forward) + backward + self.update + products
 
-    def write(self, path: str | Path) -> None:
+    def to_json(self) -> str:
         pieces = [
             {"names": s.names, "shapes": s.shapes, "linear": s.linear, "factor_rows": rows, "product_seconds": seconds}
             for s, rows, seconds in zip(self.specs, self.factor_rows, self.products, strict=True)
@@ -56,8 +59,12 @@ class Timeline:
             "backward": self.backward,
             "pieces": pieces,
             "update_seconds": self.update,
+            "factored_update_seconds": self.factored_update,
         }
-        Path(path).write_text(json.dumps(whole, indent=1))
+        return json.dumps(whole, indent=1)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
 
     @classmethod
     def read(cls, path: str | Path) -> Timeline:
@@ -78,6 +85,7 @@ class Timeline:
                 tuple(p["factor_rows"] for p in pieces),
                 tuple(p["product_seconds"] for p in pieces),
                 whole["update_seconds"],
+                whole.get("factored_update_seconds", 0.0),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -90,13 +98,15 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
 
     The steps are real: the model is another one afterwards. Give it weights of its own.
     """
-    forwards, dense, factors, updates = [], [], [], []
+    if isinstance(backward := getattr(engine, "backward", None), Backward):
+        backward.watch()  # alone, a node does not look at when its pieces are ready
+    forwards, dense, factors, updates, factored = [], [], [], [], []
     products: dict[int, list[float]] = {}
     forms = [DENSE] * len(engine.specs)
     for _ in range(WARM_UP + passes):
         forward, backward, agreement = _step(engine, model, batch, forms)
         start = time.perf_counter()
-        engine.update(agreement, Rule(1.0 / agreement.ballot.weight))
+        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
         updates.append(time.perf_counter() - start)
         forwards.append(forward)
         dense.append(backward)
@@ -105,6 +115,9 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
     for _ in range(WARM_UP + passes):
         _, backward, agreement = _step(engine, model, batch, forms)
         factors.append(backward)
+        start = time.perf_counter()
+        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
+        factored.append(time.perf_counter() - start)
         for piece in agreement.pieces:
             if piece.left is not None and piece.right is not None:
                 start = time.perf_counter()
@@ -119,6 +132,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         tuple(rows),
         tuple(statistics.median(products.get(spec.index, [0.0])[-passes:]) for spec in engine.specs),
         statistics.median(updates[WARM_UP:]),
+        statistics.median(factored[WARM_UP:]),
     )
 
 

@@ -103,6 +103,11 @@ class Stopwatch:
         aside.replace(self.report)
 
 
+def times() -> int:
+    """How many times the job's global batch a trial takes: as many rows per node as one node alone has."""
+    return int(os.environ.get("PACELINE_TRIAL_TIMES", "1")) if os.environ.get("PACELINE_TRIAL") else 1
+
+
 def _others_bytes() -> int:
     """What this process shares and others count, less what its own children (loading data) need."""
     shared = _kib("/proc/self/smaps_rollup", "Rss") - _kib("/proc/self/smaps_rollup", "Pss")

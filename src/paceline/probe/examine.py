@@ -31,6 +31,8 @@ from paceline.probe.updates import Updates, passes
 COPY_BYTES = 32 << 20
 PINGS = 30
 FUSING_PAYS = 0.03  # of a step
+STEPS_OF_ONE = 6  # that recording a line by one pass takes
+MAX_PASSES = 7
 ENGINES = ("sequential", "threads", "replicas", "processes")
 
 
@@ -49,6 +51,7 @@ class Examined:
     clip: float | None = None
     input_s: float = 0.0
     division: str = ""
+    record: Callable[[Any, int], dict[str, Any]] | None = None  # of rows, by so many passes: a timeline
 
 
 def asked() -> Path | None:
@@ -59,6 +62,11 @@ def asked() -> Path | None:
 def answer(form: Path, job: Examined) -> None:
     """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
     said = json.loads(form.read_text())
+    if "parts" in said:
+        aside = form.with_name("answer.json.part")
+        aside.write_text(json.dumps(_lines(job, said["parts"], said["budget_s"])))
+        aside.replace(form.with_name("answer.json"))
+        raise SystemExit(0)
     start_s = time.time() - said["begun"]
     torch.set_num_threads(1)
     try:
@@ -67,6 +75,24 @@ def answer(form: Path, job: Examined) -> None:
     except Exception as error:  # whatever a model may raise: trials will show whether it trains
         print(f"paceline: not profiled: {type(error).__name__}: {error}", file=sys.stderr)
     raise SystemExit(0)
+
+
+def _lines(job: Examined, parts: Sequence[int], budget_s: float) -> dict[str, Any]:
+    """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
+    assert job.record
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.0
+    lines = []
+    for divisor in parts:
+        num_rows = max(1, job.rows // divisor)
+        rows = part(job.batch, num_rows, job.rows)
+        start = time.perf_counter()
+        line = job.record(rows, 1)
+        step_s = (time.perf_counter() - start) / STEPS_OF_ONE
+        passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
+        # a timeline counts what the loss divides by, which may be tokens
+        lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
+    return {"lines": lines, "absorbs": job.engine.absorbs, "batch_size": job.batch_size}
 
 
 @dataclass

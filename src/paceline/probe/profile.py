@@ -16,10 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.probe import fresh
+from paceline.probe.line import Line
 from paceline.probe.rows import Facts, Way
 from paceline.probe.survey import Machine
 
 START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
+PARTS = (1, 4)  # of the batch, that a step is recorded with
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,23 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
     if ended.code is None:
         return None, "the first step was not reached in time"
     return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"
+
+
+def lines(command: Sequence[str], row: str, budget_s: float, machine: Machine) -> tuple[Line, Line, int]:
+    """(a step with all rows of the batch, one with a quarter of them, the batch size) of ``command`` by ``row``.
+
+    ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        form = Path(folder) / "profile.json"
+        form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "begun": time.time()}))
+        command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
+        ended = fresh.run(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
+        answer = form.with_name("answer.json")
+        if not answer.exists():
+            own = "a loop of its own cannot be looked into"
+            why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
+            raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
+        said = json.loads(answer.read_text())
+    whole, quarter = (Line.of(line, said["absorbs"], machine.cores) for line in said["lines"])
+    return whole, quarter, said["batch_size"]

@@ -7,8 +7,9 @@ of the hosts of -H that have another, by name), ``reason``,
 and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row,
 by measurement where both have one), ``peak_bytes`` (of all processes, shared memory once), ``fidelity``,
 ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes divide its work: "slices" or
-"whole tensors"), ``reason``. A number that is not known is left out of TOML
-and null in JSON.
+"whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how many of them to use), ``hosts`` (the
+row of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that is not known is left out of TOML and
+null in JSON.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import tomli
 import tomli_w
 
 from paceline.probe.rows import split
+from paceline.probe.teams import Team
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,17 +67,27 @@ class Plan:
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    num_nodes: int | None = None
     hosts: dict[str, str] = field(default_factory=dict)
+    teams: tuple[Team, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Plan:
+        """From what `to_dict` gave, through JSON."""
+        rows, teams = (tuple(kind(**one) for one in said[name]) for name, kind in (("rows", Row), ("teams", Team)))
+        plain = {key: value for key, value in said.items() if key != "version"}
+        return cls(**{**plain, "rows": rows, "teams": teams})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_toml(self) -> str:
         plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
-        plain["rows"] = [{k: v for k, v in row.items() if v is not None} for row in plain["rows"]]
+        for name in ("rows", "teams"):
+            plain[name] = [{k: v for k, v in row.items() if v is not None} for row in plain[name]]
         return tomli_w.dumps(plain)
 
     @classmethod
@@ -96,8 +108,13 @@ class Plan:
             _check(Row, row, f"{where}: rows[{i}]")
             if "engine" not in row:
                 raise ValueError(f"{where}: rows[{i}] lacks 'engine'")
+        for i, team in enumerate(given.get("teams", ())):
+            _check(Team, team, f"{where}: teams[{i}]")
+            if "nodes" not in team:
+                raise ValueError(f"{where}: teams[{i}] lacks 'nodes'")
         rows = tuple(Row(**row) for row in given.pop("rows", ()))
-        return cls(**given, rows=rows)
+        teams = tuple(Team(**team) for team in given.pop("teams", ()))
+        return cls(**given, rows=rows, teams=teams)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
@@ -120,6 +137,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int | None": ((int,), "a whole number"),
     "float | None": ((int, float), "a number"),
     "tuple[Row, ...]": ((list,), "an array of tables, [[rows]]"),
+    "tuple[Team, ...]": ((list,), "an array of tables, [[teams]]"),
     "dict[str, Any]": ((dict,), "a table"),
     "dict[str, str]": ((dict,), "a table"),
 }

@@ -56,14 +56,19 @@ def measure(
             "PACELINE_TRIAL_SHRINKS": f"{shrinks:d}",
         }
         ended = fresh.run([sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s)
-        if ended.code is None:
-            return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
-        if ended.code or not report.exists():
-            why = ended.last_words if ended.code else "the script ended without a step"
-            return Trial(engine, error=why)
-        said = json.loads(report.read_text())
-        peaks = [said["peak_bytes"]]
-        peaks += [json.loads(other.read_text())["peak_bytes"] for other in Path(folder).glob("trial.json.*")]
+        return told_by(engine, ended, report, limit_s, shrinks)
+
+
+def told_by(engine: str, ended: fresh.Ended, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
+    """What the stopwatches of a run left behind in the folder of ``report``."""
+    if ended.code is None:
+        return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
+    if ended.code or not report.exists():
+        why = ended.last_words if ended.code else "the script ended without a step"
+        return Trial(engine, error=why)
+    said = json.loads(report.read_text())
+    peaks = [said["peak_bytes"]]
+    peaks += [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}.*")]
     if len(said["steps_s"]) < FEWEST_STEPS:
         return Trial(engine, error=f"the script ended after {said['num_steps']} steps; 3 are needed to time one")
     step_s, spread_s, rows = _whole(said) if shrinks else _plain(said)

@@ -1,0 +1,169 @@
+"""One step of a job on one node as a line of plain numbers: what a timeline says, at any number of rows.
+
+A line comes from the JSON of a timeline (`engine.timeline`) and needs no torch. Between two of them, recorded with
+fewer and with more rows, every number lies on the straight line through both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+DENSE, FACTORS = "dense", "factors"
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What leaves at once. *Units*: seconds, on this line's rows.
+
+    ``sides``: inputs and outputs of a fully-connected layer, 0 for anything else. ``rows``: those of its factors.
+    ``dense_s``, ``factors_s``: of backward until it is ready, after the part that was ready before it. ``product_s``:
+    its factors multiplied out, as the update does once for each node.
+    """
+
+    name: str
+    numel: int
+    sides: int = 0
+    rows: float = 0.0
+    dense_s: float = 0.0
+    factors_s: float = 0.0
+    product_s: float = 0.0
+
+    def fits(self, num_rows: float) -> bool:
+        """Whether factors of so many rows are no larger than the gradient."""
+        return self.sides > 0 and num_rows > 0 and num_rows * self.sides <= self.numel
+
+
+@dataclass(frozen=True)
+class Line:
+    """*Units*: seconds. ``order``: for each form, the parts in the order in which backward makes them ready.
+
+    ``update_s``: by dense gradients. ``factored_s``: by factors of the node's own rows, wherever they fit; the
+    same as ``update_s`` where that is not known. ``absorbs``: the optimizer takes factors, so they pay alone, too.
+    """
+
+    rows: float
+    item_bytes: int
+    forward_s: float
+    parts: tuple[Part, ...]
+    order: dict[str, tuple[int, ...]]
+    update_s: float
+    factored_s: float
+    absorbs: bool = False
+    cores: int = 1
+
+    @classmethod
+    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1) -> Line:
+        """From a timeline's JSON. Raises ValueError for what is none."""
+        try:
+            backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
+            parts = tuple(
+                Part(
+                    ", ".join(piece["names"][:2]),
+                    sum(_product(shape) for shape in piece["shapes"]),
+                    sum(piece["shapes"][0]) if piece["linear"] else 0,
+                    piece["factor_rows"],
+                    backward[DENSE][i],
+                    backward[FACTORS][i],
+                    piece["product_seconds"],
+                )
+                for i, piece in enumerate(timeline["pieces"])
+            )
+            update_s = timeline["update_seconds"]
+            return cls(
+                timeline["rows"],
+                ITEM_BYTES.get(timeline["dtype"], 4),
+                sum(seconds for _, seconds in timeline["forward"]),
+                parts,
+                {form: tuple(i for i, _ in timeline["backward"][form]) for form in (DENSE, FACTORS)},
+                update_s,
+                timeline.get("factored_update_seconds") or update_s,
+                absorbs,
+                cores,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
+
+    @classmethod
+    def read(cls, said: dict[str, Any]) -> Line:
+        """From its fields, as JSON gives them."""
+        order = {form: tuple(indexes) for form, indexes in said["order"].items()}
+        return cls(**{**said, "parts": tuple(Part(**part) for part in said["parts"]), "order": order})
+
+    def ready(self, forms: Sequence[str]) -> list[float]:
+        """When each part is ready, counted from the beginning of the step."""
+        now, found = self.forward_s, [0.0] * len(self.parts)
+        for i in self.order[FACTORS if FACTORS in forms else DENSE]:
+            now += self.parts[i].factors_s if forms[i] == FACTORS else self.parts[i].dense_s
+            found[i] = now
+        return found
+
+    def updating_s(self, forms: Sequence[str], others: float = 0.0) -> float:
+        """The update; ``others``: how many times this node's own rows the other nodes' factors have."""
+        own = [part for part in self.parts if part.fits(part.rows)]
+        factored = [part for part, form in zip(self.parts, forms, strict=True) if form == FACTORS]
+        share = sum(part.numel for part in factored) / max(1, sum(part.numel for part in own))
+        more_s = others * sum(part.product_s for part in factored)
+        return self.update_s + min(1.0, share) * (self.factored_s - self.update_s) + more_s
+
+    def alone_s(self) -> float:
+        """A step without other nodes."""
+        forms = self.alone()
+        return max(self.ready(forms), default=self.forward_s) + self.updating_s(forms)
+
+    def alone(self) -> list[str]:
+        return [FACTORS if self.absorbs and part.fits(part.rows) else DENSE for part in self.parts]
+
+    def scaled(self, times: float) -> Line:
+        """Every second ``times`` as long: what the whole step takes is known better than its parts are."""
+        parts = tuple(
+            replace(p, dense_s=p.dense_s * times, factors_s=p.factors_s * times, product_s=p.product_s * times)
+            for p in self.parts
+        )
+        own = {name: getattr(self, name) * times for name in ("forward_s", "update_s", "factored_s")}
+        return replace(self, parts=parts, **own)
+
+    def at(self, rows: float, fewer: Line | None = None) -> Line:
+        """The same with other rows, by a line recorded with ``fewer`` than here; without it all but the update is in
+        proportion to them."""
+        if rows == self.rows:
+            return self
+        times = rows / self.rows
+        if fewer is None or fewer.rows >= self.rows or len(fewer.parts) != len(self.parts):
+            low, reach = self, 0.0
+        else:
+            low, reach = fewer, (rows - fewer.rows) / (self.rows - fewer.rows)
+
+        def between(less: float, more: float) -> float:
+            if low is self:
+                return more * times
+            # noise may tilt the line; no work shrinks faster than its rows do
+            return max(less + reach * (more - less), min(less / low.rows, more / self.rows) * rows)
+
+        parts = tuple(
+            replace(
+                more,
+                rows=more.rows * times,
+                dense_s=between(less.dense_s, more.dense_s),
+                factors_s=between(less.factors_s, more.factors_s),
+                product_s=between(less.product_s, more.product_s),
+            )
+            for less, more in zip(low.parts, self.parts, strict=True)
+        )
+        by_rows = self.factored_s if low is self else between(low.factored_s, self.factored_s)
+        return replace(
+            self,
+            rows=rows,
+            forward_s=between(low.forward_s, self.forward_s),
+            parts=parts,
+            factored_s=by_rows,
+        )
+
+
+def _product(shape: Sequence[int]) -> int:
+    product = 1
+    for length in shape:
+        product *= length
+    return product

@@ -1,0 +1,129 @@
+"""Seconds per step of N nodes that were never run together, from each node's own line and the wire between them.
+
+    compute   forward, then backward, which makes one part after another ready on each node
+    lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
+              a dense one as a sum on a ring, 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
+              factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
+    exposed   from the end of backward until the last part is there, and the vote
+    update    of everyone's sums, or of everyone's factors multiplied out
+
+*Laws*: never below the compute nor below the wire; monotone in latency and bandwidth; one node is its own line.
+*Source*: wait-free backpropagation: Zhang et al. 2017 (arXiv 1706.03292); affine messages: Hockney 1994 (Parallel
+Computing 20:3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from paceline.probe.line import DENSE, FACTORS, Line, Part
+
+VOTE_BYTES = 1024  # of a ballot
+SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
+FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Between any two of the nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
+
+    ``adding_s``: what a summed byte costs beyond its way. ``cpu_s``: of a core, per byte that is sent and received,
+    which computing does without.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    adding_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
+        per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
+        return messages * self.latency_s + num_bytes * per_byte
+
+    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> Wire:
+        """Another line between the same machines."""
+        rate = self.bytes_per_s if bits_per_s is None else bits_per_s * FRAME / 8
+        return replace(self, bytes_per_s=rate, latency_s=self.latency_s if latency_s is None else latency_s)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: of each part."""
+
+    nodes: int
+    rows: float
+    step_s: float
+    compute_s: float
+    wire_s: float
+    exposed_s: float
+    update_s: float
+    sent_bytes: float
+    forms: tuple[str, ...] = ()
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second, of all nodes."""
+        return self.rows / self.step_s
+
+
+def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int) -> tuple[int, float]:
+    """(messages one after another, bytes that a node sends). ``rows``: the most that any node has."""
+    if form == FACTORS:
+        return 2 * (nodes - 1), (nodes - 1) * rows * part.sides * item_bytes
+    return 2 * (nodes - 1), 2 * (nodes - 1) / nodes * part.numel * item_bytes
+
+
+def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
+    """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
+    form takes clearly less time on the wire and in multiplying them out."""
+    nodes = len(lines)
+    if nodes == 1:
+        return lines[0].alone()
+    return [_form([line.parts[i] for line in lines], wire, lines[0].item_bytes) for i in range(len(lines[0].parts))]
+
+
+def _form(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> str:
+    """``everywhere``: one part, as each node has it."""
+    part, nodes = everywhere[0], len(everywhere)
+    most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
+    if not part.fits(total) or not all(one.rows for one in everywhere):
+        return DENSE
+    cost = {form: traffic(part, form, nodes, most, item_bytes) for form in (DENSE, FACTORS)}
+    seconds = {form: wire.seconds(*cost[form], adds=form == DENSE) for form in cost}
+    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
+    fewer, sooner = min(cost, key=lambda form: cost[form][1]), min(seconds, key=lambda form: seconds[form])
+    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
+    return sooner if clear else fewer
+
+
+def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = None) -> Prediction:
+    """One step of as many nodes as there are ``lines``, each with its own rows."""
+    nodes, forms = len(lines), list(choose(lines, wire) if forms is None else forms)
+    ready = [line.ready(forms) for line in lines]
+    compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
+    # a part enters when the slowest node has it and all before it
+    entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
+    now = wire_s = sent_bytes = 0.0
+    for i, entry in enumerate(entries if nodes > 1 else ()):
+        part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
+        messages, num_bytes = traffic(part, forms[i], nodes, most, lines[0].item_bytes)
+        took_s = wire.seconds(messages, num_bytes, adds=forms[i] == DENSE)
+        now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + num_bytes
+    vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+    moving_s = sent_bytes * wire.cpu_s / min(line.cores for line in lines)
+    rows = [line.rows for line in lines]
+    update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
+    exposed_s = max(0.0, now - compute_s - moving_s) + vote_s
+    return Prediction(
+        nodes,
+        sum(rows),
+        compute_s + moving_s + exposed_s + update_s,
+        compute_s + moving_s,
+        wire_s + vote_s,
+        exposed_s,
+        update_s,
+        sent_bytes + (nodes - 1) * VOTE_BYTES,
+        tuple(forms),
+    )

@@ -1,0 +1,140 @@
+"""How many machines? Every number of them as one line, prediction beside measurement, and the answer in a sentence.
+
+Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
+("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
+``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
+``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
+it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
+``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
+(predicted seconds per step in which nodes wait for the network); ``reason``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WORTH = 1.05  # times as fast, or one machine less is better
+SAME = 0.03  # closer than this to the best, fewer machines win
+WAITS = 0.1  # of a step: then the network is named as the reason
+SHARED, EACH = "shared", "each"
+
+
+@dataclass(frozen=True)
+class Team:
+    """One number of machines. The keys are explained above."""
+
+    nodes: int
+    hosts: str = ""
+    batch: str = SHARED
+    batch_size: int | None = None
+    engines: str = ""
+    link: str = ""
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    spread_s: float | None = None
+    per_s: float | None = None
+    predicted_speedup: float | None = None
+    measured_speedup: float | None = None
+    efficiency: float | None = None
+    sent_bytes: float | None = None
+    exposed_s: float | None = None
+    reason: str = ""
+
+    @property
+    def speedup(self) -> float:
+        """By measurement where there is one."""
+        return self.measured_speedup or self.predicted_speedup or 0.0
+
+    @property
+    def numbers(self) -> str:
+        both = ((self.predicted_speedup, "predicted"), (self.measured_speedup, "measured"))
+        return ", ".join(f"{times:.2f}x {word}" for times, word in both if times)
+
+    @property
+    def waiting(self) -> str:
+        """What the network has to do with it."""
+        if not self.exposed_s or not self.predicted_s or self.exposed_s < WAITS * self.predicted_s:
+            return ""
+        return f"{self.exposed_s * 1e3:.0f} of {self.predicted_s * 1e3:.0f} ms wait for the network"
+
+
+def answer(teams: Sequence[Team]) -> tuple[int, str]:
+    """(how many machines to use for the job as it is, the sentence that says so). The first team is one machine."""
+    real = [team for team in teams[1:] if team.hosts]
+    if not real:
+        return 1, _imagined(teams)
+    shared, each = ([team for team in real if team.batch == kind] for kind in (SHARED, EACH))
+    num_hosts = max(team.nodes for team in real)
+    best = max(shared, key=lambda team: team.speedup)
+    chosen = next(team for team in shared if team.speedup >= best.speedup * (1 - SAME))
+    if chosen.speedup >= WORTH:
+        return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
+    why = f" ({best.waiting})" if best.waiting else ""
+    said = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
+    if each and (larger := max(each, key=lambda team: team.speedup)).speedup >= WORTH:
+        said += f"; with {larger.batch_size} they would be {larger.numbers}"
+    return 1, said
+
+
+def _imagined(teams: Sequence[Team]) -> str:
+    if len(teams) < 2:
+        return "one machine"
+    best = max(teams[1:], key=lambda team: team.speedup)
+    link = f" over {best.link}" if best.link else ""
+    if best.speedup < WORTH:
+        why = f" ({best.waiting})" if best.waiting else ""
+        return f"stay on one machine: {best.nodes} like this one{link} would be {best.numbers}{why}"
+    kind = "" if best.batch == SHARED else f" and a global batch of {best.batch_size}"
+    return f"{best.nodes} machines like this one{link}{kind} would be {best.numbers}"
+
+
+def _subject(nodes: int, num_hosts: int) -> str:
+    if num_hosts == 2:
+        return "the second machine is"
+    return f"all {nodes} machines are" if nodes == num_hosts else f"{nodes} of {num_hosts} machines are"
+
+
+def team_table(teams: Sequence[Team]) -> Table:
+    """For a terminal: one line per team, the reason last. Columns without a single value are left out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def number(value: float | None, form: str, times: float = 1.0) -> str:
+        return "" if value is None else form.format(value * times)
+
+    def measured(team: Team) -> str:
+        return "" if team.measured_s is None else f"{team.measured_s:.4f} ± {team.spread_s or 0:.4f}"
+
+    columns = {
+        "nodes": [str(team.nodes) for team in teams],
+        "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
+        "engine": [_once(team.engines) for team in teams],
+        "link": [team.link for team in teams],
+        "predicted s": [number(team.predicted_s, "{:.4f}") for team in teams],
+        "s/step": [measured(team) for team in teams],
+        "samples/s": [number(team.per_s, "{:.1f}") for team in teams],
+        "speedup": [number(team.predicted_speedup, "{:.2f}x") for team in teams],
+        "measured": [number(team.measured_speedup, "{:.2f}x") for team in teams],
+        "efficiency": [number(team.efficiency, "{:.0%}") for team in teams],
+        "MB sent": [number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
+        "exposed ms": [number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
+        "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    drawn = Table(*kept, box=None, pad_edge=False)
+    for cells in zip(*kept.values(), strict=True):
+        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
+    drawn.width = Console(width=1000).measure(drawn).maximum
+    return drawn
+
+
+def _once(engines: str) -> str:
+    """Equal rows are said once."""
+    rows = engines.split(",")
+    return rows[0] if len(set(rows)) == 1 else engines

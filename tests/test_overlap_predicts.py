@@ -1,0 +1,266 @@
+"""What N nodes are predicted to take: bounds, closed forms in the extremes, a schedule by hand, and a real wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, unavailable
+from torch.nn import functional as F
+
+import ranks
+from nodes import OPTIMIZERS, build, rows
+from paceline.engine import sequential
+from paceline.engine.timeline import record
+from paceline.probe.line import DENSE, FACTORS, Line, Part
+from paceline.probe.overlap import VOTE_BYTES, Wire, predict
+from paceline.probe.wire import Pair, Wires, measure, slope, turns
+
+HERE = Path(__file__).parent
+FAST = Wire(0.0, float("inf"))
+
+
+def line(*parts: Part, forward_s=1.0, update_s=0.5, factored_s=0.2, order=None, **more) -> Line:
+    order = order or tuple(range(len(parts)))
+    more = {"rows": 8.0, "item_bytes": 4, **more}
+    return Line(
+        forward_s=forward_s,
+        parts=parts,
+        order={DENSE: order, FACTORS: order},
+        update_s=update_s,
+        factored_s=factored_s,
+        **more,
+    )
+
+
+def some_line(dice: random.Random) -> Line:
+    parts = []
+    for i in range(dice.randint(1, 6)):
+        wide = dice.choice([0, 0, 100, 1000])
+        numel, sides = (wide * wide, 2 * wide) if wide else (dice.randint(1, 1 << 20), 0)
+        seconds = [dice.uniform(0, 0.05) for _ in range(3)]
+        parts.append(Part(f"part {i}", numel, sides, 8.0 * bool(wide), *seconds))
+    order = list(range(len(parts)))
+    dice.shuffle(order)
+    return line(*parts, forward_s=dice.uniform(0, 0.1), update_s=0.02, factored_s=0.01, order=tuple(order))
+
+
+def cases(count=200):
+    dice = random.Random(7)
+    for _ in range(count):
+        one = some_line(dice)
+        nodes = dice.randint(2, 9)
+        lines = [one.scaled(dice.uniform(0.5, 2.0)) for _ in range(nodes)]
+        yield lines, Wire(dice.uniform(0, 1e-3), 10 ** dice.uniform(6, 10), dice.uniform(0, 1e-9), 1e-10)
+
+
+def test_one_node_is_its_own_line():
+    for lines, wire in cases(20):
+        for absorbs in (False, True):
+            alone = replace(lines[0], absorbs=absorbs)
+            seen = predict([alone], wire)
+            assert seen.step_s == pytest.approx(alone.alone_s())
+            assert (seen.sent_bytes, seen.exposed_s, seen.wire_s) == (0, 0, 0)
+
+
+def test_a_step_is_never_shorter_than_its_compute_nor_than_its_wire():
+    for lines, wire in cases():
+        seen = predict(lines, wire)
+        slowest_s = max(max(one.ready(seen.forms)) + one.updating_s(seen.forms) for one in lines)
+        assert seen.step_s >= slowest_s * (1 - 1e-9)
+        assert seen.step_s >= (seen.wire_s + seen.update_s) * (1 - 1e-9)
+        assert seen.exposed_s <= seen.wire_s * (1 + 1e-9)
+        assert seen.step_s == pytest.approx(seen.compute_s + seen.exposed_s + seen.update_s)
+
+
+def test_a_better_wire_is_never_slower():
+    for lines, wire in cases():
+        seen = predict(lines, wire)
+        for better in (
+            replace(wire, bytes_per_s=wire.bytes_per_s * 2),
+            replace(wire, latency_s=wire.latency_s / 2),
+            replace(wire, adding_s=0.0),
+            replace(wire, cpu_s=0.0),
+        ):
+            assert predict(lines, better, seen.forms).step_s <= seen.step_s + 1e-12
+
+
+def test_over_an_endlessly_fast_wire_nodes_compute_and_update():
+    for lines, _ in cases(50):
+        seen = predict(lines, FAST)
+        compute_s = max(max(one.ready(seen.forms)) for one in lines)
+        update_s = max(one.updating_s(seen.forms, len(lines) - 1) for one in lines)
+        assert seen.step_s == pytest.approx(compute_s + update_s)
+        assert seen.exposed_s == 0
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_without_compute_a_step_is_the_wire_in_closed_form(nodes):
+    wire = Wire(1e-3, 1e6)
+    dense, thin = Part("dense", 1000), Part("thin", 90_000, 600, 5.0)
+    idle = line(dense, thin, forward_s=0.0, update_s=0.0, factored_s=0.0, rows=5.0)
+    seen = predict([idle] * nodes, wire, [DENSE, FACTORS])
+    num_bytes = 2 * (nodes - 1) / nodes * 4000 + (nodes - 1) * 5 * 600 * 4 + (nodes - 1) * VOTE_BYTES
+    messages = 2 * (nodes - 1) + 2 * (nodes - 1) + (nodes - 1)
+    assert seen.sent_bytes == pytest.approx(num_bytes)
+    assert seen.step_s == pytest.approx(messages * 1e-3 + num_bytes / 1e6)
+
+
+def test_the_schedule_drawn_by_hand():
+    """
+    backward   a a b . . . .        forward 1 s; a is ready at 3 s, b at 4 s
+    wire       . . A A A B B B      each 3 s on the wire: A from 3 to 6, B from 6 to 9
+    """
+    two = line(Part("a", 300, dense_s=2.0), Part("b", 300, dense_s=1.0))
+    seen = predict([two, two], Wire(0.0, 400.0), [DENSE, DENSE])
+    vote_s = VOTE_BYTES / 400.0
+    assert seen.compute_s == 4.0
+    assert seen.exposed_s == pytest.approx(9.0 - 4.0 + vote_s)
+    assert seen.step_s == pytest.approx(9.0 + vote_s + 0.5)
+
+
+def test_a_part_waits_for_the_slowest_node_and_for_those_before_it():
+    one = line(Part("a", 300, dense_s=1.0), Part("b", 300, dense_s=1.0), order=(1, 0))
+    late = one.scaled(2.0)
+    seen = predict([one, late], Wire(0.0, 400.0), [DENSE, DENSE])
+    # a, the first to leave, is ready last: at 6 s on the slower node
+    assert seen.step_s == pytest.approx(6.0 + 3.0 + 3.0 + VOTE_BYTES / 400.0 + 1.0)
+
+
+def test_a_layer_goes_as_factors_where_that_is_sooner_and_they_fit():
+    wide = Part("wide", 1_000_000, 2000, 8.0, product_s=1e-4)
+
+    def form(part, wire, nodes=2):
+        return predict([line(part)] * nodes, wire).forms[0]
+
+    slow, fast = Wire(1e-4, 1e7), Wire(1e-4, 1e11)
+    assert form(wide, slow) == FACTORS
+    assert form(wide, fast) == FACTORS, "fewer bytes, where time tells nothing"
+    assert form(replace(wide, product_s=0.01), fast) == DENSE, "rebuilding costs more than it saves"
+    assert form(wide, slow, nodes=63) == DENSE, "63 nodes' rows are more than the gradient"
+    assert form(replace(wide, rows=0.0), slow) == DENSE
+    assert form(replace(wide, sides=0), slow) == DENSE
+    assert form(replace(wide, product_s=10.0), slow) == DENSE
+
+
+def test_a_line_between_two_recordings():
+    part = Part("part", 100, 20, 16.0, 4.0, 2.0, 1.0)
+    many = line(part, forward_s=4.0, rows=16.0)
+    few = line(replace(part, rows=4.0, dense_s=1.6, factors_s=0.8, product_s=0.4), forward_s=2.5, rows=4.0)
+    assert many.at(16, few) == many
+    assert many.at(4, few).forward_s == pytest.approx(2.5)
+    middle = many.at(10, few)
+    assert (middle.rows, middle.parts[0].rows) == (10, 10)
+    assert middle.forward_s == pytest.approx(3.25)
+    assert middle.parts[0].dense_s == pytest.approx(2.8)
+    assert many.at(2, few).forward_s == pytest.approx(2.25)
+    assert many.at(8).forward_s == pytest.approx(2.0), "in proportion, where there is one recording alone"
+    tilted = replace(few, forward_s=0.1)  # less than its rows' part of what many take
+    assert many.at(1, tilted).forward_s == pytest.approx(0.1 / 4)
+
+
+def test_a_line_is_what_its_timeline_says():
+    model, engine = build(), sequential.Engine()
+    engine.open(model, OPTIMIZERS["momentum"](model.parameters()), F.cross_entropy)
+    timeline = record(engine, model, rows(6, 1), passes=3)
+    engine.close()
+    assert timeline.factored_update > 0
+    made = Line.of(json.loads(timeline.to_json()), absorbs=True)
+    assert Line.read(json.loads(json.dumps(vars(made), default=vars))) == made
+    forms = [DENSE] * len(made.parts)
+    assert max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))
+    assert [part.sides > 0 for part in made.parts] == [spec.linear for spec in timeline.specs]
+    assert made.scaled(2.0).alone_s() == pytest.approx(2 * made.alone_s())
+    with pytest.raises(ValueError, match="not a timeline's JSON"):
+        Line.of({"rows": 1})
+
+
+STEPS, LAYER_S = 8, 0.02
+
+
+def write_timeline(path: Path) -> Line:
+    """Four layers of 20 ms; three of 4 MB each, and one that may travel as factors."""
+    shapes = [((1 << 20,), False), ((1024, 1024), True), ((1 << 20,), False), ((1 << 20,), False)]
+    said = {
+        "timeline": 1,
+        "rows": 8,
+        "dtype": "float32",
+        "forward": [["layer", 4 * LAYER_S]],
+        "backward": {form: [[i, LAYER_S] for i in range(4)] for form in (DENSE, FACTORS)},
+        "pieces": [
+            {
+                "names": [f"layer{i}"],
+                "shapes": [shape],
+                "linear": linear,
+                "factor_rows": 8 * linear,
+                "product_seconds": 0.002 * linear,
+            }
+            for i, (shape, linear) in enumerate(shapes)
+        ],
+        "update_seconds": 0.01,
+    }
+    path.write_text(json.dumps(said))
+    return Line.of(said)
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+@pytest.mark.parametrize("rate", ["1gbit", "300mbit"])
+def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, tmp_path):
+    """Bounds, since other work on the machine only ever adds, and a shaped cable lets a first megabyte through."""
+    mine = write_timeline(tmp_path / "line.json")
+    with Cluster(2, rate) as cluster:
+        command = [sys.executable, str(HERE / "scripts" / "replayed.py"), str(tmp_path), str(STEPS)]
+        path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        nodes = [cluster.start(n, command, {"PYTHONPATH": path}, cwd=tmp_path) for n in range(2)]
+        assert [node.wait(100) for node in nodes] == [0, 0]
+    said = json.loads((tmp_path / "said.json").read_text())
+    wires = Wires.of(said["wires"])
+    cable = {"1gbit": 1e9, "300mbit": 3e8}[rate] / 8
+    assert 0.3 * cable < wires.pairs[0].bytes_per_s < 1.15 * cable, "measured through the cable's limit"
+    assert 0 < wires.pairs[0].latency_s < 0.05
+    seen = predict([mine, mine], wires.among([0, 1]), said["forms"])
+    assert seen.sent_bytes == pytest.approx(said["sent_bytes"], rel=0.02)
+    assert said["forms"][1] == FACTORS
+    assert seen.exposed_s > 0
+    best = predict([mine, mine], Wire(0.0, cable), said["forms"])
+    assert 0.85 * best.step_s < min(said["steps_s"]) < 1.6 * seen.step_s + 0.03
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_all_pairs_of_ranks_are_measured_in_rounds_in_which_nobody_is_twice(size):
+    rounds = list(turns(size))
+    for pairs in rounds:
+        busy = [rank for pair in pairs for rank in pair]
+        assert len(busy) == len(set(busy))
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == [(one, other) for one in range(size) for other in range(one + 1, size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_is_told_the_same_of_the_wire(size):
+    found = ranks.run(size, measure)
+    assert all(one == found[0] for one in found)
+    assert len(found[0].pairs) == size * (size - 1) // 2
+    assert all(pair.latency_s > 0 and pair.bytes_per_s > 0 for pair in found[0].pairs)
+    assert Wires.of(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    alone = found[0].among([0])
+    assert (alone.latency_s, alone.bytes_per_s) == (0.0, float("inf"))
+
+
+def test_a_slope_is_that_of_the_larger_messages_whatever_every_message_costs():
+    sizes = [1 << shift for shift in range(16, 24)]
+    assert slope(sizes, [0.01 + size / 1e8 for size in sizes]) == pytest.approx(1e-8)
+    limited = [max(0.0, size - (1 << 20)) / 1e7 + size / 1e9 for size in sizes]  # the first megabyte passes
+    assert slope(sizes, limited) == pytest.approx(1e-7 + 1e-9)
+
+
+def test_a_team_has_to_do_with_its_slowest_line():
+    pairs = Pair(0, 1, 1e-4, 1e8), Pair(0, 2, 5e-3, 1e9), Pair(1, 2, 1e-4, 1e6)
+    wires = Wires(3, pairs)
+    assert wires.among([0, 1]) == Wire(1e-4, 1e8)
+    assert wires.among([0, 1, 2]) == Wire(5e-3, 1e6)

@@ -1,0 +1,220 @@
+"""Over hosts: measured there, predicted, tried, answered in a sentence, written, kept, and obeyed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.launch.hosts import Host, Way
+from paceline.nodes import imagine
+from paceline.probe import shelf
+from paceline.probe.sheet import Plan, Row
+from paceline.probe.teams import Team, answer
+from paceline.probe.what import WhatIf, duration, rate
+from paceline.together import Node, rows_together, shared_out
+from sshd import Sshd, unavailable
+from test_overlap_predicts import line
+
+SCRIPT = """
+import sys, torch, paceline
+from torch.nn import functional as F
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+data = torch.utils.data.TensorDataset(torch.randn(640, 256), torch.randint(0, 10, (640,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+with paceline.join(model, optimizer, F.cross_entropy, batch_size=64) as pace:
+    print("row", pace.row)
+    for batch in pace.batches(data):
+        pace.step(batch)
+"""
+TWO = Team(2, "a,b", "shared", 64, predicted_speedup=1.97, measured_speedup=1.94, predicted_s=0.1)
+
+
+def paceline(*words, code=0, cwd=None, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", *map(str, words)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+@pytest.mark.timeout(300)
+def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with Sshd() as server:
+        own = {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        # each host's own plan is kept there, and only what they do together is measured
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder))
+        kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint="known")
+        shelf.store(kept, ["script.py"])
+        options = ["--budget", 1, "--what-if", "nodes=8,link=10gbit,latency=1ms"]
+        words = ["plan", "-H", "one,two", *options, "--json", "--out", "plan.toml", "script.py"]
+        told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
+        alone, shared, each, *imagined = told["teams"]
+        assert (alone["nodes"], alone["measured_speedup"], alone["batch_size"]) == (1, 1.0, 64)
+        assert alone["hosts"] in ("one", "two")
+        for team, kind, batch in ((shared, "shared", 64), (each, "each", 128)):
+            assert (team["nodes"], team["batch"], team["batch_size"]) == (2, kind, batch)
+            assert sorted(team["hosts"].split(",")) == ["one", "two"]
+            assert team["predicted_s"] > 0
+            assert team["measured_s"] > 0, team["reason"]
+            assert team["per_s"] == pytest.approx(batch / team["measured_s"])
+            assert team["sent_bytes"] > 0
+        assert [(team["nodes"], team["hosts"], team["measured_s"]) for team in imagined] == [(8, "", None)] * 2
+        assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
+        assert imagined[0]["exposed_s"] > 0.001
+        assert told["num_nodes"] in (1, 2)
+        assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
+        assert told["hosts"] == {"one": "sequential", "two": "sequential"}
+        assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
+        done = paceline("run", "-H", "one,two", "script.py", cwd=tmp_path, **own)
+        assert sorted(done.stdout.splitlines()) == ["[one] row sequential", "[two] row sequential"]
+        assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
+
+
+def test_machines_like_this_one_are_imagined_from_its_own_step(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = Plan("sequential", rows=(Row("sequential", measured_s=0.02),), versions=shelf.versions())
+    what_if = [WhatIf.parse(f"nodes={n},link={link}") for n, link in ((2, "1gbit"), (2, "100gbit"), (16, "1mbit"))]
+    plan, sentence = imagine(made, [str(tmp_path / "script.py")], what_if, 2.0)
+    assert (plan.chosen, plan.num_nodes) == ("sequential", None)
+    alone, *teams = plan.teams
+    assert alone.measured_s == 0.02
+    assert [(team.nodes, team.batch) for team in teams] == [(n, b) for n in (2, 2, 16) for b in ("shared", "each")]
+    assert all(team.predicted_s and not team.measured_s and not team.hosts for team in teams)
+    slow, fast = teams[1], teams[3]
+    assert slow.predicted_s >= fast.predicted_s
+    assert teams[4].predicted_speedup < 1
+    assert "would be" in sentence
+    with pytest.raises(ValueError, match="without -H there is none to measure; add its rate"):
+        imagine(made, ["script.py"], [WhatIf.parse("nodes=4")])
+
+
+def plain(name, chosen="threads:2", step_s=0.1, **more):
+    rows = (Row(chosen, measured_s=step_s), *(Row(row, measured_s=s) for row, s in more.items()))
+    whole = line(forward_s=0.09, update_s=0.01, factored_s=0.01, rows=32)
+    return Node(name, Plan(chosen, rows=rows), "threads:2", 32, whole, whole.at(8))
+
+
+def test_equal_machines_get_equal_shares_and_others_shares_by_their_speed():
+    rows = ("threads:2", "threads:2")
+    assert shared_out(33, [plain("a"), plain("b", step_s=0.105)], rows) == (17, 16)
+    assert shared_out(32, [plain("a"), plain("b", step_s=0.3)], rows) == (26, 6)
+
+
+def test_unlike_rows_of_several_processes_give_way_to_one_process():
+    assert rows_together([plain("a", "processes:2"), plain("b", "processes:2")]) == ("processes:2",) * 2
+    assert rows_together([plain("a", "processes:4"), plain("b", "sequential")]) == ("threads:2", "sequential")
+
+
+ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
+
+
+@pytest.mark.parametrize(
+    ("teams", "count", "sentence"),
+    [
+        ([TWO], 2, "the second machine is worth it: 1.97x predicted, 1.94x measured"),
+        (
+            [Team(2, "a,b", "shared", 64, predicted_speedup=0.9, predicted_s=0.1, exposed_s=0.05)],
+            1,
+            "stay on one machine: 2 are 0.90x predicted with a global batch of 64 (50 of 100 ms wait for the network)",
+        ),
+        (
+            [
+                Team(2, "a,b", "shared", 64, predicted_speedup=1.8, measured_speedup=0.7),
+                Team(2, "a,b", "each", 128, predicted_speedup=1.9, measured_speedup=1.8),
+            ],
+            1,
+            "stay on one machine: 2 are 1.80x predicted, 0.70x measured with a global batch of 64; with 128 they "
+            "would be 1.90x predicted, 1.80x measured",
+        ),
+        (
+            [TWO, Team(3, "a,b,c", predicted_speedup=1.95)],
+            2,
+            "2 of 3 machines are worth it: 1.97x predicted, 1.94x measured",
+        ),
+        ([TWO, Team(3, "a,b,c", predicted_speedup=2.9)], 3, "all 3 machines are worth it: 2.90x predicted"),
+        (
+            [Team(8, link="1gbit", predicted_speedup=6.5)],
+            1,
+            "8 machines like this one over 1gbit would be 6.50x predicted",
+        ),
+        (
+            [Team(8, link="1mbit", predicted_speedup=0.2)],
+            1,
+            "stay on one machine: 8 like this one over 1mbit would be 0.20x predicted",
+        ),
+    ],
+)
+def test_the_answer_is_one_sentence(teams, count, sentence):
+    assert answer([ONE, *teams]) == (count, sentence)
+
+
+def test_a_plan_with_teams_is_written_and_read(tmp_path):
+    plan = Plan("threads:2", num_nodes=2, hosts={"a.example": "threads:2", "b": "threads:4"}, teams=(ONE, TWO))
+    plan.write(tmp_path / "plan.toml")
+    assert Plan.read(tmp_path / "plan.toml") == plan
+    assert Plan.of(json.loads(plan.to_json())) == plan
+    for text, told in (("nods = 1", "did you mean 'nodes'"), ("hosts = 'a'", "lacks 'nodes'")):
+        with pytest.raises(ValueError, match=rf"teams\[0\].*{told}"):
+            Plan.from_toml(f"chosen = 'threads:2'\n[[teams]]\n{text}")
+
+
+def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = Plan("threads:2", versions=shelf.versions(), teams=(ONE, TWO))
+    train = ["-m", "paceline.train"]
+    shelf.keep_over(plan, ["a", "b"], [*train, '{"model": "alexnet"}'])
+    assert shelf.over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}']) == plan
+    assert shelf.over(["a"], [*train, '{"model": "alexnet"}']) is None
+    assert shelf.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}']) is None
+    shelf.keep_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
+    assert shelf.over(["a"], ["x.py"]) is None, "made by other versions"
+
+
+def test_what_if_is_read():
+    assert WhatIf.parse("nodes=8, link=2.5gbit,latency=3ms") == WhatIf(8, 2.5e9, 0.003, "2.5gbit, 3ms latency")
+    assert WhatIf.parse("latency=5ms") == WhatIf(latency_s=0.005, words="5ms latency")
+    assert (rate("100mbit"), duration("2s")) == (1e8, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--what-if", "node=8"], "'node=8' is not understood; accepted: nodes=8,link=10gbit,latency=5ms"),
+        (["--what-if", "nodes=0,link=1gbit"], "nodes must be a whole number from 1, got '0'"),
+        (["--what-if", "link=fast"], "'fast' is not a link's rate; accepted: a number above 0 and its unit"),
+        (["--what-if", "nodes=2"], "without -H there is none to measure; add its rate to --what-if"),
+        (["--nodes", "2"], "over --link, such as --nodes 2 --link 1gbit"),
+        (["--link", "1gbit"], "--link 1gbit is between --nodes"),
+        (["-H", "a,b", "--nodes", "2", "--link", "1gbit"], "with -H use --what-if nodes=2"),
+        (["-H", "a:2,b"], "leave out what follows the colon after a"),
+    ],
+)
+def test_what_cannot_be_imagined_is_told_before_anything_is_measured(words, told, monkeypatch, capsys):
+    from paceline import cli
+
+    monkeypatch.setattr(sys, "argv", ["paceline", "plan", *words])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert told in capsys.readouterr().err
+
+
+def test_what_a_host_says_wrong_is_told_in_its_words():
+    from paceline.launch.far import Far
+
+    with pytest.raises(ValueError, match=r"nothing was started.*\n- nowhere\.invalid: "):
+        Far(Way()).ask([Host("nowhere.invalid", "nowhere.invalid")], {"do": "wire"}, 30.0)
