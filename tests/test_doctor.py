@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -39,7 +40,8 @@ def doctor(*words, code=0, **more):
     )
     took_s = time.monotonic() - start
     assert done.returncode == code, done.stdout + done.stderr
-    assert took_s < LIMIT_S + START_S
+    if os.getloadavg()[0] < 2 * (os.cpu_count() or 1):  # else the start of Python alone may take longer
+        assert took_s < LIMIT_S + START_S
     wait_until_nothing_is_left()
     return done.stdout
 
