@@ -160,7 +160,8 @@ def test_every_peer_is_a_sentence_and_a_start():
 
 
 @needs_cluster
-def test_bytes_are_counted_in_closed_form_and_nothing_stays(tmp_path):
+@pytest.mark.timeout(240)
+def test_bytes_are_counted_in_closed_form_and_nothing_stays():
     """Dense DDP of two nodes sends every gradient once; ours the rows of the large layer and the rest dense."""
     rows = 4
     race = Race("tiny", rows, 2, (NONE, DDP, OURS), (Phase(None, 3, 1), Phase("100mbit", 3, 1)), 60.0)
