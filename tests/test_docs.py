@@ -40,7 +40,7 @@ def test_readme_lists_every_file_and_no_other():
     listed = {name for name in tree(block) if name.startswith(watched)}
     there = {
         str(path.relative_to(ROOT))
-        for pattern in ("src/paceline/**/*", "examples/*", "benchmarks/*.py", "docs/*", "scripts/*")
+        for pattern in ("src/paceline/**/*", "examples/*", "benchmarks/**/*.py", "docs/*", "scripts/*")
         for path in ROOT.glob(pattern)
         if path.is_file() and "__pycache__" not in path.parts and path.name != "__init__.py"
     }
