@@ -78,20 +78,12 @@ def ours(entry: Entry, race: Race, work: Work) -> tuple[Any, Step]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-    if entry.forms:
-        hold(pace.exchange, entry.forms)
     if not entry.dealt:
         return pace, lambda: pace.step((work.x, work.y))
     rows = [Work(race.model, race.batch, node, race.nodes) for node in range(race.nodes)]
     everything = TensorDataset(torch.cat([one.x for one in rows]), torch.cat([one.y for one in rows]))
     batches = pace.batches(everything, epochs=FOREVER)
     return pace, lambda: pace.step(next(batches))
-
-
-def hold(exchange: Any, form: str) -> None:
-    """A plan that stays: every layer that has the choice travels in this form from here on."""
-    forms = [form if spec.linear and spec.numel > 2**15 else "dense" for spec in exchange.specs]
-    exchange._forms, exchange._choose = list(forms), lambda *_, **__: list(forms)
 
 
 def run(race: Race, desk: Desk) -> dict[str, Any]:

@@ -19,8 +19,7 @@ class Entry:
     """One contender. ``way``: "paceline", or the name of a file in benchmarks/peers.
 
     ``row``: an engine and numerics, of which peers take the numerics. ``options``: of `join`; ``environment``: while it
-    joins; ``forms``: "dense" or "factors" for every layer that has the choice, instead of what ours decides.
-    ``block``: steps of one turn, timed together and ended by a wait for all that is still on its way. ``most``: turns
+    joins. ``block``: steps of one turn, timed together and ended by a wait for all that is still on its way. ``most``: turns
     per phase, spread over it, for one whose step is slow. ``dealt``: rows come from a global batch by their shares.
     """
 
@@ -29,7 +28,6 @@ class Entry:
     row: str = "sequential"
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
-    forms: str = ""
     block: int = 1
     most: int = 10**6
     dealt: bool = False

@@ -145,7 +145,8 @@ def halfspeed(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def changing_rate(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 1 Gbit/s, 50 Mbit/s, 1 Gbit/s: 20 steps after each change against fixed plans, 5 minutes."""
-    fixed = Entry("always factors", forms="factors"), slow(Entry("always dense", forms="dense"), 1)
+    factors, dense = ({"exchange": f"allreduce:forms={form}"} for form in ("factors", "dense"))
+    fixed = Entry("always factors", options=factors), slow(Entry("always dense", options=dense), 1)
     phases = Phase("1gbit", 10), Phase("50mbit", 20, 0), Phase("1gbit", 20, 0)
     got = run(Race("alexnet", 32, 2, (OURS, *fixed), phases, 300.0), pace, show)
     yield table("changing-rate", got)
