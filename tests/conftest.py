@@ -18,12 +18,38 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # the longest files first: where two processes share the tests, neither is left with them at the end
 LONGEST = (
     *("commands", "mpi", "faults", "interrupts", "shares_over_gloo", "resume", "engines_are_transparent", "ssh_starts"),
-    *("joining", "links_add_up", "examples", "plan_explains", "ssh_checks", "collectives", "launchers_say_who"),
+    *(
+        "plan_over_hosts",
+        "joining",
+        "bench_cluster",
+        "doctor",
+        "send",
+        "detach",
+        "firewalls",
+        "links_add_up",
+        "examples",
+    ),
+    *("replicas_hold_together", "plan_explains", "ssh_checks", "collectives", "launchers_say_who"),
+    "verify_over_ssh",
+)
+
+
+# what other tests show too, on other numbers: `make test-all` runs them
+DEAR = (
+    *("interrupts.py::test_two_processes_stopped_twice", "commands.py::test_verify_on_two_machines"),
+    *("test_verify_says_the_same_of_an_exact_exchange[how1]", "commands.py::test_verify_says_why_batch_norm_differs"),
+    *("test_a_death_inside_a_node_reaches_every_process_of_every_node[0.1]", "every_process_of_every_node[1.0]"),
+    *("ends_the_node_and_leaves_nothing[local rank 1]", "faults.py::test_an_exchange_may_take_longer"),
+    *("norm_is_everyones.py::test_processes_equal_one_process[processes:2-2]", "gloo.py::test_the_same_training[3]"),
+    *("where_mpirun_lets_it[1-shared memory]", "equals_one_process[3-sockets]", "srun.py::"),
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    for item in items:
+        if any(part in item.nodeid for part in DEAR):
+            item.add_marker("dear")
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))  # stable: the order within a file stays
 
 

@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_node_that_sends_most():
 
 
 def test_a_race_is_read_as_it_was_written(tmp_path):
-    entries = OURS, Entry("x", "ddp", "sequential+bf16", {"codec": "half"}, {"A": "b"}, "dense", 5, 3, True)
+    entries = OURS, Entry("x", "ddp", "sequential+bf16", {"codec": "half"}, {"A": "b"}, 5, 3, True)
     race = Race("tiny", 4, 3, entries, (Phase("1gbit", 5, 1), Phase(None)), 9.0, (1, 0.5))
     race.write(tmp_path / "race.json")
     assert Race.read(tmp_path / "race.json") == race

@@ -37,11 +37,10 @@ def paceline(*words, code=0, cwd=None, limit_s=100, **environment):
 def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
     said = paceline("train", cwd=tmp_path)
     assert re.search(r"machine: .* cores", said)
-    rows = re.findall(r"^(\S+) +[\d.]+ +~?([\d.]+) ± [\d.]+ +\d+ +([\d.]+)x", said, re.MULTILINE)
-    assert rows[0][0] == "sequential"
-    assert rows[0][2] == "1.00"
+    rows = re.findall(r"^(\S+) .* ([\d.]+)x ", said, re.MULTILINE)
+    assert rows[0] == ("sequential", "1.00")  # measured, or where there is no time for it, predicted
     chosen = re.search(r"plan: (\S+) \((.+)\)", said)
-    assert chosen[1] in [name for name, _, _ in rows]
+    assert chosen[1] in [name for name, _ in rows] or "as predicted" in chosen[2]
     accuracies = [float(value) for value in re.findall(r"test accuracy ([\d.]+)%", said)]
     assert len(accuracies) == 5
     assert accuracies[-1] >= 95

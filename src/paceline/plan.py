@@ -61,13 +61,14 @@ def make(
     show("profiling")
     profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
     profile, unknown = take(command, fidelity, profile_s, machine)
+    start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
     facts = profile.facts if profile else Facts()
     if profile and not thorough and not rows and (found := by_fingerprint(profile.fingerprint, machine)):
         store(found, command, machine)
         return dataclasses.replace(found, reason=f"{found.reason} (measured before)")
     names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
     entries = [_candidate(name, profile, facts, machine) for name in names]
-    budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, profile.start_s if profile else 4.0)
+    budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
     for entry in _worth_trying(entries, fidelity, thorough):
         if thorough or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}")
@@ -142,7 +143,10 @@ class _Budget:
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS and not any(one.predicted_s for one in entries):
             return True
         step_s = entry.predicted_s or 0.0
-        if self.left_s < self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s):
+        need_s = self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s)
+        if entry.engine == BASELINE:
+            need_s += self.start_s + TIMED_S[0]  # where there is time for one row only, it is the most promising
+        if self.left_s < need_s:
             return False
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
             return True

@@ -20,6 +20,7 @@ from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.send import send as deliver
 from paceline.plan import Plan
 from paceline.probe import shelf
+from paceline.probe.rows import ROUNDED, split
 from paceline.probe.survey import survey
 from paceline.settings import Settings
 
@@ -55,7 +56,7 @@ def ready(
 
 
 def show(made: Plan, which: str = "all") -> None:
-    rows = [row for row in made.rows if which == "all" or row.measured_s is not None]
+    rows = [row for row in made.rows if which == "all" or row.measured_s is not None or row in made.rows[:1]]
     screen = console if console.is_terminal else Console(highlight=False, width=160)
     screen.print(planning.table(dataclasses.replace(made, rows=tuple(rows))))
     if others := len(made.rows) - len(rows):
@@ -65,13 +66,24 @@ def show(made: Plan, which: str = "all") -> None:
 
 def row(text: str) -> str:
     """Raises ValueError for what is neither a plan file nor a row."""
-    from paceline.engine.numerics import parse_row
-
     if text.endswith(".toml"):
         raise ValueError(f"there is no plan file {text!r}; write one with: paceline plan --out {text}")
+    if _is_plain(text):
+        return text
+    from paceline.engine.numerics import parse_row
+
     engine, _ = parse_row(text)
     find.parse("engine", engine)
     return text
+
+
+def _is_plain(row: str) -> bool:
+    """Whether it is surely a row, as can be told without importing torch, which takes seconds."""
+    try:
+        way = split(row, 1)
+    except ValueError:
+        return False
+    return way.engine in find.names("engine") and len({*ROUNDED} & {*way.words}) < 2
 
 
 def start(command: list[str], made: Plan, out: Path | None, quiet: bool = False, shares: str | None = None) -> int:
@@ -134,7 +146,7 @@ def rows_of(nodes: list[Host], plan: str, command: list[str]) -> list[str]:
     asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
     made = Plan.read(asked) if asked and Path(asked).is_file() else None
     if plan == "auto" and not asked and (made := shelf.over([node.name for node in nodes], command)):
-        print(f"plan: {made.reason}; measured {made.date}", file=sys.stderr)
+        print(f"plan: {made.chosen} ({made.reason}; measured {made.date})", file=sys.stderr)
     if made:
         asked, own = made.chosen, made.hosts
     found = rows(nodes, asked, own)

@@ -70,6 +70,8 @@ def choose(
 
     rows = tuple(_row(one, base, facts, reason(one)) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
+    if len(ranking) == 1:
+        why = "the most promising, and the one row that there was time to measure"
     if best is base and len(ranking) > 1:
         why += "; nothing parallel pays here"
     return best.engine, why, rows

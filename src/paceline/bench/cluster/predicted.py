@@ -8,14 +8,12 @@ this machine's memory, and measures the wire without a limited rate. Every rate 
 
 from __future__ import annotations
 
-import importlib
 import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +26,9 @@ from paceline.bench.cluster.work import Work
 from paceline.bench.finding import Finding, Show
 from paceline.engine.sequential import Engine
 from paceline.engine.timeline import record
+from paceline.probe.line import Line
+from paceline.probe.overlap import predict
+from paceline.probe.wire import Wires, measure
 
 # model, rows per node, nodes, rates; for the first, three of our own choosing after those of the table
 Cell = tuple[str, int, int, tuple[str, ...]]
@@ -68,19 +69,12 @@ def against_measured(pace: Pace, show: Show, cells: Sequence[Cell] = CELLS) -> I
 def predictions(model: str, batch: int, nodes: int, rates: Sequence[str], show: Show) -> dict[str, float]:
     """Seconds per step at each rate."""
     show(f"{model} b{batch} on {nodes} nodes: recording a step of each, and the wire")
-    overlap, line, wire = _model()
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps([model, batch]))
         said = drive(nodes, ["-m", __name__], Path(folder), SETUP_S, show)
-    lines = [line.Line.of(one["timeline"], absorbs=True) for one in said]
-    among = wire.Wires.of(said[0]["wires"]).among(range(nodes))
-    return {rate: overlap.predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in rates}
-
-
-def _model() -> tuple[Any, Any, Any]:
-    """The plan's own model of several nodes."""
-    overlap, line, wire = (importlib.import_module(f"paceline.probe.{name}") for name in ("overlap", "line", "wire"))
-    return overlap, line, wire
+    lines = [Line.of(one["timeline"], absorbs=True) for one in said]
+    among = Wires.of(said[0]["wires"]).among(range(nodes))
+    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in rates}
 
 
 def bits_per_s(rate: str) -> float:
@@ -96,7 +90,7 @@ def main(folder: str) -> None:
     pace = paceline.join(nothing, sgd, F.mse_loss, batch_size=2, engine="sequential", shares="equal")
     assert pace.link
     rank, size = pace.link.rank, pace.link.size
-    wires = _model()[2].measure(pace.link)
+    wires = measure(pace.link)
     work, engine = Work(model_name, batch, rank, size), Engine()
     model = work.model()
     engine.open(model, work.sgd(model), F.cross_entropy)

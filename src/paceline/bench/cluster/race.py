@@ -19,8 +19,8 @@ class Entry:
     """One contender. ``way``: "paceline", or the name of a file in benchmarks/peers.
 
     ``row``: an engine and numerics, of which peers take the numerics. ``options``: of `join`; ``environment``: while it
-    joins. ``block``: steps of one turn, timed together and ended by a wait for all that is still on its way. ``most``: turns
-    per phase, spread over it, for one whose step is slow. ``dealt``: rows come from a global batch by their shares.
+    joins. ``block``: steps of one turn, timed together and ended by a wait for all that is still on its way. ``most``:
+    turns per phase, spread over it, for one whose step is slow. ``dealt``: rows come from a global batch by shares.
     """
 
     name: str
