@@ -20,6 +20,7 @@ from paceline.link.meeting import AT_ONCE
 from paceline.link.proof import HEADER
 
 SCRIPT = str(launching.HERE / "scripts" / "meeting.py")
+IN_COMMON = "held-by-both-of-them"  # on no command line of the machine
 NUM_FRAMES = 2000
 needs_cluster = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
 
@@ -103,7 +104,7 @@ def test_two_thousand_random_frames_at_the_port_while_a_run_joins_and_trains(tmp
     for thread in noise:
         thread.start()
     try:
-        with two(tmp_path, port=port, secrets=("shared", "shared")) as run:
+        with two(tmp_path, port=port, secrets=(IN_COMMON, IN_COMMON)) as run:
             while any(thread.is_alive() for thread in noise) and run[0].poll() is None:
                 time.sleep(0.05)
             (tmp_path / "enough").touch()
@@ -111,7 +112,7 @@ def test_two_thousand_random_frames_at_the_port_while_a_run_joins_and_trains(tmp
     finally:
         over.set()
     assert sum(sent) == NUM_FRAMES
-    assert results(tmp_path) == (quiet[0], "shared")
+    assert results(tmp_path) == (quiet[0], IN_COMMON)
     assert len(errors[0].splitlines()) <= 8
     assert not errors[1]
 

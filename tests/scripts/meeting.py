@@ -1,5 +1,6 @@
 """Trains 40 steps, then waits for FOLDER/enough, and writes FOLDER/RANK: meeting.py FOLDER [group]."""
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -16,8 +17,9 @@ folder = Path(sys.argv[1])
 if "group" in sys.argv:
     torch.distributed.init_process_group("gloo")
 secret = os.environ.get("PACELINE_SECRET", "")
-seen = [path for path in Path("/proc").glob("[0-9]*/cmdline") if secret and secret.encode() in path.read_bytes()]
-assert not seen, "the secret is on a command line"
+for path in Path("/proc").glob("[0-9]*/cmdline"):
+    with contextlib.suppress(OSError):  # that process has ended
+        assert not (secret and secret.encode() in path.read_bytes()), "the secret is on a command line"
 torch.set_num_threads(1)
 model = build(dtype=torch.float32)
 pace = paceline.join(

@@ -1,4 +1,7 @@
-"""Bytes of each collective, as declared and as the loopback card counted them, over all ranks: a line of JSON."""
+"""Bytes of each collective, as declared and as the loopback card counted them, over all ranks: a line of JSON.
+
+A busy machine sends more (short segments, lone acknowledgements, some of it twice), never less: the least of three.
+"""
 
 import json
 import os
@@ -32,14 +35,18 @@ operations = {
 found = {}
 for name, start in operations.items():
     start().wait(30)  # whoever meets another for the first time has things to settle
-    link.sum(torch.ones(1)).wait(30)
-    time.sleep(0.05)
-    before, said = counted(), link.sent_bytes
-    link.sum(torch.ones(1)).wait(30)
-    start().wait(30)
-    link.sum(torch.ones(1)).wait(30)
-    time.sleep(0.05)
-    found[name] = link.sent_bytes - said, counted() - before
+    counts = []
+    for _ in range(3):
+        link.sum(torch.ones(1)).wait(30)
+        time.sleep(0.05)
+        before, said = counted(), link.sent_bytes
+        link.sum(torch.ones(1)).wait(30)
+        start().wait(30)
+        link.sum(torch.ones(1)).wait(30)
+        time.sleep(0.05)
+        counts.append((counted() - before, link.sent_bytes - said))
+    least, declared = min(counts)
+    found[name] = declared, least
 link.close()
 if rank == 0:
     print(json.dumps(found))
