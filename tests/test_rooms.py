@@ -48,9 +48,11 @@ RULES = {
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "evaluate": ("contract", "data.*", "engine.batch"),
     "seating": ("contract", "job", "world", "balance", "data.order"),
+    "examined": ("data.*", "engine.*", "probe.*"),
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
+        "examined",
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,22 +26,22 @@ from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.engine import batch as batches_
-from paceline.engine import timeline
-from paceline.engine.shares import division
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
-from paceline.probe import examine, layers, shelf
+from paceline.probe import shelf
 from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
-from paceline.report.usage import Usage
 from paceline.scaler import Scaler
 from paceline.tracing import Tracer
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.report.usage import Usage
 
 
 class Pace:
@@ -91,7 +91,8 @@ class Pace:
         if self.witness and self.leader:
             self.witness.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(self.leader)
-        self.form = examine.asked()
+        form = os.environ.get("PACELINE_PROFILE")
+        self.form = Path(form) if form else None
         self.asked_epochs = 0
         # a trial, a profile or a comparison: the user's run is neither read nor written
         self.watched = bool(self.stopwatch or self.form or self.witness)
@@ -188,10 +189,10 @@ class Pace:
 
     def _step(self, batch: Any, gradient: Any = None) -> float:
         where = getattr(batch, "epoch", self.epoch), getattr(batch, "step", None)
-        if self.form:
-            self._examine(batch, self.form, gradient)
-        if self.stopwatch and not gradient:
-            batch = self._part(batch, self.stopwatch)
+        if self.form or self.stopwatch:
+            from paceline import examined  # what it needs, training does not
+
+            batch = examined.answer(self, batch, gradient)
         ends = getattr(batch, "ends_epoch", False)
         rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
         try:
@@ -215,43 +216,6 @@ class Pace:
         if ballot.stop:
             self._end(ballot.stop)
         return loss
-
-    def _part(self, batch: Any, stopwatch: Stopwatch) -> Any:
-        """The whole batch, or as much of it as the trial wants to see."""
-        rows = stopwatch.part(int(batch.weight))
-        if rows == int(batch.weight):
-            return batch
-        return feed.Given(layers.part(batch.share(self.loop.seat), rows, int(batch.weight)), float(rows))
-
-    def _examine(self, batch: Any, form: Path, gradient: Any) -> None:
-        """Answers the form instead of training, and ends the process; a loop of one's own cannot be looked into."""
-        if gradient:
-            raise SystemExit(0)
-        job, start = self.job, time.perf_counter()
-        rows = batch.share(self.loop.seat)
-        input_s = time.perf_counter() - start
-        forward = job.forward or batches_.call
-
-        def compute(rows: Any) -> torch.Tensor:
-            value, times, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
-            return value * (times / weight)
-
-        steps = self.asked_epochs * (getattr(batch, "num_steps", 0) or 0)
-        what = examine.Examined(
-            job.model,
-            job.optimizer,
-            self.engine,
-            compute,
-            rows,
-            int(batch.weight),
-            job.batch_size,
-            steps,
-            job.clip,
-            input_s,
-            division(job.optimizer),
-            lambda rows, passes: json.loads(timeline.record(self.engine, job.model, rows, passes).to_json()),
-        )
-        examine.answer(form, what)
 
     def backward(self, loss: Any, rows: int | None = None) -> None:
         """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).

@@ -25,9 +25,7 @@ from paceline.job import Job
 from paceline.link.chosen import choose
 from paceline.link.collective import Collective
 from paceline.pace import Pace
-from paceline.plan import Plan
 from paceline.probe import clock, shelf
-from paceline.report.usage import Usage
 from paceline.world import World
 
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
@@ -137,6 +135,8 @@ def join(
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
     pace.row = row
     if pace.record.folder and (pace.record.folder / "plan.toml").exists():
+        from paceline.plan import Plan
+
         pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
     pace.record.write(
         "join",
@@ -150,6 +150,8 @@ def join(
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     if pace.record.folder:
+        from paceline.report.usage import Usage
+
         pace._usage = Usage(pace.record).start()
     return pace
 

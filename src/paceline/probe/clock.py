@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 WARM_UP_STEPS = 3
 FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
 TIMED_S = 2.5
@@ -111,6 +109,8 @@ def times() -> int:
 def _others_bytes() -> int:
     """What this process shares and others count, less what its own children (loading data) need."""
     shared = _kib("/proc/self/smaps_rollup", "Rss") - _kib("/proc/self/smaps_rollup", "Pss")
+    import psutil  # of a trial alone
+
     children = psutil.Process().children(recursive=True)
     return (shared - sum(_kib(f"/proc/{child.pid}/smaps_rollup", "Pss") for child in children)) * 1024
 

@@ -54,11 +54,6 @@ class Examined:
     record: Callable[[Any, int], dict[str, Any]] | None = None  # of rows, by so many passes: a timeline
 
 
-def asked() -> Path | None:
-    path = os.environ.get("PACELINE_PROFILE")
-    return Path(path) if path else None
-
-
 def answer(form: Path, job: Examined) -> None:
     """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
     said = json.loads(form.read_text())

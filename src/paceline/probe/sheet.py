@@ -23,9 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomli
-import tomli_w
-
 from paceline.probe.rows import split
 from paceline.probe.teams import Team
 
@@ -88,11 +85,15 @@ class Plan:
         plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
         for name in ("rows", "teams"):
             plain[name] = [{k: v for k, v in row.items() if v is not None} for row in plain[name]]
+        import tomli_w  # where no plan is read or written, none of this is needed
+
         return tomli_w.dumps(plain)
 
     @classmethod
     def from_toml(cls, text: str, where: str = "plan") -> Plan:
         """Raises ValueError naming the file, the key, what it holds and what it may hold."""
+        import tomli
+
         try:
             given = tomli.loads(text)
         except tomli.TOMLDecodeError as error:

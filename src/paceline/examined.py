@@ -1,0 +1,53 @@
+"""A training that is looked at by a trial or a profile: how much of the batch it sees, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+
+from paceline.data import feed
+from paceline.engine import batch as batches_
+from paceline.engine import timeline
+from paceline.engine.shares import division
+from paceline.probe import examine, layers
+
+
+def answer(pace: Any, batch: Any, gradient: Any) -> Any:
+    """The batch, or as much of it as ``pace``'s trial wants to see. A profile ends the process, its form filled in."""
+    if pace.form:
+        if gradient:  # a loop of one's own cannot be looked into
+            raise SystemExit(0)
+        examine.answer(pace.form, _facts(pace, batch))
+    rows = batch.weight if gradient or not pace.stopwatch else pace.stopwatch.part(int(batch.weight))
+    if rows == int(batch.weight):
+        return batch
+    return feed.Given(layers.part(batch.share(pace.loop.seat), rows, int(batch.weight)), float(rows))
+
+
+def _facts(pace: Any, batch: Any) -> examine.Examined:
+    job, start = pace.job, time.perf_counter()
+    rows = batch.share(pace.loop.seat)
+    input_s = time.perf_counter() - start
+    forward = job.forward or batches_.call
+
+    def compute(rows: Any) -> torch.Tensor:
+        value, times, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
+        return value * (times / weight)
+
+    return examine.Examined(
+        job.model,
+        job.optimizer,
+        pace.engine,
+        compute,
+        rows,
+        int(batch.weight),
+        job.batch_size,
+        pace.asked_epochs * (getattr(batch, "num_steps", 0) or 0),
+        job.clip,
+        input_s,
+        division(job.optimizer),
+        lambda rows, passes: json.loads(timeline.record(pace.engine, job.model, rows, passes).to_json()),
+    )
