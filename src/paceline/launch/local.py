@@ -64,6 +64,9 @@ def start(
     base = {**os.environ, **(environment or {})}
     if engine:
         base["PACELINE_ENGINE"] = engine
+        if engine.startswith("replicas"):
+            # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
+            base.setdefault("OMP_WAIT_POLICY", "passive")
     base.update(
         WORLD_SIZE=str(sum(sizes)),
         MASTER_ADDR=host,

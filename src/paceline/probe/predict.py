@@ -16,8 +16,9 @@ from dataclasses import replace
 from paceline.probe.profile import Profile, Setting
 from paceline.probe.rows import Way, split
 
-STEP_S = 0.2e-3  # snapshot, vote, hash and record
-CALL_S = 20e-6  # of Python per layer call, which the threads of one process cannot share
+STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
+RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
+CALL_S = 20e-6  # more of it per layer call
 MESSAGES = 4  # per step and process
 
 
@@ -91,7 +92,7 @@ def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
     if way.engine == "processes":
         return moving_s + MESSAGES * profile.message_s
-    return moving_s + (k - 1) * CALL_S * profile.num_calls
+    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls)
 
 
 def _plain(setting: Setting, absorbs: bool) -> Setting:
