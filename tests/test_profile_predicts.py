@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, part
-from paceline.probe.predict import CALL_S, MESSAGES, STEP_S, predicted_s
+from paceline.probe.predict import CALL_S, MESSAGES, RIDE_S, STEP_S, predicted_s
 from paceline.probe.profile import Profile, Setting, take
 from paceline.probe.rows import Facts, split
 from paceline.probe.survey import survey
@@ -206,7 +206,7 @@ MADE_UP = Profile(
         ("threads:2", 0.20 * 1.2 + 0.02 + 0.002),
         ("threads:2+fused", 0.20 * 1.2 + 0.01 + 0.002),
         ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + 0.001),
-        ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + 10 * CALL_S + 0.002),
+        ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + RIDE_S + 10 * CALL_S + 0.002),
         ("threads:2+bf16", 0.10 * 1.2 + 0.02 + 0.002),
         ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + 0.001),
     ],
