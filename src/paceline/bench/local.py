@@ -20,7 +20,7 @@ from paceline.report.record import read
 
 LIMIT_S = 300.0  # of one command
 HEATS = 2  # to find the row that meets the peers
-STEPS = {"alexnet": (8, 1), "vgg16": (6, 1), "mlp": (20, 50)}  # turns in a round, steps in a turn
+STEPS = {"alexnet": (8, 1), "vgg16": (6, 1), "mlp": (40, 50)}  # turns in a round, steps in a turn
 EXACT = tuple(
     f"{engine}{words}" for words in ("", "+channels_last") for engine in ("threads:2", "processes:2", "replicas:2")
 )
@@ -85,7 +85,7 @@ def overhead(rounds: int, show: Show) -> Iterator[Finding]:
     ratio = duel.ratio("ours", "torch")
     yield Finding("overhead", "alexnet b32: time of pace.step over by hand", str(ratio), "<= 1.02", ratio.high <= 1.02)
     mine, plain = Contender("ours", "paceline", "threads:1"), Contender("torch", "torch:1")
-    duel = fight("mlp", 32, [mine, plain], rounds, STEPS["mlp"], show)
+    duel = fight("mlp", 32, [mine, plain], 3 * rounds, STEPS["mlp"], show)  # short ones: a life takes seconds
     extra = Spread.of(
         [(a.step_s - b.step_s) * 1e3 for a, b in zip(duel.turns["ours"], duel.turns["torch"], strict=True)]
     )
