@@ -41,7 +41,12 @@ DEAR = (
     *("test_a_death_inside_a_node_reaches_every_process_of_every_node[0.1]", "every_process_of_every_node[1.0]"),
     *("ends_the_node_and_leaves_nothing[local rank 1]", "faults.py::test_an_exchange_may_take_longer"),
     *("norm_is_everyones.py::test_processes_equal_one_process[processes:2-2]", "gloo.py::test_the_same_training[3]"),
-    *("where_mpirun_lets_it[1-shared memory]", "equals_one_process[3-sockets]", "srun.py::"),
+    *(
+        "where_mpirun_lets_it[1-shared memory]",
+        "equals_one_process[3-sockets]",
+        "srun.py::",
+        "test_a_node_of_one_process_and_one_of_two_come_together",
+    ),
 )
 
 

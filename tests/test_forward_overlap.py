@@ -89,9 +89,11 @@ def test_under_autocast():
     assert_same(train(2, model, batches=batches), train(2, model, "backward", batches=batches))
 
 
+@pytest.mark.parametrize("kind", ["plain", "tied"])
 @pytest.mark.parametrize("codec", ["none", "half", "feedback/topk:keep=0.1"])
-def test_what_a_codec_remembers_arrives_with_its_piece(codec):
-    model = build()
+def test_what_a_codec_remembers_arrives_with_its_piece(codec, kind):
+    """Tied weights are sent twice in the first step: what was refused is not remembered."""
+    model = build(MODELS[kind])
     assert_same(train(2, model, codec=codec), train(2, model, "backward", codec=codec))
 
 

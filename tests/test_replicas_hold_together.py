@@ -1,12 +1,14 @@
 """Replicas that differ are seen, brought together and held together, for as many bytes as are said."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
 import ranks
-from launching import launch
+from launching import HERE, environment, launch
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, rows
 from paceline.drift import Drift
 from paceline.engine.parts import cut
@@ -179,6 +181,43 @@ def test_nodes_of_several_processes_come_together(tmp_path):
     events = [event for event in read(tmp_path / "run") if event["event"] == "drift"]
     assert events[0]["step"] >= 3
     assert max(event.get("gap", 0.0) for event in events) > 0
+
+
+def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
+    """Whatever their layout: what is sent is the same everywhere, and lands in its place."""
+
+    def work(link):
+        rank = together(link, tmp_path, "momentum")
+        train(rank, 1)
+        drift, weight = rank.loop.drift, rank.engine.weights[0]
+        drift.divided = True
+        if link.rank:
+            turned = torch.empty_strided(weight.shape, (1, len(weight)), dtype=weight.dtype)
+            rank.engine.weights[0] = turned.copy_(weight + 1)
+            assert not turned.is_contiguous()
+        drift._begin(0)
+        before = rank.exchange.link.sent_bytes
+        for part in drift.parts:
+            drift._spread(part)
+        assert (drift._gap > 0.1) == (link.rank == 1)
+        return rank.engine.weights, rank.exchange.link.sent_bytes - before
+
+    (one, num_bytes), (other, _) = ranks.run(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert num_bytes == sum(weight.nbytes for weight in one)
+
+
+def test_a_node_of_one_process_and_one_of_two_come_together(tmp_path):
+    """Story: the one sent weights with what the optimizer remembers, the other weights alone, in one broadcast."""
+    start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], '', 2, sizes=(1, 2)))"
+    script = [sys.executable, "-W", "error", str(HERE / "scripts" / "mixed.py"), str(tmp_path), "planted"]
+    command = [sys.executable, "-c", start, *script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, other = (torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(2))
+    assert gap(one, other) < 1e-6
+    events = [event for event in read(tmp_path / "run") if event["event"] == "drift"]
+    assert max(event.get("gap", 0.0) for event in events) > 1e-6
 
 
 def test_nodes_that_compute_differently_are_held_together(tmp_path):

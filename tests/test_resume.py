@@ -156,3 +156,32 @@ def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
     train(1)
     resumed = train(8, tmp_path / "checkpoint-00000001")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_nodes_that_compute_in_unlike_rows_go_on_together(tmp_path):
+    """Stories: the leader alone went on with the forms that had been found, and the others' messages did not fit; a
+    buffer of complex numbers was a lost peer."""
+    launch("apart.py", tmp_path, engine="", num_nodes=2)
+    one, other = (torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(2))
+    assert one["forms"] == other["forms"]
+    assert set(one["forms"]) == {"dense"}, "nothing was found, so nothing is tested"
+    for name in ("half", "resumed", "whole"):
+        for key, value in one[name].items():
+            assert torch.allclose(value, other[name][key], rtol=1e-9, atol=1e-12), (name, key)
+            assert torch.allclose(one["resumed"][key], one["whole"][key], rtol=1e-9, atol=1e-12)
+    assert not torch.equal(one["half"]["first.weight"], one["whole"]["first.weight"])
+    assert one["buffers"]["turns"][0] == one["buffers"]["wide"][0, 0] == 1j
+    assert all(torch.equal(value, other["buffers"][key]) for key, value in one["buffers"].items())
+
+
+@pytest.mark.parametrize(("first", "then"), [("periodic:2", "allreduce"), ("allreduce", "periodic:2")])
+def test_a_run_may_go_on_with_another_exchange(tmp_path, first, then):
+    """Story: what the one had noted was asked for by the names of the other."""
+    batch = torch.ones(8, 4), torch.arange(8) % 3
+    with joined(tmp_path, exchange=first) as pace:
+        pace.step(batch)
+        pace.save()
+    with joined(tmp_path, exchange=then) as pace:
+        assert pace.restore()
+        assert pace.loop.num_steps == 1
+        pace.step(batch)

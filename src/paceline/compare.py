@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
 from paceline import contract
 from paceline.job import Job
+
+OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 
 
 def compare(
@@ -15,14 +18,20 @@ def compare(
 ) -> None:
     """Raises ValueError, on every node, naming what the nodes were given differently."""
     shapes = [(spec.names, spec.shapes) for spec in engine.specs]
+    groups = [_plain(group) for group in job.optimizer.param_groups]
     facts = {
         "batch_size": job.batch_size,
         "seed": job.seed,
         "clip": job.clip,
         "shares": job.shares,
+        "batch_norm": job.batch_norm,
+        "optimizer": (type(job.optimizer).__name__, groups),
+        "scheduler": type(job.scheduler).__name__,
+        "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": (type(codec).__module__, codec.wire),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
+        "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
         "torch": torch.__version__,
     }
     mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
@@ -35,3 +44,9 @@ def compare(
                 f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
                 f"have another; start every node with the same script, arguments, data and versions"
             )
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """What of an optimizer's group is alike on all nodes, and written alike."""
+    plain = {key: value for key, value in group.items() if isinstance(value, bool | int | float | tuple)}
+    return {key: value for key, value in plain.items() if key not in OWN}

@@ -89,6 +89,12 @@ class Piece:
             self._flat, self.grads = parts[0] if len(parts) == 1 else torch.cat(parts), None
         return self._flat
 
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Type and place of its numbers."""
+        some = next(each for each in (*(self.grads or ()), self._flat, self.left) if each is not None)
+        return some.dtype, some.device
+
 
 @dataclass
 class Ballot:
@@ -99,6 +105,7 @@ class Ballot:
     loss_sum: float = 0.0
     metric_sum: float = 0.0
     weight: float = 0.0  # what the loss divides by: samples, tokens, mask
+    expected: float = 0.0  # the same of all ranks together, as known before the step: backward has divided by it
     seconds: float = 0.0  # spent computing
     busy: float = 0.0  # seconds of this step, as far as it did not wait for other nodes
     fixed: float = 0.0  # those of them that its rows do not change: the update
@@ -114,9 +121,9 @@ class Ballot:
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
 
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
-    _TERMS = 32
+    MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??dddddddqBIIIIIII")
+    _HEAD = struct.Struct("<??ddddddddqBIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -125,6 +132,7 @@ class Ballot:
             self.loss_sum,
             self.metric_sum,
             self.weight,
+            self.expected,
             self.seconds,
             self.busy,
             self.fixed,
@@ -142,7 +150,7 @@ class Ballot:
         paces = itertools.chain.from_iterable(self.paces)
         shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
         numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
-        return head + self.used + self.dense + numbers + bytes(8 * max(0, self._TERMS - len(self.terms)))
+        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MOST_TERMS - len(self.terms)))
 
     @classmethod
     def unpack(cls, data: bytes) -> Ballot:
@@ -169,14 +177,24 @@ class Ballot:
 
     @staticmethod
     def merge(ballots: Sequence[Ballot]) -> Ballot:
-        """All ballots as one, in rank order: sums, unions, the slowest, and ok only if all are."""
+        """All ballots as one, in rank order: sums, unions, the slowest, and ok only if all are.
+
+        Raises ValueError, on everyone who merges them, if they are of different batches.
+        """
         first = ballots[0]
+        if any(b.expected != first.expected for b in ballots):
+            raise ValueError(
+                f"the processes were given batches of {', '.join(f'{b.expected:g}' for b in ballots)} rows for one and "
+                f"the same step; give each process the whole dataset, from which pace.batches deals, or its own rows "
+                f"of one global batch to pace.step"
+            )
         return Ballot(
             ok=all(b.ok for b in ballots),
             finite=all(b.finite for b in ballots),
             loss_sum=sum(b.loss_sum for b in ballots),
             metric_sum=sum(b.metric_sum for b in ballots),
             weight=sum(b.weight for b in ballots),
+            expected=first.expected,
             seconds=max(b.seconds for b in ballots),
             busy=max(b.busy for b in ballots),
             fixed=max(b.fixed for b in ballots),

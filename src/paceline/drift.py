@@ -8,7 +8,7 @@ steps.
 *Cost*: one broadcast of 1 / ``period`` of the weights and their optimizer state per step.
 *Laws*: a weight is never further from rank 0's than ``period`` steps can bring it; on like hardware one period makes
 replicas bit-equal again, optimizer state included; bytes counted are the broadcast's cost.
-Inside a node of several processes weights alone go round: optimizer state is divided there, and its own decay
+Where a node has several processes weights alone go round: optimizer state is divided there, and its own decay
 bounds it. Buffers are each node's own, as batch statistics are.
 """
 
@@ -34,7 +34,10 @@ View = tuple[Tensor, int, int]  # values of a tensor, from, to
 
 
 class Drift:
-    """Every process calls `after` at the end of each step. ``leads``: writes the record, and says it once."""
+    """Every process calls `after` at the end of each step. ``leads``: writes the record, and says it once.
+
+    ``divided``: some node has several processes, none of which holds the whole state of the optimizer.
+    """
 
     def __init__(
         self,
@@ -45,9 +48,10 @@ class Drift:
         period: int = PERIOD,
         quiet: int = QUIET,
         least_values: int = LEAST_VALUES,
+        divided: bool = False,
     ):
         self.engine, self.exchange, self.record, self.leads = engine, exchange, record, leads
-        self.period, self.quiet, self.least_values = period, quiet, least_values
+        self.divided, self.period, self.quiet, self.least_values = divided, period, quiet, least_values
         self.parts: list[Part] = []
         self._left = self._turn = self._sent_bytes = 0
         self._gap, self._said = 0.0, False
@@ -98,9 +102,13 @@ class Drift:
     @torch.no_grad()
     def _spread(self, part: Part) -> None:
         weights = [(self.engine.weights[index], start, stop) for index, start, stop in part]
-        before = [_values(view).clone() for view in weights]
-        if self.engine.seat[1] > 1:
-            self.exchange.spread([_values(view) for view in weights])  # the node's own memory: views of it, all of them
+        values = [_values(view) for view in weights]
+        before = [each.clone() for each in values]
+        if self.divided:
+            self.exchange.spread(values)  # a node's shared memory itself: nobody has to put them back
+            for view, new in zip(weights, values, strict=True):
+                if not view[0].is_contiguous():
+                    _put(view, new)
         else:
             owners = self._owners()
             views = [
@@ -146,12 +154,17 @@ def _bytes(values: Tensor) -> Tensor:
 def _unpack(packed: Tensor, views: Sequence[View]) -> None:
     """The reverse of packing: into the tensors' own places."""
     start = 0
-    for tensor, first, last in views:
+    for view in views:
+        tensor, first, last = view
         num_bytes = (last - first) * tensor.itemsize
         # a copy begins where any type may
-        new = packed[start : start + num_bytes].clone().view(tensor.dtype).to(tensor.device)
+        _put(view, packed[start : start + num_bytes].clone().view(tensor.dtype).to(tensor.device))
         start += num_bytes
-        flat = tensor.reshape(-1)
-        flat[first:last] = new
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
+
+
+def _put(view: View, values: Tensor) -> None:
+    tensor, first, last = view
+    flat = tensor.reshape(-1)
+    flat[first:last] = values
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -50,6 +50,7 @@ class Loop:
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
         self.who, self.num_steps, self.balance, self.drift = who, 0, balance, drift
         self._update_s = 0.0
+        self._torn = False  # a step began and was not agreed on
         self._why: list[str] = []
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
@@ -119,7 +120,10 @@ class Loop:
         return agreement
 
     def _agree(self, batch: Any, gradient: Gradient) -> tuple[Agreement, Any]:
+        if self._torn and (self.exchange.link.size > 1 or self.engine.seat[1] > 1):
+            raise LinkError("the step before was interrupted here, and the others are still in it; join again")
         for _ in range(MAX_REDOS):
+            self._torn = True
             kept, begin = self.engine.snapshot(), time.perf_counter()
             share = batch.share(self.seat)
             self._spent["wait_seconds"] = time.perf_counter() - begin
@@ -127,14 +131,16 @@ class Loop:
             forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:
                 ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
-            except BaseException:
+            except BaseException as error:
                 self.engine.rollback(kept)
+                self._torn = not isinstance(error, NotFinite)  # which everyone raises
                 raise
-            ballot.stop, begin = self.stop, time.perf_counter()
+            ballot.stop, ballot.expected, begin = self.stop, batch.weight, time.perf_counter()
             ballot.fixed = self._update_s
             own_s = ballot.seconds - (self.engine.waited_s - waited)
             ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)
             agreement = self.exchange.agree(ballot)
+            self._torn = False
             self._spent["exchange_seconds"] = time.perf_counter() - begin
             if agreement.verdict is not Verdict.REDO:
                 return agreement, kept
@@ -149,7 +155,9 @@ class Loop:
         found = self.engine.diagnose(batch.share(self.seat), backward=what == "gradient")
         self.engine.rollback(kept)
         mine = f"{found} ({self.who})".encode() if found else b""
-        first = next((words.decode() for words in self.exchange.gather(mine) if words), "")
+        # between averages nobody else knows, and nobody answers
+        said = self.exchange.gather(mine) if self.exchange.consensus == "step" else [mine]
+        first = next((words.decode() for words in said if words), "")
         where = f"; the first number that is not finite: {first}" if first else ""
         rates = sorted({float(group["lr"]) for group in self.engine.optimizer.param_groups})
         return NotFinite(

@@ -26,8 +26,8 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
         against.append(f"engine {row!r} updates all at once: use sequential or threads:k")
     if getattr(numerics, "compile", False):
         against.append(f"row {row!r} compiles the model, which hides where it reads a weight: use one without compile")
-    if any(isinstance(module, torch.jit.ScriptModule) for module in job.model.modules()):
-        against.append("a scripted module hides where it reads a weight: use the module itself")
+    if any(_is_closed(module) for module in job.model.modules()):
+        against.append("a scripted or compiled module hides where it reads a weight: use the module itself")
     if job.clip is not None:
         against.append(f"clip={job.clip:g} needs the norm of the whole gradient before any weight changes")
     if getattr(numerics, "precision", "fp32") == "fp16":
@@ -42,3 +42,9 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
     if against:
         raise ValueError(f"join: overlap='forward' lets weights change one by one, and {'; '.join(against)}")
     return given
+
+
+def _is_closed(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

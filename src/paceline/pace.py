@@ -104,6 +104,8 @@ class Pace:
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
         together = world.num_nodes > 1 and exchange.consensus == "step" and not self.watched
+        # with the same words from everyone, one process says them
+        self._speaks = self.leader if exchange.consensus == "step" else world.local_rank == 0
         scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
         self.loop = Loop(
             engine,
@@ -115,7 +117,9 @@ class Pace:
             schedule=job.scheduler,
             scaler=scaler,
             balance=None if self.watched else balance,
-            drift=Drift(engine, self.exchange, self.record, self.leader) if together else None,
+            drift=Drift(engine, self.exchange, self.record, self.leader, divided=max(world.sizes) > 1)
+            if together
+            else None,
         )
         self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
@@ -203,7 +207,7 @@ class Pace:
             self.exchange.close()
             raise
         except NotFinite as error:
-            error.told = not self.leader  # type: ignore[attr-defined]  # everyone has the same words: one prints them
+            error.told = not self._speaks  # type: ignore[attr-defined]
             raise
         if where[1] is not None:
             self.epoch, self.next_step = (where[0] + 1, 0) if ends else (where[0], where[1] + 1)
@@ -229,6 +233,7 @@ class Pace:
         own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
 
     def _forget(self) -> None:
+        self.settle()
         for parameter in self.job.model.parameters():
             parameter.grad = None
 
@@ -265,7 +270,7 @@ class Pace:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the last step's gradient, before clipping."""
+        """The global norm of the last step's gradient, before clipping; None with overlap="forward"."""
         return self.engine.norm
 
     def settle(self) -> None:
@@ -276,7 +281,7 @@ class Pace:
         try:
             self.engine.settle()
         except NotFinite as error:
-            error.told = not self.leader  # type: ignore[attr-defined]
+            error.told = not self._speaks  # type: ignore[attr-defined]
             raise
 
     def _settle_at_exit(self) -> None:

@@ -54,7 +54,9 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         job.scheduler.load_state_dict(said["schedule"])
     if pace.loop.scaler.moves and said["scaler"]["moves"]:
         vars(pace.loop.scaler).update(said["scaler"])
-    if said["plan"] == pace.row and said["exchange"]:
+    # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
+    same = said["plan"] == pace.row and said["exchange"].keys() == pace.exchange.state().keys()
+    if json.loads(pace.exchange.gather(json.dumps(same).encode())[0]):
         # what a codec remembers is rank 0's alone: the other nodes begin without
         kept_there = {
             name: value for name, value in said["exchange"].items() if pace.world.node == 0 or name != "memory"

@@ -23,9 +23,7 @@ engine = f"threads:{2 - NODE}" if KIND == "arithmetic" else None
 folder = Path(FOLDER) / "run"
 with paceline.join(model, optimizer, F.cross_entropy, batch_size=48, engine=engine, folder=folder) as pace:
     world = pace.world
-    batch = rows(
-        48 // (world.num_nodes * world.local_size), world.node * world.local_size + world.local_rank, torch.float32
-    )
+    batch = rows(48 // world.size, world.rank, torch.float32)
     for step in range(STEPS):
         if KIND == "planted" and step == 3 and NODE and world.local_rank == 0:
             with torch.no_grad():

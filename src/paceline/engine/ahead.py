@@ -68,14 +68,23 @@ class Ahead:
             self._stepped = True
 
     def _watch(self) -> None:
-        """Once pieces may be coming, whoever uses the model outside of a step settles."""
-        self._hooks = [module.register_forward_pre_hook(self._outside) for module in self.model.modules()]
+        """Once pieces may be coming, whoever uses the model outside of a step settles.
+
+        Functions, not methods: copies of the model carry hooks along, and methods would have this copied too.
+        """
+        self._hooks = [
+            module.register_forward_pre_hook(lambda module, _: self._called(module)) for module in self.model.modules()
+        ]
         self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
         self._hooks.append(self.model.register_load_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
         self._hooks.append(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
+        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()))
 
-    def _outside(self, module: nn.Module, args: Any) -> None:
-        if self._coming and not self._reading:
+    def _called(self, module: nn.Module) -> None:
+        """In a step a module's own weights are waited for: what reads them may be no torch function."""
+        if self._coming and self._reading:
+            self.look(module._parameters.values())
+        elif self._coming:
             self.settle()
 
     @contextmanager
@@ -83,13 +92,13 @@ class Ahead:
         """Around a step's forward pass and loss; at its end all is settled."""
         if not self._coming:
             yield
-            return
-        self._reading = True
-        try:
-            with _Reading(self):
-                yield
-        finally:
-            self._reading = False
+        else:
+            self._reading = True
+            try:
+                with _Reading(self):
+                    yield
+            finally:
+                self._reading = False
         self.settle()
 
     def look(self, given: Any) -> None:
@@ -104,8 +113,11 @@ class Ahead:
                 self.look(each.values())
 
     def settle(self) -> None:
+        """Raises NotFinite only here: in the middle of forward, each process would raise it at a place of its own."""
         while self._coming:
             self._need(next(iter(self._coming)))
+        if self._bad:
+            self._refuse()
 
     def _need(self, index: int) -> None:
         while index in self._coming:
@@ -114,10 +126,6 @@ class Ahead:
                 continue
             other = next((i for i, coming in self._coming.items() if coming.arrived()), None)
             self._apply(next(iter(self._coming)) if other is None else other)
-        if self._bad and not self._coming:
-            self._refuse()
-        if self._bad:
-            self.settle()
 
     def _apply(self, index: int) -> None:
         coming = self._coming.pop(index)
@@ -132,7 +140,8 @@ class Ahead:
             raise
         self.waited_s += time.perf_counter() - start
         device = self.parameters[coming.spec.names[0]].device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
+        unseen = torch._C.DisableTorchFunction()  # the optimizer reads other weights, which may be still to come
+        with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
             agreement = Agreement(Verdict.APPLY, [piece], self._ballot)
             if not self._update(agreement, self._rule):
                 self._bad.append(_named(coming.spec))

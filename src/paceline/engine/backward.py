@@ -25,6 +25,11 @@ LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it 
 BUCKET_BYTES = 4 << 20
 
 
+def _is_linear(module: nn.Module) -> bool:
+    """Also a forward of one object alone may compute something else."""
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
 def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
     """Specs in backward order, and for each weight that may travel as factors its modules."""
     linears: dict[int, list[nn.Linear]] = {}
@@ -33,7 +38,7 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], d
         for parameter in module._parameters.values():
             if parameter is not None:
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-        if type(module).forward is nn.Linear.forward and "weight" in module._parameters:
+        if _is_linear(module) and "weight" in module._parameters:
             linears.setdefault(id(module.weight), []).append(module)  # type: ignore[arg-type]
     specs: list[tuple[list[tuple[str, Tensor]], bool]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
@@ -80,6 +85,7 @@ class Pass:
     offered: set[int] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     strays: set[int] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
     last: bool = False  # the last micro-batch: what is complete now leaves
 
 
@@ -157,20 +163,22 @@ class Backward:
         return state
 
     def _enter(self, spec: Spec, module: nn.Linear) -> None:
-        # a user's hook on the weight waits for its gradient: a stray, so the weight goes dense
-        hooks = module.weight._backward_hooks or len(module.weight._post_accumulate_grad_hooks or ()) > bool(
-            self._watches
-        )
-        if self._pass and self._pass.forms[spec.index] == FACTORS and not hooks:
-            module.weight.requires_grad_(False)
+        weight, state = module.weight, self._pass
+        hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
+        # a user's hook waits for the weight's gradient, another forward makes it differently: a stray, so it goes dense
+        own = hooked or "forward" in vars(module)
+        if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
+            weight.requires_grad_(False)
+            state.hidden.add(spec.index)
 
     def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
         state = self._pass
         if state is None:
             return None
-        if state.forms[spec.index] == FACTORS:
+        if spec.index in state.hidden:
+            state.hidden.discard(spec.index)
             module.weight.requires_grad_(True)
-        if output is None or not torch.is_grad_enabled():
+        if output is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
             return None
         if state.forms[spec.index] != FACTORS:
             if output.requires_grad:

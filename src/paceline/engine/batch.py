@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.contract import Ballot
+
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """The model's output."""
@@ -103,6 +105,11 @@ def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Te
     if _is_number(said):
         return said, rows, rows, {}
     if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
+        if len(said) > Ballot.MOST_TERMS:
+            raise ValueError(
+                f"the loss returned {len(said)} parts, at most {Ballot.MOST_TERMS} are added up over all processes; "
+                f"add some of them together"
+            )
         terms = {str(name): float(part.detach()) * rows for name, part in said.items()}
         return reduce(operator.add, said.values()), rows, rows, terms
     raise ValueError(

@@ -69,7 +69,7 @@ class Engine(contract.Engine):
         self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
         self._parameters, self._modules = list(model.parameters()), list(model.modules())
-        self._later = Ahead(model, optimizer, self.backward.parameters, self._apply)
+        self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
     def waited_s(self) -> float:
@@ -199,12 +199,14 @@ class Engine(contract.Engine):
             self._later.hold(agreement, rule)
             self.norm = None
             return True
-        return self._apply(agreement, rule)
+        applied, self.norm = self._apply(agreement, rule)
+        return applied
 
     def settle(self) -> None:
         self._later.settle()
 
-    def _apply(self, agreement: Agreement, rule: Rule) -> bool:
+    def _apply(self, agreement: Agreement, rule: Rule) -> tuple[bool, float | None]:
+        """Whether these pieces were applied, and their norm."""
         used = dict(zip(self.names, agreement.ballot.used, strict=True))
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -218,8 +220,7 @@ class Engine(contract.Engine):
                 parameter = self.backward.parameters[name]
                 parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
-        applied, self.norm = finish(dense, factored, self.optimizer, rule, lambda total: total)
-        return applied
+        return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
     def _by_factors(
         self, parameter: Tensor, left: Tensor, right: Tensor, dense: list[Tensor], factored: list[Factored]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, Cost, LinkError, Piece, Spec, Verdict
+from paceline.contract import FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.choice import ASKED, Choice
 from paceline.exchange.forms import choose, dense_cost, factor_cost
 from paceline.exchange.lane import Flight, Lane, Sent
@@ -58,7 +58,7 @@ class Exchange(Meeting):
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
         self._flow = Lane(self._send) if self.link.size > 1 else None
-        self._flight = Flight(self.choice.groups)
+        self._flight = Flight(self.choice.groups, self.step)
         self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
 
     def forms(self) -> Sequence[str]:
@@ -68,41 +68,36 @@ class Exchange(Meeting):
         return self.choice.why
 
     def before(self, weights: Sequence[Tensor]) -> None:
-        """A step that was interrupted in the middle of backward has left pieces behind."""
-        if self._flight.offered and self.link.size > 1:
-            raise LinkError("the step before was interrupted while its pieces were leaving; join again")
-        self._flight = Flight(self.choice.groups)
+        self._flight = Flight(self.choice.groups, self.step)
 
     def offer(self, piece: Piece) -> None:
+        self.choice.types[piece.spec.index] = piece.kind
         if self._flow:
             self._flow.offer(self._flight, piece)
         else:
             self._flight.offered[piece.spec.index] = 0.0
             self._flight.waiting[piece.spec.index] = piece
 
-    def _send(self, pieces: Sequence[Piece]) -> Sent:
+    def _send(self, pieces: Sequence[Piece], step: int) -> Sent:
         first, spec = pieces[0], pieces[0].spec
         what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 or len(pieces) > 1 else ''}"
         if first.left is not None and first.right is not None:
             # (rows, out + in)
             both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
-            self.choice.types[spec.index] = both.dtype, both.device
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
             begin_s = time.perf_counter()
             return Sent(pieces, self._lane.all_gather(both, what), begin_s)
         payloads, pending = [], []
         for piece in pieces:
             assert piece.flat is not None
-            index = piece.spec.index
-            self.choice.types[index] = piece.flat.dtype, piece.flat.device
-            payload, remembered = self.codec.encode(piece.flat, self.memory[index], self.step)
+            payload, remembered = self.codec.encode(piece.flat, self.memory[piece.spec.index], step)
             payloads.append(payload)
             pending.append(remembered)
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         operation = self._lane.sum if self.codec.sums else self._lane.all_gather
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
         begin_s = time.perf_counter()
-        return Sent(pieces, operation(payload, what), begin_s, pending)
+        return Sent(pieces, operation(payload, what), begin_s, pending, [len(each) for each in payloads])
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
@@ -117,8 +112,7 @@ class Exchange(Meeting):
         assert piece.flat is not None
         numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]
         if len(sent.pieces) > 1:
-            start = sum(each.spec.numel for each in sent.pieces[:place])
-            got = got[start : start + numel]
+            got = torch.split(got, sent.lengths)[place]
         if self.codec.sums:
             return Piece(spec, flat=self.codec.decode(got, numel, dtype)), pending
         whole = self.codec.decode(got[0], numel, dtype)
@@ -126,9 +120,12 @@ class Exchange(Meeting):
             whole += self.codec.decode(payload, numel, dtype)
         return Piece(spec, flat=whole), pending
 
-    def remember(self, piece: Piece, pending: Any) -> None:
-        if piece.flat is not None:
-            self.memory[piece.spec.index] = self.codec.settle(pending, piece.flat)
+    def remember(self, got: Sequence[tuple[Piece, Any]]) -> None:
+        """What the codec keeps of these pieces; nothing of any where one is not finite, and so will not be applied."""
+        dense = [(piece.spec.index, piece.flat, pending) for piece, pending in got if piece.flat is not None]
+        memory = {index: self.codec.settle(pending, flat) for index, flat, pending in dense}
+        if all(kept is None for kept in memory.values()) or all(bool(flat.isfinite().all()) for _, flat, _ in dense):
+            self.memory.update(memory)
 
     def agree(self, ballot: Ballot) -> Agreement:
         if self._flow is None:
@@ -145,21 +142,20 @@ class Exchange(Meeting):
         self.choice.learn(merged, (self._before[1] if self._before else []) if later else costs)
         self._before = (flight, costs) if later else None
         redo = self.choice.again(merged, ballots)
-        self._flight = Flight(self.choice.groups)
         if not merged.ok or redo:
-            for each in coming if later else ():
-                each.wait()  # they lie in gradients that the step begins with again
+            for spec in self.specs if later else ():
+                self.receive(flight, spec)  # they lie in gradients that the step begins with again
             return Agreement(Verdict.REDO, ballot=merged, drift=drift)
         self.step += 1
         if later:
             return Agreement(Verdict.APPLY, [], merged, drift, coming)
-        for piece, pending in got if merged.finite else ():
-            self.remember(piece, pending)
+        if merged.finite:
+            self.remember(got)
         return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, drift)
 
     def _alone(self, ballot: Ballot) -> Agreement:
         pieces = [self._flight.waiting[spec.index] for spec in self.specs]
-        self._flight = Flight(self.choice.groups)
+        self._flight = Flight(self.choice.groups, self.step)
         redo = self.choice.again(ballot, [ballot]) or not ballot.ok
         return Agreement(Verdict.REDO if redo else Verdict.APPLY, [] if redo else pieces, ballot)
 
@@ -201,5 +197,5 @@ class _Coming(contract.Coming):
 
     def wait(self) -> Piece:
         piece, pending = self.exchange.receive(self.flight, self.spec)
-        self.exchange.remember(piece, pending)
+        self.exchange.remember([(piece, pending)])
         return piece

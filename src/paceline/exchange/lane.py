@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.contract import Handle, Piece
@@ -13,20 +14,29 @@ from paceline.contract import Handle, Piece
 PATIENCE_S = 2000.0  # longer than any link waits
 
 
+@dataclass
 class Sent:
-    """Pieces on their way in one message, since ``begin_s``. ``pending``: what the codec will remember of each."""
+    """Pieces on their way in one message, since ``begin_s``."""
 
-    def __init__(self, pieces: Sequence[Piece], handle: Handle, begin_s: float, pending: Sequence[Any] = (None,)):
-        self.pieces, self.handle, self.begin_s, self.pending = pieces, handle, begin_s, pending
-        self.result: Any = None  # what the handle gave
-        self.num_left = len(pieces)
+    pieces: Sequence[Piece]
+    handle: Handle
+    begin_s: float
+    pending: Sequence[Any] = (None,)  # what the codec will remember of each
+    lengths: list[int] = field(default_factory=list)  # of each one's payload
+    result: Any = None  # what the handle gave
+
+    def __post_init__(self) -> None:
+        self.num_left = len(self.pieces)
 
 
 class Flight:
-    """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived."""
+    """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived.
 
-    def __init__(self, groups: Sequence[Sequence[int]]):
-        self.groups, self.num_sent = groups, 0
+    ``step``: its number, for the codec, which may be asked when others are already counting the next.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0):
+        self.groups, self.step, self.num_sent = groups, step, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Piece] = {}
         self.arrived: dict[int, Sent] = {}  # by the first spec of each group, until all of it has been taken
@@ -43,9 +53,9 @@ class Flight:
 
 
 class Lane:
-    """``send(pieces)`` begins one message. What goes wrong in the threads is raised in `wait`."""
+    """``send(pieces, step)`` begins one message. What goes wrong in the threads is raised in `wait`."""
 
-    def __init__(self, send: Callable[[Sequence[Piece]], Sent]):
+    def __init__(self, send: Callable[[Sequence[Piece], int], Sent]):
         self._send = send
         self._out: queue.Queue[tuple[Flight, list[Piece]] | None] = queue.Queue()
         self._in: queue.Queue[tuple[Flight, Sent] | None] = queue.Queue()
@@ -100,7 +110,7 @@ class Lane:
     def _send_in_turn(self) -> None:
         while (turn := self._out.get()) is not None:
             flight, pieces = turn
-            self._in.put((flight, self._send(pieces)))
+            self._in.put((flight, self._send(pieces, flight.step)))
 
     def _see_arrive(self) -> None:
         free_s = 0.0  # when the wire was, by the last arrival

@@ -8,6 +8,7 @@ is the identity; the mean over ranks, weighted by their samples, is conserved.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.meeting import Meeting
+
+SAID = struct.Struct("<dB")  # samples since the last average; a signal that asks to stop
 
 
 class Exchange(Meeting):
@@ -41,6 +44,7 @@ class Exchange(Meeting):
     ) -> None:
         self.specs, self.link = specs, link
         self.step, self.samples = 0, 0.0
+        self._asked = self._told = 0
         self.pieces: dict[int, Piece] = {}
 
     def forms(self) -> Sequence[str]:
@@ -55,12 +59,16 @@ class Exchange(Meeting):
             return Agreement(Verdict.REDO, ballot=ballot)
         self.samples += ballot.weight
         self.step += 1
+        if self.link.size > 1:
+            # whoever is asked to stop tells the others with the next average: all stop after the same step
+            self._asked, ballot.stop = ballot.stop or self._asked, self._told
         return Agreement(Verdict.APPLY, pieces, ballot)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.step % self.period or self.link.size == 1:
             return
-        (everyone,) = self.total([self.samples])
+        said = [SAID.unpack(words) for words in self.gather(SAID.pack(self.samples, self._asked))]
+        everyone, self._told = sum(samples for samples, _ in said), max(asked for _, asked in said)
         share = self.samples / everyone if everyone else 1 / self.link.size
         handles = []
         for i, weight in enumerate(weights):

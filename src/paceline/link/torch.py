@@ -31,6 +31,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
+LEFT_S = 30.0  # in which what a peer sent before it left has arrived
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
@@ -216,7 +217,8 @@ class _Handle(contract.Handle):
                 waited_s = time.monotonic() - start
                 if self.done():
                     return self._settled(waited_s)
-                if self.link.pulse and self.link.pulse.dead:
+                pulse = self.link.pulse
+                if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)):
                     raise self.link.lost(self.what, waited_s, None) from None
                 if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None
