@@ -85,7 +85,7 @@ class Kind:
                     pace.evaluate(Noisy(0.0), lambda output, target: (output.argmax(1) == target).sum())
                 if save:
                     pace.facts["seen"] = pace.loop.num_steps
-                    pace.save()
+                    pace.save(wait=pace.loop.num_steps % 2 == 0)  # both ways
             state = [tensor.detach().clone() for tensor in model.state_dict().values()]
             state += [value for value in _leaves(pace.engine.optimizer_state()["state"]) if isinstance(value, Tensor)]
             state += [torch.tensor([pace.loop.scaler.scale, optimizer.param_groups[0]["lr"]], dtype=torch.float64)]
@@ -138,16 +138,16 @@ def check(kind: Kind, folder: Path, engine: str | None = None) -> list[str]:
     return faults
 
 
-def apart(folder: Path, rank: int) -> str:
-    """Nodes that see different folders."""
-    model = net()
+def apart(folder: Path, rank: int) -> tuple[str, bool]:
+    """Processes that see different folders: what is said where only rank 1 sees a checkpoint, and only rank 0."""
+    model, told = net(), ""
     with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, batch_size=ROWS) as pace:
         pace.save(folder / "0")
         try:
-            pace.restore(folder / str(rank))
+            pace.restore(folder / str(1 - rank))
         except ValueError as error:
-            return str(error)
-    return ""
+            told = str(error)
+        return told, pace.restore(folder / str(rank))
 
 
 def write(folder: Path, facts: dict[str, Any]) -> None:

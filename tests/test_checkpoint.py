@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.elastic import export, tensors
-from paceline.elastic.checkpoint import newest, read, read_newest, write
+from paceline.elastic.checkpoint import Draft, newest, read, read_newest, write
 
 DTYPES = [*tensors.CODES, torch.complex128, torch.float8_e5m2fnuz]
 
@@ -199,9 +199,9 @@ def test_weights_that_safetensors_cannot_hold_are_named(tmp_path, weights, what)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("step", "keep"), [(-1, 2), (0, 0)])
-def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep):
-    with pytest.raises(ValueError, match=f"step={step}, keep={keep}"):
+@pytest.mark.parametrize(("step", "keep", "words"), [(-1, 2, "step=-1"), (0, 0, "keep=0")])
+def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep, words):
+    with pytest.raises(ValueError, match=words):
         write(tmp_path, step, {}, None, keep)
 
 
@@ -217,6 +217,40 @@ def test_the_last_ones_stay(tmp_path, keep):
     for step in range(5):
         assert write(tmp_path, step, {}, step, keep) == newest(tmp_path)
         assert steps(tmp_path) == list(range(5))[max(0, step + 1 - keep) : step + 1]
+
+
+def test_what_is_not_whole_does_not_count(tmp_path):
+    """Two whole ones stay, whatever lies between; what is older than they goes, torn or whole."""
+    for step in (1, 2, 3):
+        write(tmp_path, step, {"w": torch.ones(5)}, None, keep=3)
+    torn = tmp_path / "checkpoint-00000002" / "weights.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    (tmp_path / "checkpoint-00000003" / "checkpoint.json").unlink()
+    write(tmp_path, 4, {}, None)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    write(tmp_path, 5, {}, None)
+    assert steps(tmp_path) == [4, 5]
+    Draft(6, {}, None).write(tmp_path, damaged={"checkpoint-00000005"})
+    assert steps(tmp_path) == [4, 5, 6]
+    Draft(6, {}, None).write(tmp_path, damaged={"checkpoint-00000006"})
+    assert steps(tmp_path) == [5, 6], "what has just been written is whole"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_whole_one_always_stays(tmp_path, seed):
+    """Whatever is torn before, and however far back a run goes on."""
+    dice, last = random.Random(seed), 0
+    for _ in range(30):
+        step = max(0, last + dice.choice((1, 1, 1, 2, -3)))
+        keep = dice.choice((1, 2, 3))
+        before = read_newest(tmp_path)
+        write(tmp_path, step, {"w": torch.full((3,), float(step))}, None, keep)
+        found = read_newest(tmp_path)
+        assert found.step == max(step, before.step if before else 0)
+        for path in tmp_path.iterdir():
+            if path.name != f"checkpoint-{step:08d}" and dice.random() < 0.3:
+                (path / "weights.safetensors").write_bytes(b"")
+        last = step
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):

@@ -47,7 +47,9 @@ def test_train_without_arguments_measures_chooses_and_learns(tmp_path):
     folder = tmp_path / re.search(r"run: (\S+)", said)[1]
     events = read(folder)
     happened = [event["event"] for event in events if event["event"] not in ("step", "usage", "hint")]
-    assert happened == ["plan", "join", *["checkpoint", "epoch"] * 5, "end"]
+    # a checkpoint is whole some time after the step that it is of
+    assert [kind for kind in happened if kind != "checkpoint"] == ["plan", "join", *["epoch"] * 5, "end"]
+    assert happened.count("checkpoint") == 5
     assert sum(event["event"] == "step" for event in events) == 5 * -(-6000 // 64)
     assert "0.weight" in load_file(folder / "weights.safetensors")
 

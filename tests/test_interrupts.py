@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from disks import tmpfs
 from launching import HERE, environment, launch
 from paceline.elastic import checkpoint
 from scripts import night
@@ -179,33 +180,20 @@ def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_pat
     assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
-@contextlib.contextmanager
-def disk(folder, num_bytes):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=10, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if done.returncode:
-        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True, timeout=10)
-
-
 def test_a_full_disk_is_one_clear_error_for_all_and_costs_nothing_kept(tmp_path):
-    with disk(tmp_path / "disk", 3 << 20) as run:
+    """Met while all wait, and beside the training: the next step tells all, or the end."""
+    with tmpfs(tmp_path / "disk", f"size={3 << 20}") as run:
         done = launch("full.py", run, engine="processes:2", code=1)
         assert done.stdout == "saved\n"
         lines = [line for line in done.stderr.splitlines() if line]
         assert len(lines) == 1, done.stderr
-        assert re.search(
-            r"^paceline: cannot write the checkpoint of step 4 to \S+: No space left on device; it needs [\d,]+ bytes, "
-            r"[\d,]+ are free; checkpoint-00000003 is untouched; make room or choose another folder$",
+        told = re.search(
+            r"^paceline: cannot write the checkpoint of step (\d+) to \S+: No space left on device; it needs [\d,]+ "
+            r"bytes, [\d,]+ are free; checkpoint-(\d{8}) is untouched; make room or choose another folder$",
             lines[0],
         )
+        assert told, lines[0]
+        assert int(told[1]) == int(told[2]) + 1
         found = checkpoint.read_newest(run)
-        assert (found.step, found.damaged) == (3, ())
+        assert (found.step, found.damaged) == (int(told[2]), ())
         assert not [path for path in run.rglob("*") if path.suffix in (".part", ".old")]

@@ -34,9 +34,11 @@ def test_from_every_step_of_two_processes(two_processes, name):
     assert two_processes[name] == []
 
 
-def test_processes_that_see_different_folders_are_told(two_processes):
-    assert "found different checkpoints" in two_processes["apart"]
-    assert "of steps [0, None]" in two_processes["apart"]
+def test_only_what_rank_0_sees_is_gone_on_from_by_all(two_processes):
+    told, went_on = two_processes["apart"]
+    assert "found different checkpoints" in told
+    assert "of steps [None, 0]" in told
+    assert went_on
 
 
 def test_the_runs_are_not_all_alike(tmp_path):
@@ -113,6 +115,29 @@ def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
     assert "paceline: passed over" in said
     assert "checkpoint-00000003" in said
     assert said.endswith("checkpoint-00000002\n")
+
+
+def test_the_one_gone_on_from_stays_until_two_newer_ones_are_whole(kept):
+    """The newest has a flipped bit, which sizes do not show: restoring has seen it."""
+    newest = kept / "checkpoint-00000003" / "weights.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+
+    def there():
+        return sorted(int(path.name[-2:]) for path in kept.glob("checkpoint-*"))
+
+    with joined(kept) as pace:
+        assert pace.restore()
+        assert pace.loop.num_steps == 2
+        batch = torch.ones(8, 4), torch.arange(8) % 3
+        pace.step(batch), pace.step(batch)
+        for expected in ([2, 3, 4], [4, 5], [5, 6]):
+            pace.save(wait=False)
+            pace.step(batch)
+            assert pace.restore(kept / f"checkpoint-{expected[-1]:08d}")
+            assert there() == expected
+            pace.step(batch)
 
 
 def test_one_checkpoint_of_several_can_be_chosen(kept):

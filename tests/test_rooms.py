@@ -40,7 +40,9 @@ RULES = {
     "own": ("contract",),
     "compare": ("contract", "job"),
     "elastic*": ("contract", "elastic.*"),
-    "resume": ("engine.randomness", "elastic.*"),
+    "memories": ("contract", "elastic.*", "engine.batch"),
+    "resume": ("memories", "engine.randomness", "elastic.*"),
+    "saving": ("resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
     "loop": ("contract", "scaler", "balance", "drift", "report.record"),
     "tracing": ("contract", "loop", "world", "link.ledger", "report.chrome"),
@@ -51,7 +53,7 @@ RULES = {
     "examined": ("data.*", "engine.*", "probe.*"),
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
-        *("own", "compare", "evaluate", "resume", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
+        *("own", "compare", "evaluate", "saving", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
         "examined",
     ),
     "session": (

@@ -438,6 +438,13 @@ class Codec:
         """The next memory. Called on APPLY alone."""
         return pending
 
+    def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
+        """This rank's memory of a spec, of those that ``len(memories)`` ranks had: among as many, its own.
+
+        Among others nothing that is owed may be lost or owed twice.
+        """
+        return memories[rank % len(memories)]
+
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         raise NotImplementedError
 

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import contract, resume, seating
+from paceline import contract, seating
 from paceline.compare import compare
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
-from paceline.elastic import checkpoint
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.engine import batch as batches_
@@ -36,6 +35,7 @@ from paceline.probe import shelf
 from paceline.probe.clock import Stopwatch
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
+from paceline.saving import FAILED, Saving
 from paceline.scaler import Scaler
 from paceline.tracing import Tracer
 from paceline.world import World
@@ -63,7 +63,8 @@ class Pace:
         keep: int = 2,
     ):
         self.job, self.engine, self.world, self.link = job, engine, world, link
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.codec = folder, keep, codec
+        self.methods = {"exchange": _kind(exchange), "codec": _kind(codec)}
         self.witness = Witness.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
@@ -125,7 +126,7 @@ class Pace:
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         self.facts: dict[str, Any] = {}
         self.epoch = self.next_step = self.began = 0
-        self._resumed = False
+        self._resumed, self._saving = False, Saving(self)
         self._own: OwnStep | None = None
         self._usage: Usage | None = None
         self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
@@ -184,8 +185,8 @@ class Pace:
         """Forward, backward, agree, update. Returns the mean loss over the global batch.
 
         ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
-        Raises LinkError, NotFinite (a FloatingPointError), and `Stopped` (a SystemExit) after a signal, once all
-        is saved.
+        Raises LinkError, NotFinite (a FloatingPointError), CheckpointError once, after the step, where
+        ``save(wait=False)`` could not write, and `Stopped` (a SystemExit) after a signal, once all is saved.
         """
         if not hasattr(batch, "share"):
             batch = feed.Given(batch, float(self.job.batch_size))
@@ -340,52 +341,31 @@ class Pace:
 
     # what is kept
 
-    def save(self, folder: str | os.PathLike[str] | None = None) -> Path | None:
+    def save(self, folder: str | os.PathLike[str] | None = None, wait: bool = True) -> Path | None:
         """A checkpoint of everything, from which `restore` goes on bit by bit. All processes must call it.
 
         Written whole or not at all, to ``folder`` (the run's by default). Returns its path in the leader.
+
+        With ``wait=False`` everything is copied, and written while training goes on. The next `save`, `restore` and
+        the end wait for it; what went wrong is raised once, by every process, by the next `step` or by these.
+        Raises CheckpointError (an OSError).
         """
         run = self._run_folder(folder, "save")
-        if self.watched:
-            return None
-        self.settle()
-        self.exchange.spread(self.engine.buffers)
-        state = resume.state(self)
-        step = self.loop.num_steps
-        path: Path | None = self._alone(
-            self.leader, lambda: checkpoint.write(run, step, self.engine.state(), state, keep=self.keep)
-        )
-        self.record.write("checkpoint", step=step, path=str(path))
-        return path
+        return None if self.watched else self._saving.save(run, wait)
 
     row = ""  # the plan's row that this run obeys
 
     def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
         """Goes on from the newest whole checkpoint of a run, or from one checkpoint. False if there is none.
 
-        On the same number of processes and the same plan, every bit is as if nothing had happened. All must call it.
-        Raises ValueError for a checkpoint of another model or a damaged one, naming what differs.
+        On the same number of processes and the same plan, every bit is as if nothing had happened. All must call it,
+        and all take the same: the newest that every one of them can read. Raises ValueError for a checkpoint of another
+        model, naming what differs, and where they have none in common; CheckpointError where all are damaged.
         """
         run = self._run_folder(folder, "restore")
-        if self.watched:
-            return False
-        one = checkpoint.NAME.fullmatch(run.name) is not None
-        self.settle()
-        kept = checkpoint.read(run) if one else checkpoint.read_newest(run)
-        steps = [json.loads(words) for words in self.exchange.gather(json.dumps(kept and kept.step).encode())]
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"restore: the processes found different checkpoints in {run}, of steps {steps} (None: none); put the "
-                f"run's folder where every node sees it"
-            )
-        if kept is None:
-            return False
-        resume.restore(self, kept)
-        self._resumed = True
-        if kept.damaged and self.leader:
-            print(f"paceline: passed over {'; '.join(kept.damaged)}; restored {kept.path}", file=sys.stderr)
-        self.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(kept.damaged))
-        return True
+        found = not self.watched and self._saving.restore(run) is not None
+        self._resumed = self._resumed or found
+        return found
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""
@@ -406,6 +386,9 @@ class Pace:
         self.loop.stop = number
 
     def _end(self, number: int) -> None:
+        if number == FAILED:
+            self._saving.tell()
+            return  # it has been told in between
         path = self.save() if self.folder else None
         if path:
             print(
@@ -418,21 +401,26 @@ class Pace:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
         late, self.loop.stop = self.loop.stop, 0
         self.settle()
-        self._leave(reason)
+        unwritten = self._leave(reason)
         self.exchange.close()
         self.engine.close()
         if self.link:
             self.link.close()
+        if unwritten:
+            raise unwritten
         if late and reason == "finished":
             raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, wait: bool = True) -> Exception | None:
+        """Once nothing is being written any more; what could not be."""
         if self._interrupt:
             self._interrupt.close()
+        unwritten = self._saving.end(wait)
         if self._usage:
             self._usage.stop()
-        self.record.write("end", reason=reason)
+        self.record.write("end", reason=f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
         self.record.close()
+        return unwritten
 
     def __enter__(self) -> Pace:
         return self
@@ -443,9 +431,18 @@ class Pace:
         if kind is None:
             self.close()
         elif not isinstance(error, Stopped):
-            self._leave(f"{kind.__name__}: {error}")
             with contextlib.suppress(Exception):
                 self.engine.close()  # its sockets tell the others
+            # a second Ctrl-C wants the end at once
+            unwritten = self._leave(f"{kind.__name__}: {error}", wait=not isinstance(error, KeyboardInterrupt))
+            if unwritten:
+                sys.stderr.write(f"paceline: {unwritten}\n")
+
+
+def _kind(part: Any) -> str:
+    """The name of a method, with that of the one it wraps."""
+    name, inner = type(part).__module__.rpartition(".")[2], getattr(part, "inner", None)
+    return f"{name}/{_kind(inner)}" if inner else name
 
 
 def _leave(link: contract.Link) -> None:

@@ -10,13 +10,19 @@ from typing import Any
 
 import torch
 
+from paceline import memories
 from paceline.elastic.checkpoint import Checkpoint
 from paceline.engine import randomness
+
+MEMORIES = "state['memories']"  # where they lie in a checkpoint: values that nobody changes
+CHOSEN = ("forms", "never", "seen", "groups", "most", "total")  # of an exchange, for its nodes and their engines
 
 
 def state(pace: Any) -> dict[str, Any]:
     """Everything but the weights. Every process must call it."""
     mine = json.dumps(randomness.to_json(randomness.state())).encode()
+    exchange = pace.exchange.state()
+    memory = exchange.pop("memory", None)
     return {
         "epoch": pace.epoch,
         "next_step": pace.next_step,
@@ -28,8 +34,10 @@ def state(pace: Any) -> dict[str, Any]:
         "optimizer": pace.engine.optimizer_state(),
         "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
         "scaler": dict(vars(pace.loop.scaler)),
-        "exchange": pace.exchange.state(),
+        "exchange": exchange,
         "random": [json.loads(words) for words in pace.exchange.gather(mine)],
+        "memories": memories.collect(pace.exchange, pace.world.node, pace.world.local_rank == 0, memory),
+        "methods": pace.methods,
         "plan": pace.row,
         "facts": pace.facts,
     }
@@ -54,14 +62,8 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         job.scheduler.load_state_dict(said["schedule"])
     if pace.loop.scaler.moves and said["scaler"]["moves"]:
         vars(pace.loop.scaler).update(said["scaler"])
-    # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
-    same = said["plan"] == pace.row and said["exchange"].keys() == pace.exchange.state().keys()
-    if json.loads(pace.exchange.gather(json.dumps(same).encode())[0]):
-        # what a codec remembers is rank 0's alone: the other nodes begin without
-        kept_there = {
-            name: value for name, value in said["exchange"].items() if pace.world.node == 0 or name != "memory"
-        }
-        pace.exchange.load(kept_there)
+    if exchange := _exchange(pace, said):
+        pace.exchange.load(exchange)
     if len(said["random"]) == pace.world.size:
         randomness.set_state(randomness.of_json(said["random"][pace.world.rank]))
     pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
@@ -71,6 +73,24 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         pace.loop.seat = dataclasses.replace(pace.loop.seat, shares=shares)
     pace.exchange.spread(pace.engine.weights)
     pace.exchange.spread(pace.engine.buffers)
+
+
+def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
+    # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
+    same = json.loads(pace.exchange.gather(json.dumps(said["plan"] == pace.row).encode())[0])
+    methods = said.get("methods", pace.methods)
+    if methods["exchange"] != pace.methods["exchange"]:
+        return {}
+    world, exchange = pace.world, dict(said["exchange"])
+    remembered = said.get("memories") or [exchange.get("memory")]
+    exchange.pop("memory", None)
+    if not same or len(said.get("shares", pace.shares)) != world.num_nodes:
+        exchange = {name: value for name, value in exchange.items() if name not in CHOSEN}
+    if methods["codec"] == pace.methods["codec"] and remembered[0] and exchange:
+        device = pace.engine.weights[0].device
+        exchange["memory"] = memories.deal(pace.codec, remembered, world.node, world.num_nodes, device)
+    return exchange
 
 
 def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:

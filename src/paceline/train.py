@@ -149,7 +149,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
             progress.update(bar, completed=done, total=epochs * steps, description=words)
             every = settings.save_every
             if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
-                pace.save()
+                pace.save(wait=False)
             if batch.ends_epoch:
                 accuracy = pace.evaluate(test)
                 result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}

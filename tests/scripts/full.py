@@ -1,4 +1,4 @@
-"""Saves to a full disk: is told and goes on; saves when there is room; and ends in one line: full.py RUN."""
+"""Saves to a full disk, waiting or not: is told, goes on, saves when there is room, ends in one line: full.py RUN."""
 
 import sys
 from pathlib import Path
@@ -26,20 +26,30 @@ with paceline.join(model, optimizer, F.cross_entropy, batch_size=8) as pace:
     def step():
         pace.step((torch.ones(8 // pace.world.local_size, 256), torch.zeros(8 // pace.world.local_size).long()))
 
+    def refused(work):
+        try:
+            work()
+        except OSError as error:
+            told = [words.decode() for words in pace.exchange.gather(str(error).encode())]
+            assert told[0] == told[-1], told
+        else:
+            raise AssertionError("the disk was not full")
+
+    def until_told():
+        for _ in range(100_000):
+            step()
+
     step()
     pace.save(run)
     pace.once(fill)
     step()
-    try:
-        pace.save(run)
-        raise AssertionError("the disk was not full")
-    except OSError as error:
-        told = [words.decode() for words in pace.exchange.gather(str(error).encode())]
-        assert told[0] == told[-1], told
+    refused(lambda: pace.save(run))
+    pace.save(run, wait=False)
+    refused(until_told)
     step()
     pace.once((run / "junk").unlink)
     pace.save(run)
     print("saved", flush=True)
     pace.once(fill)
     step()
-    pace.save(run)
+    pace.save(run, wait=False)

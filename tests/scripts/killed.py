@@ -1,4 +1,4 @@
-"""Kills writers of checkpoints: killed.py RUN [SEED]. At each of their moments, or SEED given, at random ones.
+"""Kills writers of checkpoints: killed.py RUN [SEED KILLS]. At each of their moments, or SEED given, at random ones.
 
 One process that has imported torch forks every victim, since importing takes longer than the rest.
 Prints one JSON object: how many were killed, and how many in the middle of a write.
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.elastic.checkpoint import newest, read_newest, write
+from paceline.elastic.background import Writer
+from paceline.elastic.checkpoint import Draft, newest, read_newest
+from paceline.elastic.copies import Copies
 
 MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
@@ -30,10 +32,34 @@ def fork(work):
         os._exit(0)
 
 
+class Training:
+    """Everything in its checkpoints says which turn wrote it."""
+
+    def __init__(self, run, keep):
+        self.run, self.keep = run, keep
+        self.weights = {f"layer {i}": torch.zeros(256 * i) for i in range(4)}
+        self.moments = [torch.zeros(100)]
+        self.writer, self.copies = Writer(lambda: None), Copies()
+
+    def become(self, turn):
+        for values in (*self.weights.values(), *self.moments):
+            values.fill_(turn)
+
+    def put(self, turn, step, beside=False):
+        """``beside``: what is written goes on changing, as in training."""
+        self.become(turn)
+        draft = Draft(step, self.weights, {"turn": turn, "moments": self.moments})
+        if not beside:
+            draft.write(self.run, self.keep)
+            return
+        draft.freeze(self.copies)
+        self.writer.begin("", 0, lambda: draft.write(self.run, self.keep))
+        self.become(-1)
+        self.writer.finish()
+
+
 def put(run, turn, step, keep):
-    """Everything in it says which turn wrote it."""
-    weights = {f"layer {i}": torch.full((256 * i,), turn) for i in range(4)}
-    write(run, step, weights, {"turn": turn, "moments": [torch.full((100,), turn)]}, keep)
+    Training(run, keep).put(turn, step)
 
 
 def turn_of(run):
@@ -50,17 +76,18 @@ def in_the_middle(run):
     return any(path.suffix for path in run.iterdir())
 
 
-def at_random(run, seed, num_kills=50):
+def at_random(run, seed, num_kills):
     rng, turn, hits = random.Random(seed), 0, 0
     put(run, 0, 0, 2)
     for _ in range(num_kills):
-        first, keep = turn + 1, rng.choice((1, 2))
+        first, keep, beside = turn + 1, rng.choice((1, 2)), rng.random() < 0.5
         output, enter = os.pipe()
 
-        def work(first=first, keep=keep, output=output, enter=enter):
+        def work(first=first, keep=keep, beside=beside, output=output, enter=enter):
             os.close(output)
+            training = Training(run, keep)
             for turn in itertools.count(first):
-                put(run, turn, turn // 2, keep)  # each step twice: the second replaces the first
+                training.put(turn, turn // 2, beside)  # each step twice: the second replaces the first
                 os.write(enter, b"%d\n" % turn)
 
         pid, start = fork(work), time.monotonic()
@@ -118,5 +145,5 @@ def at_each_moment(run):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    kills, hits = at_random(folder, int(sys.argv[2])) if len(sys.argv) > 2 else at_each_moment(folder)
+    kills, hits = at_random(folder, *map(int, sys.argv[2:])) if len(sys.argv) > 2 else at_each_moment(folder)
     print(json.dumps({"kills": kills, "in the middle": hits}))

@@ -59,7 +59,7 @@ def train(folder, slow=0, pause_s=0.0, engine=None, epochs=EPOCHS, every=EVERY):
                         file.write(f"{pace.loop.num_steps} {ballot.loss_sum / ballot.weight!r}\n")
             assert loss == loss
             if pace.loop.num_steps % every == 0:
-                pace.save()
+                pace.save(wait=False)
             time.sleep(pause_s)
         if pace.leader:
             torch.save(model.state_dict(), folder / "weights.pt")

@@ -2,12 +2,13 @@
 
 *Use* around any codec that loses mass: ``feedback/topk:keep=0.01``.
 *Laws*: sent + next residual = gradient + residual, bit for bit where the codec only selects; a step
-that is not applied leaves the residual as it was.
+that is not applied leaves the residual as it was; dealt to other ranks, residuals keep their sum.
 *Source*: Seide et al. 2014 (doi 10.21437/Interspeech.2014-274), section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ class Codec(contract.Codec):
     def settle(self, pending: Any, agreed: Tensor) -> Any:
         residual, deeper = pending
         return residual, self.inner.settle(deeper, agreed)
+
+    def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
+        owed = [residual for residual, _ in memories[rank::size] if residual is not None]
+        whole = sum(owed[1:], owed[0]) if owed else None
+        return whole, self.inner.deal([deeper for _, deeper in memories], rank, size)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)

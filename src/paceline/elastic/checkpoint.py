@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.elastic import tensors, whole
+from paceline.elastic.copies import Copies
 from paceline.elastic.tree import pack, unpack
 
 FORMAT = 1
@@ -40,13 +41,14 @@ class CheckpointError(OSError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``damaged`` says what newer checkpoints were passed over, and why."""
+    """``seal``: equal where all is equal. ``damaged`` says what newer checkpoints were passed over, and why."""
 
     path: Path
     step: int
     weights: dict[str, Tensor]
     state: Any
     versions: dict[str, str]
+    seal: str
     damaged: tuple[str, ...] = ()
 
     @property
@@ -56,45 +58,90 @@ class Checkpoint:
         return found if isinstance(found, dict) else {}
 
 
-def write(run: Path, step: int, weights: Mapping[str, Tensor], state: Any, keep: int = 2) -> Path:
-    """The step's new checkpoint folder, which is on the disk when this returns.
+class Draft:
+    """A checkpoint about to be written, of the values that its tensors have then, or had at `freeze`.
 
     ``state`` is any nesting of dict, list, tuple, tensors, NumPy values, numbers, str, bytes and None; all come
-    back bit-equal, on the CPU, sharing no memory. Of this and older steps ``keep`` stay; newer ones, of a
-    run that was resumed further back, are left alone. A checkpoint of the same step is replaced.
-    Raises ValueError naming the place of what cannot be kept, CheckpointError when the system refuses.
+    back bit-equal, on the CPU, sharing no memory. Raises ValueError naming the place of what cannot be kept.
     """
-    if step < 0 or keep < 1:
-        raise ValueError(f"a checkpoint needs step >= 0 and keep >= 1, got step={step}, keep={keep}")
-    others: dict[str, Tensor] = {}
-    tree = json.dumps(pack(state, "state", others), allow_nan=False)
-    drafts = {WEIGHTS: tensors.Draft(weights), STATE: tensors.Draft(others)}
 
-    def fill(folder: Path) -> None:
-        seals = {name: draft.write(folder / name) for name, draft in drafts.items()}
-        with (folder / TREE).open("wb") as file:
-            file.write(_sealed(step, seals, tree))
-            file.flush()
-            os.fsync(file.fileno())
+    def __init__(self, step: int, weights: Mapping[str, Tensor], state: Any):
+        if step < 0:
+            raise ValueError(f"a checkpoint needs step >= 0, got step={step}")
+        others: dict[str, Tensor] = {}
+        self.step = step
+        self._tree = json.dumps(pack(state, "state", others), allow_nan=False)
+        self._files = {WEIGHTS: tensors.Draft(weights), STATE: tensors.Draft(others)}
 
-    path = run / f"checkpoint-{step:08d}"
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with whole.alone(run):
-            whole.mend(run, "checkpoint-*")
-            whole.folder(path, fill)
-            for older in [other for other in _all(run) if _step(other) <= step][keep:]:
-                whole.remove(older)
-    except OSError as error:
-        seals = {name: tensors.Seal(draft.num_bytes, "0" * 64) for name, draft in drafts.items()}
-        num_bytes = len(_sealed(step, seals, tree)) + sum(seal.num_bytes for seal in seals.values())
-        raise _refusal(run, step, num_bytes, error) from error
-    return path
+    @property
+    def num_bytes(self) -> int:
+        seals = {name: tensors.Seal(file.num_bytes, "0" * 64) for name, file in self._files.items()}
+        return len(_sealed(self.step, seals, self._tree)) + sum(seal.num_bytes for seal in seals.values())
+
+    def path(self, run: Path) -> Path:
+        return run / f"checkpoint-{self.step:08d}"
+
+    def freeze(self, copies: Copies, fixed: str | None = None) -> None:
+        """From now on the tensors may change. ``fixed``: a place in the state whose tensors nobody ever changes."""
+        live = {
+            (name, place): tensor
+            for name, file in self._files.items()
+            for place, tensor in file.tensors.items()
+            if fixed is None or name == WEIGHTS or not place.startswith(fixed)
+        }
+        for (name, place), copy in copies.of(live).items():
+            self._files[name].tensors[place] = copy
+
+    def write(self, run: Path, keep: int = 2, damaged: Collection[str] = ()) -> Path:
+        """The step's new checkpoint folder, which is on the disk when this returns.
+
+        Of this and older steps the newest ``keep`` whole ones stay; ``damaged`` names those that are known not to be.
+        Newer ones, of a run that was resumed further back, are left alone. A checkpoint of the same step is
+        replaced. Raises CheckpointError when the system refuses.
+        """
+        if keep < 1:
+            raise ValueError(f"a run keeps at least one checkpoint, got keep={keep}")
+        path = self.path(run)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            with whole.alone(run):
+                whole.mend(run, "checkpoint-*")
+                whole.folder(path, self._fill)
+                _retire(run, self.step, keep, set(damaged) - {path.name})
+        except OSError as error:
+            raise _refusal(run, self.step, self.num_bytes, error) from error
+        return path
+
+    def _fill(self, folder: Path) -> None:
+        seals = {name: file.write(folder / name) for name, file in self._files.items()}
+        with (folder / TREE).open("wb") as tree:
+            tree.write(_sealed(self.step, seals, self._tree))
+            tree.flush()
+            os.fsync(tree.fileno())
+
+
+def write(run: Path, step: int, weights: Mapping[str, Tensor], state: Any, keep: int = 2) -> Path:
+    """Drafted and written."""
+    return Draft(step, weights, state).write(run, keep)
+
+
+def all_of(run: Path) -> list[Path]:
+    """All checkpoints' folders, unread, the newest first."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        paths = [entry for entry in run.iterdir() if NAME.fullmatch(entry.name)]
+        return sorted(paths, key=lambda path: (step_of(path), path.suffix == ""), reverse=True)
+    return []
 
 
 def newest(run: Path) -> Path | None:
     """The newest checkpoint's folder, unread."""
-    return next(iter(_all(run)), None)
+    return next(iter(all_of(run)), None)
+
+
+def step_of(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
 
 
 def read(path: Path) -> Checkpoint:
@@ -113,16 +160,18 @@ def read(path: Path) -> Checkpoint:
         state = unpack(facts["state"], others)
     except (LookupError, TypeError, ValueError) as error:
         raise _damage(path / TREE, f"does not go with {STATE} ({error!r})") from error
-    return Checkpoint(path, facts["step"], weights, state, facts["versions"])
+    return Checkpoint(path, facts["step"], weights, state, facts["versions"], facts["sha256"])
 
 
-def read_newest(run: Path) -> Checkpoint | None:
+def read_newest(run: Path, most: int | None = None) -> Checkpoint | None:
     """The newest whole checkpoint; it says which newer ones are damaged. None where there is none at all.
 
-    Raises CheckpointError when all are damaged, ValueError for another format.
+    ``most``: no step after that. Raises CheckpointError when all are damaged, ValueError for another format.
     """
     damaged: list[str] = []
-    for path in _all(run):
+    for path in all_of(run):
+        if most is not None and step_of(path) > most:
+            continue
         try:
             return replace(read(path), damaged=tuple(damaged))
         except CheckpointError as error:
@@ -132,18 +181,23 @@ def read_newest(run: Path) -> Checkpoint | None:
     return None
 
 
-def _all(run: Path) -> list[Path]:
-    """Newest first."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = [entry for entry in run.iterdir() if NAME.fullmatch(entry.name)]
-        return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
-    return []
+def _retire(run: Path, step: int, keep: int, damaged: Collection[str]) -> None:
+    """What is older than ``keep`` whole ones goes; whole, that is, as far as sizes tell."""
+    for path in all_of(run):
+        if step_of(path) > step:
+            continue
+        if not keep:
+            whole.remove(path)
+        elif path.name not in damaged and _looks_whole(path):
+            keep -= 1
 
 
-def _step(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
-    assert match
-    return int(match[1])
+def _looks_whole(path: Path) -> bool:
+    try:
+        files = _facts(path / TREE)["files"]
+        return all((path / name).stat().st_size == seal["num_bytes"] for name, seal in files.items())
+    except (OSError, LookupError):
+        return False
 
 
 def _sealed(step: int, seals: Mapping[str, tensors.Seal], tree: str) -> bytes:

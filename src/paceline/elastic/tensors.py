@@ -50,7 +50,10 @@ class Seal(NamedTuple):
 
 
 class Draft:
-    """A file about to be written. Raises ValueError for what a safetensors file cannot hold."""
+    """A file about to be written, of the values that ``tensors`` have then.
+
+    Raises ValueError for what a safetensors file cannot hold.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
         for name, tensor in tensors.items():
@@ -62,9 +65,9 @@ class Draft:
                 accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
                 raise ValueError(f"tensor {name!r} is {tensor.dtype}, which safetensors cannot hold; it can {accepted}")
         # tied weights are written under each of their names: a reader need not know that they are tied
-        self._tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        self.tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         offsets, end = {}, 0
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             start, end = end, end + tensor.numel() * tensor.element_size()
             offsets[name] = start, end
         entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -84,7 +87,7 @@ class Draft:
         digest = hashlib.sha256(self._header)
         with path.open("wb") as file:
             file.write(self._header)
-            for tensor in self._tensors.values():
+            for tensor in self.tensors.values():
                 _pass(as_bytes(tensor).numpy().data, file.write, digest.update)
             file.flush()
             os.fsync(file.fileno())

@@ -176,7 +176,7 @@ class Leader(_Relay):
 
     def load(self, state: dict[str, Any]) -> None:
         self.exchange.load(state)
-        self._forms = list(state["forms"])
+        self._forms = list(state.get("forms", self._forms))
         self._share_forms()
 
     def close(self) -> None:

@@ -175,7 +175,8 @@ class Exchange(Meeting):
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.memory = state["step"], state.get("memory", self.memory)
-        self.choice.load(state)
+        if "forms" in state:
+            self.choice.load(state)
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()

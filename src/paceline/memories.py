@@ -1,0 +1,55 @@
+"""What each node's codec remembers: brought together for a checkpoint, and dealt to the nodes that go on from it.
+
+*Cost*: N - 1 messages to rank 0, one node's after the other's: with error feedback, each as large as the gradient.
+*Laws*: among as many nodes each gets its own back, bit for bit; among others the sum of what is owed stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Codec, Exchange
+from paceline.elastic.tensors import as_bytes
+from paceline.elastic.tree import pack, unpack
+from paceline.engine.batch import mapped
+
+
+def collect(exchange: Exchange, node: int, holds_link: bool, memory: Any) -> list[Any]:
+    """Every node's, in the process that holds rank 0's link; elsewhere nothing. Every process must call it."""
+    tensors: dict[str, Tensor] = {}
+    tree = pack(memory, "memory", tensors)
+    forms = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
+    words = json.dumps([tree, forms]).encode() if holds_link else b""
+    heard = [json.loads(each) for each in exchange.gather(words) if each]
+    if not holds_link:
+        return []
+    if node:
+        for tensor in tensors.values():
+            if tensor.nbytes:
+                exchange.link.send(as_bytes(tensor), 0).wait()
+        return []
+    memories = [memory]
+    for peer, (its_tree, its_forms) in enumerate(heard[1:], 1):
+        its_tensors = {}
+        for name, dtype, shape in its_forms:
+            place = torch.empty(shape, dtype=getattr(torch, dtype))
+            if place.nbytes:
+                exchange.link.recv(as_bytes(place), peer).wait()
+            its_tensors[name] = place
+        memories.append(unpack(its_tree, its_tensors))
+    return memories
+
+
+def deal(codec: Codec, memories: Sequence[dict[int, Any]], node: int, num_nodes: int, device: torch.device) -> Any:
+    """This node's part, by spec."""
+    return {
+        index: mapped(
+            codec.deal([memory[index] for memory in memories], node, num_nodes), lambda tensor: tensor.to(device)
+        )
+        for index in memories[0]
+    }
