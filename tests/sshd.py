@@ -58,7 +58,8 @@ class Sshd:
         (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
         path = f"{Path(paceline.__file__).parent.parent}:{HERE}"
         (self.folder / "sshd_config").write_text(
-            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
+            f"Port {self.port}\nListenAddress 127.0.0.1\nListenAddress ::1\nHostKey {self.folder}/host\n"
+            f"PidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
             f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nAcceptEnv *\nMaxStartups 100\n"
             f"SetEnv PYTHONPATH={path} XDG_CACHE_HOME={self.folder}\n"

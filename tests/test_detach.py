@@ -116,14 +116,30 @@ def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
 
 
 def test_the_last_twenty_are_kept(tmp_path, monkeypatch):
+    """By when they began: ids have no year, and in January once the newest were forgotten."""
     from paceline.launch import detach
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for i in range(30):
-        folder = detach.home() / f"{i:02}"
+    names = [f"{(i + 1200) % 1230:04}-120000-abcd" for i in range(60)]
+    for i, name in enumerate(names):
+        folder = detach.home() / name
         folder.mkdir(parents=True)
-        (folder / "run.json").write_text("{}")
         (folder / "lock").touch()
+        (folder / "run.json").write_text("{}")
+        os.utime(folder / "run.json", (i, i))
     detach._forget()
-    assert [run.id for run in detach.everyone()] == [f"{i:02}" for i in range(10, 30)]
+    assert [run.id for run in detach.everyone()] == names[-20:]
     assert Path(tmp_path, "paceline", "detached").is_dir()
+
+
+def test_a_run_that_was_hardly_begun_or_is_being_forgotten_hinders_nobody(tmp_path, monkeypatch):
+    """A full disk once left a run without a lock, and no other could be listed or begun any more."""
+    from paceline.launch import detach
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name, files in (("1-full", ["output", "lock", "run.json.part"]), ("2-forgotten", ["run.json"])):
+        (detach.home() / name).mkdir(parents=True)
+        for file in files:
+            (detach.home() / name / file).touch()
+    detach._forget()
+    assert [(run.id, run.running) for run in detach.everyone()] == [("2-forgotten", False)]

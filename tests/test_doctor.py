@@ -49,7 +49,9 @@ def doctor(*words, code=0, **more):
 def wait_until_nothing_is_left(limit_s=5.0):
     """What a doctor starts, here or on a host, has this in its command line."""
     end = time.monotonic() + limit_s
-    while left := [pid for pid in Path("/proc").glob("[0-9]*") if b"sys.modules[name].main()" in words(pid)]:
+    while left := [
+        pid for pid in Path("/proc").glob("[0-9]*") if b"exec(source.read(int(source.readline())))" in words(pid)
+    ]:
         assert time.monotonic() < end, [words(pid) for pid in left]
         time.sleep(0.05)
 

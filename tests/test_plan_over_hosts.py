@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from paceline.launch.hosts import Host, Way
+from paceline.cli.start import planned
+from paceline.launch.hosts import Host, Way, parse
 from paceline.nodes import imagine
 from paceline.probe import shelf
 from paceline.probe.sheet import Plan, Row
@@ -80,7 +81,10 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
         assert told["hosts"] == {"one": "sequential", "two": "sequential"}
         assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
         done = paceline("run", "-H", "one,two", "script.py", cwd=tmp_path, **own)
-        assert sorted(done.stdout.splitlines()) == ["[one] row sequential", "[two] row sequential"]
+        used = list(told["hosts"])[: told["num_nodes"]]
+        assert sorted(done.stdout.splitlines()) == [f"[{name}] row sequential" for name in sorted(used)]
+        left = [name for name in told["hosts"] if name not in used]
+        assert ("not started: " in done.stderr) == bool(left)
         assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
 
 
@@ -121,6 +125,8 @@ def test_unlike_rows_of_several_processes_give_way_to_one_process():
 
 
 ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
+TWO3 = Team(2, "a,b", "each", 128, predicted_speedup=1.9, reason="failed: lost b")
+THREE = Team(3, "a,b,c", "shared", 64, predicted_speedup=2.8, measured_speedup=2.7)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,21 @@ ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
             1,
             "stay on one machine: 8 like this one over 1mbit would be 0.20x predicted",
         ),
+        (
+            [Team(2, "a,b", "shared", 64, predicted_speedup=1.97, reason="failed: lost b"), TWO3],
+            1,
+            "stay on one machine: 2 failed: lost b",
+        ),
+        (
+            [Team(2, "a,b", "shared", 64, predicted_speedup=1.97, reason="failed: lost b"), THREE],
+            3,
+            "all 3 machines are worth it: 2.80x predicted, 2.70x measured",
+        ),
+        (
+            [Team(2, "a,b", "each", 2, predicted_speedup=1.9)],
+            1,
+            "stay on one machine: a global batch of 1 has no row for each of 2",
+        ),
     ],
 )
 def test_the_answer_is_one_sentence(teams, count, sentence):
@@ -178,11 +199,37 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
     plan = Plan("threads:2", versions=shelf.versions(), teams=(ONE, TWO))
     train = ["-m", "paceline.train"]
     shelf.keep_over(plan, ["a", "b"], [*train, '{"model": "alexnet"}'])
-    assert shelf.over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}']) == plan
-    assert shelf.over(["a"], [*train, '{"model": "alexnet"}']) is None
-    assert shelf.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}']) is None
+    assert shelf.over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}'], "exact") == plan
+    assert shelf.over(["a"], [*train, '{"model": "alexnet"}'], "exact") is None
+    assert shelf.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
     shelf.keep_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
-    assert shelf.over(["a"], ["x.py"]) is None, "made by other versions"
+    assert shelf.over(["a"], ["x.py"], "exact") is None, "made by other versions"
+
+
+def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
+    """How many were once told and not obeyed; a plan of another fidelity was taken, and one against the slots said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PACELINE_ENGINE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    rows = {"c": "threads:3", "a": "threads:1", "b": "threads:2"}
+    plan = Plan("threads:3", "because", versions=shelf.versions(), num_nodes=2, hosts=rows)
+    plan.write("plan.toml")
+    shelf.keep_over(plan, ["a", "b", "c"], ["x.py"])
+
+    def start(hosts, asked="auto", fidelity="exact", shares=None):
+        nodes, found = planned(parse(hosts), asked, ["x.py"], fidelity, shares)
+        return {node.name: row for node, row in zip(nodes, found, strict=True)}
+
+    for asked in ("auto", "plan.toml"):
+        assert start("a,b,c", asked) == {"a": "threads:1", "c": "threads:3"}
+        said = "not started: b, since the plan uses 2 of 3; --plan with a row, such as --plan threads:3, starts all\n"
+        assert capsys.readouterr().err.endswith(said)
+        assert start("a,b,c", asked, shares="2,1,1") == dict(sorted(rows.items())), "each was given its share"
+    assert start("a,b,c", "threads:4") == dict.fromkeys("abc", "threads:4")
+    assert start("a:2,b,c") == {"a": "processes:2", "b": "", "c": ""}
+    assert start("a,b,c", fidelity="rounded") == dict.fromkeys("abc", "")
+    assert start("b,c", "plan.toml") == {"b": "threads:2", "c": "threads:3"}, "no team of the plan's"
+    assert start("b", "plan.toml") == {"b": "threads:2"}
 
 
 def test_what_if_is_read():
@@ -195,7 +242,11 @@ def test_what_if_is_read():
     ("words", "told"),
     [
         (["--what-if", "node=8"], "'node=8' is not understood; accepted: nodes=8,link=10gbit,latency=5ms"),
-        (["--what-if", "nodes=0,link=1gbit"], "nodes must be a whole number from 1, got '0'"),
+        (["--what-if", "nodes=1,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '1'"),
+        (["--what-if", "nodes=1000000000,link=1gbit"], "nodes must be a whole number from 2 to 4096"),
+        (["--what-if", "nodes=²,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '²'"),
+        (["--nodes", "100000000", "--link", "1gbit"], "imagines machines like this one, 2 to 64"),
+        (["--budget", "-1"], "--budget takes seconds above 0, got -1"),
         (["--what-if", "link=fast"], "'fast' is not a link's rate; accepted: a number above 0 and its unit"),
         (["--what-if", "nodes=2"], "without -H there is none to measure; add its rate to --what-if"),
         (["--nodes", "2"], "over --link, such as --nodes 2 --link 1gbit"),

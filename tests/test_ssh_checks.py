@@ -1,5 +1,6 @@
 """Every host is asked before anything starts; each that cannot take part gets a line that says why and what to do."""
 
+import dataclasses
 import json
 import os
 import re
@@ -104,6 +105,7 @@ def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
         (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
         (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, an address of one cable alone.*--address"),
         (["fd77::1", "fd77::2"], None),
+        (["", ""], r"nothing there says at which address it was reached .*give it with --address"),
         (["::1", "fd77::2"], r"reached at ::1, where the other hosts find only themselves.*--address"),
     ],
 )
@@ -150,6 +152,9 @@ def test_a_script_that_differs_is_told(tmp_path):
 
 def test_hosts_are_read_with_users_and_slots():
     assert parse("a, me@b.example:2") == [Host("a", "a"), Host("b.example", "me@b.example", 2)]
+    ours = [Host("fd00::1", "fd00::1"), Host("::1", "me@::1", 2), Host("fe80::2%eth0", "fe80::2%eth0")]
+    assert parse("fd00::1,me@[::1]:2,fe80::2%eth0") == ours
+    assert parse(",".join(host.target for host in ours)) == [dataclasses.replace(host, slots=None) for host in ours]
     assert rows(parse("a,b"), "") == rows(parse("a:1,b"), "") == ["", ""]
     assert rows(parse("a:3,b:3"), "") == rows(parse("a,b"), "processes:3") == ["processes:3"] * 2
 
@@ -170,7 +175,11 @@ def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
         ("-oProxyCommand=x", "'-oProxyCommand=x' is no host name"),
         ("a b", "'a b' is no host name"),
         ("a:0,b:x", "'a:0' asks for '0' processes.*'b:x' asks for 'x' processes"),
-        ("fe80::2,me@[::1]:2", r"^-H .*: 'fe80::2' is an IPv6 .*; give it a name .*; 'me@\[::1\]:2' is an IPv6 "),
+        ("fe80::2:x,[a]:2,a:b:c", r"'fe80::2:x' is no host name; '\[a\]:2' is no host name; 'a:b:c' is no host name"),
+        ("[::1]:0,[::1]x", r"'\[::1\]:0' asks for '0' processes.*'\[::1\]x' is no host name"),
+        ("::1,me@[::1]", r"::1 is named twice; a host with two processes is \[::1\]:2"),
+        ("a:2222", "'a:2222' asks for '2222' processes; a whole number from 1 to 1024 .*, and a port in ~/.ssh/config"),
+        ("@a,%e@c,a:²", "'@a' is no host name; '%e@c' is no host name; 'a:²' asks for '²' processes"),
         ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
     ],
 )
@@ -189,6 +198,7 @@ def test_what_is_no_host_is_told(text, said):
 def test_slots_that_contradict_are_told(hosts, asked, said):
     with pytest.raises(ValueError, match=said):
         rows(parse(hosts), asked)
+    assert rows(parse("a"), "", {"a": "threads:1", "b": "threads:2"}) == ["threads:1"], "one of those of the plan"
     with pytest.raises(ValueError, match="rows for elsewhere, and -H names a, b; name these"):
         rows(parse("a,b"), "", {"elsewhere": "threads:2"})
 

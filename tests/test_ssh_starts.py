@@ -13,6 +13,7 @@ import torch
 
 from launching import launch
 from sshd import Sshd, unavailable
+from test_ipv6 import missing as no_ipv6
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
 JOINED = str(Path(__file__).parent / "scripts" / "joined.py")
@@ -96,6 +97,14 @@ def test_two_nodes_over_ssh_train_to_the_bits_of_two_nodes_here(sshd, tmp_path):
     for name in ("0.pt", "1.pt"):
         far, near = (torch.load(tmp_path / where / name, weights_only=True) for where in ("far", "near"))
         assert all(torch.equal(far[key], near[key]) for key in near)
+
+
+@pytest.mark.skipif(bool(no_ipv6()), reason=no_ipv6() or "IPv6 is here")
+def test_hosts_may_be_ipv6_addresses(sshd, script):
+    path = script("print(os.environ['MASTER_ADDR'], os.environ['PACELINE_HOST'])")
+    client = f"{sshd.ssh} -o HostName=::1"
+    output, _ = finish(begin(sshd, path, hosts="::1,[fd00::2]:2", PACELINE_SSH=client))
+    assert sorted(output.splitlines()) == ["[::1] ::1 ::1", "[fd00::2] ::1 fd00::2"]
 
 
 def test_a_node_that_fails_is_named_with_its_error_and_exit_code_and_the_others_end(sshd, tmp_path):

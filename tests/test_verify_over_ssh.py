@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sshd import Sshd, unavailable
 
@@ -60,3 +61,11 @@ def test_a_host_that_cannot_take_part_is_told_before_anything_starts(sshd):
     _, errors = verify(sshd, "-H", "one,shut", OWN_LOOP, code=2)
     assert "nothing was started" in errors
     assert "shut: nothing takes ssh connections there" in errors
+
+
+def test_weights_that_lie_below_tmp_are_their_owners_alone(tmp_path):
+    from paceline.probe.witness import Witness
+
+    Witness(tmp_path / "new" / "many", 1, "float64").begin({"weight": torch.zeros(2)})
+    assert (tmp_path / "new" / "many" / "first.safetensors").exists()
+    assert (tmp_path / "new" / "many").stat().st_mode & 0o777 == 0o700

@@ -48,7 +48,7 @@ def make_over(
     trial_s: float = TRIAL_S,
     show: Show = lambda doing: None,
 ) -> tuple[Plan, str]:
-    """(the plan for ``command`` over ``hosts``, which is also kept; the answer in a sentence).
+    """(the plan for ``command`` over ``hosts``, also kept unless ``rows`` are given; the answer in a sentence).
 
     Raises ValueError with the words of a host that cannot take part.
     """
@@ -76,7 +76,8 @@ def make_over(
         one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
     plan, sentence = _plan(survey, teams)
-    shelf.keep_over(plan, names, command)
+    if not rows:  # else it is no choice among all
+        shelf.keep_over(plan, names, command)
     return plan, sentence
 
 
@@ -129,7 +130,7 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
     found = []
     for what in what_if:
         count = what.nodes or max(2, len(survey.nodes))
-        found += [survey.team(count, kind, what) for kind in (SHARED, EACH)] if count > 1 else []
+        found += [survey.team(count, kind, what) for kind in (SHARED, EACH)]
     return [one.team for one in found if one]
 
 

@@ -15,7 +15,7 @@ from paceline.probe.line import Line
 from paceline.probe.overlap import Prediction, Wire, predict
 from paceline.probe.rows import split
 from paceline.probe.sheet import Plan, Row
-from paceline.probe.teams import EACH, SHARED, Team
+from paceline.probe.teams import EACH, FAILED, SHARED, Team
 from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf
 
@@ -158,7 +158,7 @@ class Survey:
         if trial is None:
             return one.team
         if trial.error:
-            return dataclasses.replace(one.team, reason=f"failed: {trial.error}")
+            return dataclasses.replace(one.team, reason=f"{FAILED}{trial.error}")
         per_s = (one.team.batch_size or 0) / trial.step_s
         base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
         return dataclasses.replace(

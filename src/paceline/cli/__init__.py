@@ -11,6 +11,7 @@ import typer
 
 from paceline import __version__, world
 from paceline.cli import attach, bench, doctor, look, pack, plan, run, train, verify
+from paceline.launch.lines import shown
 
 __all__ = ["app", "main"]
 
@@ -34,7 +35,7 @@ def main() -> None:
     except (ValueError, ConnectionError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             sys.exit(1)
-        print(f"paceline: {error}", file=sys.stderr)
+        print(f"paceline: {shown(str(error))}", file=sys.stderr)
         sys.exit(2)
     finally:
         try:

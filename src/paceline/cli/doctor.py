@@ -13,6 +13,7 @@ from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOp
 from paceline.launch.doctor import Examination, examine
 from paceline.launch.findings import IN_THE_WAY, NOTED, SLOW
 from paceline.launch.hosts import Way, parse
+from paceline.launch.lines import shown
 
 TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers it:", NOTED: "worth knowing:"}
 
@@ -46,7 +47,7 @@ def doctor(
         print(json.dumps(found.plain(), indent=2))
     else:
         for line in lines(found):
-            console.print(line, markup=False)
+            console.print(shown(line), markup=False)
     raise typer.Exit(0 if found.ready else 1)
 
 

@@ -26,10 +26,13 @@ from paceline.launch import ssh
 from paceline.launch.check import check
 from paceline.launch.far import Far
 from paceline.launch.hosts import Host, Way, parse
+from paceline.launch.lines import shown
 from paceline.plan import Plan
 from paceline.probe.teams import team_table
 from paceline.probe.what import WhatIf
 from paceline.settings import Settings
+
+MOST_LISTED = 64  # numbers of nodes, each with lines of its own
 
 
 def plan(
@@ -66,6 +69,8 @@ def plan(
 
     paceline plan --nodes 2 --link 1gbit --model alexnet
     """
+    if budget is not None and not budget > 0:
+        raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out for all rows")
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     if script:
         command = [script, *context.args]
@@ -101,7 +106,7 @@ def plan(
         show(made)
     if made.teams:
         (console if console.is_terminal else Console(highlight=False, width=200)).print(team_table(made.teams))
-        console.print(said)
+        console.print(shown(said), markup=False)
 
 
 def _over(
@@ -142,10 +147,10 @@ def _hosts(text: str) -> list[Host]:
 
 def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: bool) -> list[WhatIf]:
     """What is imagined. Raises ValueError before anything is measured."""
-    if nodes is not None and (over or nodes < 2 or not link):
+    if nodes is not None and (over or not 1 < nodes <= MOST_LISTED or not link):
         raise ValueError(
-            f"--nodes {nodes} imagines machines like this one, two or more, over --link, such as --nodes 2 --link "
-            f"1gbit; with -H use --what-if nodes={nodes}"
+            f"--nodes {nodes} imagines machines like this one, 2 to {MOST_LISTED}, over --link, such as --nodes 2 "
+            f"--link 1gbit; with -H use --what-if nodes={nodes}"
         )
     if link and nodes is None:
         raise ValueError(f"--link {link} is between --nodes, such as --nodes 2 --link {link}; with -H use --what-if")

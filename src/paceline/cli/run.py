@@ -63,6 +63,8 @@ def run(
     if hosts:
         way = Way(ssh_command, python or sys.executable)
         packed = Path(data) if data else None
-        over = start_over_ssh(hosts, way, command, plan, out, env, address, shares=shares, send=send, data=packed)
+        over = start_over_ssh(
+            hosts, way, command, plan, fidelity, out, env, address, shares=shares, send=send, data=packed
+        )
         raise typer.Exit(over)
     raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares))

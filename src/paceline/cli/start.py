@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
-from paceline import find
+from paceline import balance, find
 from paceline import plan as planning
 from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.launch import detach, local, snapshot, ssh
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.lines import shown
 from paceline.launch.send import send as deliver
 from paceline.plan import Plan
 from paceline.probe import shelf
@@ -51,7 +53,7 @@ def ready(
         if not quiet:
             show(made, "tried")
     elif not quiet:
-        screen.print(f"plan: [bold]{made.chosen}[/bold] ({made.reason}; measured {made.date})")
+        screen.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)}; measured {made.date})")
     return made
 
 
@@ -61,7 +63,7 @@ def show(made: Plan, which: str = "all") -> None:
     screen.print(planning.table(dataclasses.replace(made, rows=tuple(rows))))
     if others := len(made.rows) - len(rows):
         console.print(f"{others} others were not tried; `paceline plan` measures them too")
-    console.print(f"plan: [bold]{made.chosen}[/bold] ({made.reason})")
+    console.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)})")
 
 
 def row(text: str) -> str:
@@ -95,7 +97,7 @@ def start(command: list[str], made: Plan, out: Path | None, quiet: bool = False,
     detach.begun()
     code = local.start([sys.executable, *command], made.chosen, environment=environment)
     if code == 0 and out and not quiet:
-        console.print(f"run: {out}")
+        print(f"run: {out}")
     return code
 
 
@@ -104,6 +106,7 @@ def start_over_ssh(
     way: Way,
     command: list[str],
     plan: str,
+    fidelity: str,
     out: Path | None,
     names: str | None,
     address: str | None,
@@ -113,8 +116,10 @@ def start_over_ssh(
     data: Path | None = None,
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
-    nodes = parse(hosts)
-    chosen = rows_of(nodes, plan, command)
+    named = parse(hosts)
+    given_shares = shares or (settings.shares if settings else None)
+    nodes, chosen = planned(named, plan, command, fidelity, given_shares)
+    address = address if nodes[0] is named[0] else None
     environment = ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
         environment["PACELINE_SHARES"] = shares
@@ -137,22 +142,43 @@ def start_over_ssh(
     quiet = bool(settings and settings.json)
     code = ssh.start(nodes, command, chosen, way, environment, meeting, sys.stdout.buffer if quiet else None)
     if code == 0 and out and not quiet:
-        console.print(f"run: {home / out} on {nodes[0].name}")
+        print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
 
 
-def rows_of(nodes: list[Host], plan: str, command: list[str]) -> list[str]:
-    """Each node's row: a plan file's, a row, the kept plan's, or its slots; "" leaves it to the node."""
+def planned(
+    named: list[Host], plan: str, command: list[str], fidelity: str, shares: str | None
+) -> tuple[list[Host], list[str]]:
+    """The hosts to start, and each one's row: a plan file's, a row, the kept plan's, or its slots; "" leaves it to the
+    node. Who says slots has decided without a kept plan."""
     asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
     made = Plan.read(asked) if asked and Path(asked).is_file() else None
-    if plan == "auto" and not asked and (made := shelf.over([node.name for node in nodes], command)):
-        print(f"plan: {made.chosen} ({made.reason}; measured {made.date})", file=sys.stderr)
+    if plan == "auto" and not asked and not any(node.slots for node in named):
+        made = shelf.over([node.name for node in named], command, fidelity)
+        if made:
+            print(f"plan: {made.chosen} ({made.reason}; measured {made.date})", file=sys.stderr)
+    nodes = named
     if made:
         asked, own = made.chosen, made.hosts
+        nodes = _used(named, made, shares)
     found = rows(nodes, asked, own)
     for each in filter(None, found):
         row(each)
-    return found
+    return nodes, found
+
+
+def _used(named: list[Host], made: Plan, shares: str | None) -> list[Host]:
+    """Those that the plan uses; all of them where it uses others, or where each was given its share."""
+    used = [node for node in named if node.name in made.used]
+    if len(used) < max(1, len(made.used)) or isinstance(balance.wanted(shares or "measured"), tuple):
+        return named
+    if left := ", ".join(node.name for node in named if node not in used):
+        print(
+            f"not started: {left}, since the plan uses {len(used)} of {len(named)}; --plan with a row, such as --plan "
+            f"{made.chosen}, starts all",
+            file=sys.stderr,
+        )
+    return used
 
 
 def along(

@@ -116,7 +116,8 @@ def train(
         plan = str(resume / "plan.toml")
     if hosts:
         way = Way(ssh_command, python or sys.executable)
-        raise typer.Exit(start_over_ssh(hosts, way, command, plan, out, env, address, settings, send=send))
+        level = settings.fidelity
+        raise typer.Exit(start_over_ssh(hosts, way, command, plan, level, out, env, address, settings, send=send))
     made = ready(command, plan, settings.fidelity, settings, settings.json)
     settings.write(out)
     raise typer.Exit(start(command, made, out, quiet=settings.json))

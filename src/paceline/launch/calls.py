@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
+
+MOST_BYTES = 1 << 18  # that are kept of what a program says
 
 
 class Calls:
@@ -38,13 +42,43 @@ class Calls:
         with self._lock:
             self._over = True
         for process in self._running:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what ssh itself started, as well
+            kill(process)
         for process in self._running:
             process.wait()
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """With what it started itself, as ssh does: its session is its own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def hear(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
+    """What it says on stdout and stderr until it has ended; of each, the last MOST_BYTES. Raises TimeoutError."""
+    end = time.monotonic() + limit_s
+    said: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
+    with selectors.DefaultSelector() as eyes:
+        for pipe in said:
+            eyes.register(pipe, selectors.EVENT_READ)
+        while eyes.get_map():
+            left_s = end - time.monotonic()
+            ready = eyes.select(left_s) if left_s > 0 else []
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                said[key.fileobj] = (said[key.fileobj] + data)[-MOST_BYTES:]
+                if not data:
+                    eyes.unregister(key.fileobj)
+    try:
+        process.wait(max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+    output, errors = (words.decode(errors="replace") for words in said.values())
+    return output, errors
 
 
 def _leave(number: int, _: FrameType | None) -> None:

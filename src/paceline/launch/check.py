@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import facts
-from paceline.launch.calls import Calls
-from paceline.launch.hosts import Host, Way
+from paceline.launch.calls import Calls, hear, kill
+from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 
 LIMIT_S = 8.5
 LOST = 255  # how ssh ends when it could not do its part
@@ -24,7 +25,7 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
     """
     mine = facts.tell(way.folder, list(paths))
     with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
-        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), paths), hosts))
+        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), mine), hosts))
     told: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
         said = [answer] if isinstance(answer, str) else faults(mine, answer, way.at(host))
@@ -37,28 +38,43 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
-def _ask(calls: Calls, host: Host, way: Way, paths: Sequence[str]) -> dict[str, Any] | str:
-    """What the host says, or why it does not."""
+def _ask(calls: Calls, host: Host, way: Way, mine: Mapping[str, Any]) -> dict[str, Any] | str:
+    """What the host says, or why it does not; ``mine``: what this one says."""
     source = Path(facts.__file__).read_text(encoding="utf-8")
-    source += f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!r}, {list(paths)!r})))\n"
-    command = way.command(host, "-")
+    tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a})))\n"
+    words = program(f"{TOO_OLD}exec(compile({source + tell!a}, 'facts', 'exec'))\n".encode())
+    command = way.command(host, "-c", READ)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        with calls.start(command, **pipes, text=True, errors="replace") as process:
+        with calls.start(command, **pipes) as process:
+            assert process.stdin
             try:
-                output, errors = process.communicate(source, timeout=LIMIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                with contextlib.suppress(OSError):  # its end is seen below
+                    process.stdin.write(words)
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+                output, errors = hear(process, LIMIT_S)
+            except TimeoutError:
                 return no_answer(LIMIT_S)
+            finally:
+                kill(process)
     except FileNotFoundError:
         return no_client(command[0])
     if process.returncode:
         return ended(host, way, process.returncode, errors)
+    return _read(output, mine) or (
+        f"{way.python} answered {output[-80:]!r}, which no Python does; name another with --python"
+    )
+
+
+def _read(output: str, mine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An answer like ``mine``, in the last line; None where it is none."""
     try:
-        answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return f"{way.python} answered {output[-80:]!r}, which no Python does; name another with --python"
-    return answer
+        answer = json.loads(output.strip().splitlines()[-1])
+    except (IndexError, ValueError, RecursionError):
+        return None
+    fits = isinstance(answer, dict) and all(isinstance(answer.get(key), type(mine[key])) for key in mine)
+    return answer if fits else None
 
 
 def no_client(command: str) -> str:
@@ -111,13 +127,14 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
             f"add --send"
         )
     else:
-        for path, content in theirs["paths"].items():
-            if content is None:
+        for path, content in mine["paths"].items():
+            there = theirs["paths"].get(path)
+            if there is None:
                 found.append(f"{path} is not in {way.folder} there; copy it there, or add --send")
-            elif mine["paths"][path] not in (None, content):
+            elif content not in (None, there):
                 found.append(f"{path} there is another than here; copy it there again, or add --send")
-    for name, version in theirs["versions"].items():
-        here = mine["versions"][name]
+    for name, here in mine["versions"].items():
+        version = theirs["versions"].get(name)
         wanted = f"{name}=={here}" if here else name
         remedy = f"install it there: {way.python} -m pip install {wanted}; or name another interpreter with --python"
         if version is None and here:
@@ -132,6 +149,8 @@ def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
     first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
     if not others:
         return None
+    if not first:
+        return "nothing there says at which address it was reached (SSH_CONNECTION is not set); give it with --address"
     if first.startswith("fe80:"):
         return f"it was reached at {first}, an address of one cable alone; give another of its with --address"
     if _is_home(first) and not all(map(_is_home, others)):

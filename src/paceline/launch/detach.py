@@ -48,7 +48,10 @@ class Detached:
 
     @property
     def running(self) -> bool:
-        with open(self.folder / "lock", "rb") as lock:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(self.folder / "lock", "rb") as lock,
+        ):  # it may be forgotten now
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -99,8 +102,12 @@ def home() -> Path:
 
 
 def everyone() -> list[Detached]:
-    """The oldest first."""
-    return [Detached(path.parent) for path in sorted(home().glob("*/run.json"))]
+    """The oldest first: ids have no year."""
+    found = []
+    for path in home().glob("*/run.json"):
+        with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile
+            found.append((path.stat().st_mtime_ns, path.parent))
+    return [Detached(folder) for _, folder in sorted(found)]
 
 
 def find(name: str) -> Detached:
@@ -123,22 +130,34 @@ def leave(words: Sequence[str]) -> Detached | None:
     _forget()
     folder = home() / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder.mkdir(parents=True, mode=0o700)
-    about = {
-        "command": list(words),
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "date": time.strftime("%F %T"),
-    }
-    (folder / "run.json").write_text(json.dumps(about))
-    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-    lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # whoever has a copy of this descriptor holds it
+    try:
+        output, lock = _lay(folder, words)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     sys.stdout.flush()
     if not os.fork():
         _keep(folder, output, lock)
     os.close(output)
     os.close(lock)
     return Detached(folder)
+
+
+def _lay(folder: Path, words: Sequence[str]) -> tuple[int, int]:
+    """The files of a run, open: its output and its lock, which is held. run.json comes last, and whole."""
+    about = {
+        "command": list(words),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "date": time.strftime("%F %T"),
+    }
+    output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+    lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # whoever has a copy of this descriptor holds it
+    part = folder / "run.json.part"
+    part.write_text(json.dumps(about))
+    part.replace(folder / "run.json")
+    return output, lock
 
 
 def begun() -> None:

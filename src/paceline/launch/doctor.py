@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from paceline.launch import facts
+from paceline.launch.calls import Calls
 from paceline.launch.check import LIMIT_S
 from paceline.launch.findings import IN_THE_WAY, Finding, diagnose, meeting
 from paceline.launch.hosts import Host, Way
@@ -57,17 +58,18 @@ def examine(
     """
     mine = facts.tell(way.folder, [])
     ward = _Ward(hosts, way)
-    try:
-        show(f"asking {', '.join(ward.told)}")
-        ward.come()
-        ward.settle(address, port)
-        show("trying the ways between them")
-        ward.reach()
-        ward.software()
-        show("measuring the ways between them")
-        ward.cross()
-    finally:
-        ward.close()
+    with Calls():  # SIGTERM closes it as Ctrl-C does
+        try:
+            show(f"asking {', '.join(ward.told)}")
+            ward.come()
+            ward.settle(address, port)
+            show("trying the ways between them")
+            ward.reach()
+            ward.software()
+            show("measuring the ways between them")
+            ward.cross()
+        finally:
+            ward.close()
     return Examination(ward.told, ward.pairs, diagnose(mine, ward.told, ward.pairs, way))
 
 
@@ -172,7 +174,7 @@ class _Ward:
                     good[one, peers[one]].update(found)
 
     def close(self) -> None:
-        for visit in self._visits.values():
+        for visit in list(self._visits.values()):
             visit.close()
         self._crowd.shutdown()
         self.pairs = [pair for pair in self.pairs if {pair["from"], pair["to"]} <= set(self._well)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.launch.hosts import Host, Way
+from paceline.launch.lines import shown
 
 MARK = "paceline-measured"
 GRACE_S = 25.0  # to end every node
@@ -68,7 +69,7 @@ class Far:
             last = (errors.strip() or f"exit code {asking.returncode}").splitlines()
             # a fault before anything was started is told in several lines, that of a node in the last
             start = next((i for i, line in enumerate(last) if "nothing was started" in line), len(last) - 1)
-            raise ValueError("\n".join(last[start:]).removeprefix("paceline: "))
+            raise ValueError(shown("\n".join(last[start:])).removeprefix("paceline: "))
         found = {}
         for line in output.splitlines():
             name, mark, said = line.partition(f"] {MARK} ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import re
 import shlex
@@ -13,13 +14,25 @@ from dataclasses import dataclass, field
 from paceline.launch.local import num_processes
 
 COUNTING = "processes", "threads", "replicas"  # engines that say how many
-NAME = re.compile(r"(?:[A-Za-z0-9_][^\s@:,]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+MOST_SLOTS = 1024  # what is more is a port
+USER = re.compile(r"[A-Za-z0-9_][^\s@:,\[\]]*")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
 OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
 )
+# a file of the user's, in the folder in which ssh begins, may be named as one of Python's
+OWN_PATH = "import sys; sys.path[:] = [folder for folder in sys.path if folder]"
+# in one line, since not every shell can quote several; what it reads may be any Python's, also one that is too old
+READ = f"{OWN_PATH}; source = getattr(sys.stdin, 'buffer', sys.stdin); exec(source.read(int(source.readline())))"
+TOO_OLD = 'if sys.version_info < (3, 10):\n    sys.exit("Python %d.%d" % sys.version_info[:2])\n'
+
+
+def program(text: bytes) -> bytes:
+    """As what runs READ takes it from stdin; a command line has room for little."""
+    return b"%d\n%s" % (len(text), text)
 
 
 @dataclass(frozen=True)
@@ -64,25 +77,48 @@ def parse(text: str) -> list[Host]:
     """Raises ValueError that names every fault."""
     hosts: list[Host] = []
     faults = []
-    for word in text.split(","):
-        target, colon, count = word.strip().partition(":")
-        name = target.rpartition("@")[2]
-        if word.count(":") > 1:
-            faults.append(f"{word!r} is an IPv6 address, or two hosts; give it a name in ~/.ssh/config, and use that")
-        elif not NAME.fullmatch(target):
+    for word in map(str.strip, text.split(",")):
+        user, at, place = word.rpartition("@")
+        name, count = _apart(place)
+        if not (NAME.fullmatch(name) or _is_ipv6(name)) or (at and not USER.fullmatch(user)):
             faults.append(f"{word!r} is no host name")
-        elif colon and not (count.isdigit() and int(count) > 0):
-            faults.append(f"{word!r} asks for {count!r} processes; a whole number from 1 stands after the colon")
+        elif count is not None and not (count.isdecimal() and 0 < int(count) <= MOST_SLOTS):
+            faults.append(
+                f"{word!r} asks for {count!r} processes; a whole number from 1 to {MOST_SLOTS} stands after the colon, "
+                f"and a port in ~/.ssh/config"
+            )
         elif name in [host.name for host in hosts]:
-            faults.append(f"{name} is named twice; a host with two processes is {name}:2")
+            faults.append(f"{name} is named twice; a host with two processes is {_bracketed(name)}:2")
         else:
-            hosts.append(Host(name, target, int(count) if colon else None))
+            hosts.append(Host(name, f"{user}{at}{name}", int(count) if count else None))
     if faults:
         raise ValueError(
             f"-H {text}: {'; '.join(faults)}; accepted: hosts as ssh knows them, separated by commas, as in "
-            f"hostA,user@hostB, or with a number of processes on each, as in hostA:4,hostB:2"
+            f"hostA,user@hostB, or with a number of processes on each, as in hostA:4,hostB:2; an IPv6 address with a "
+            f"number is [fd00::1]:4"
         )
     return hosts
+
+
+def _apart(place: str) -> tuple[str, str | None]:
+    """A host and what follows its colon; None without one."""
+    if bracketed := re.fullmatch(r"\[([^\]]*)\](?::(.*))?", place):
+        return (bracketed[1] if _is_ipv6(bracketed[1]) else place), bracketed[2]
+    name, colon, count = place.partition(":")
+    return (name, count if colon else None) if place.count(":") < 2 else (place, None)
+
+
+def _is_ipv6(name: str) -> bool:
+    address, percent, scope = name.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or bool(NAME.fullmatch(scope))
+
+
+def _bracketed(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
 
 
 def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None) -> list[str]:
@@ -92,8 +128,8 @@ def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None
     hostB:2; where nothing is asked for, they are processes. Raises ValueError where the two contradict each other.
     """
     own = own or {}
-    faults = []
-    if strange := sorted(own.keys() - {host.name for host in hosts}):
+    faults, names = [], {host.name for host in hosts}
+    if (strange := sorted(own.keys() - names)) and not names <= own.keys():
         known = ", ".join(host.name for host in hosts)
         faults.append(f"the plan has rows for {', '.join(strange)}, and -H names {known}; name these, or mend the plan")
     found = []

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import BinaryIO
 
 MOST = 2000  # bytes of `last`
+LONGEST = 64 << 20  # of a line, which then is cut
+# sequences that begin with an escape, whole, and every other character that is a control, but tabs and ends of lines
+CONTROLS = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+def shown(text: str) -> str:
+    """Without what would move a terminal's cursor or change its colours, title or clipboard: hosts wrote some of it."""
+    return CONTROLS.sub("", text)
 
 
 class Lines:
@@ -24,7 +35,7 @@ class Lines:
         data = os.read(self._source, 1 << 16)
         first, end, others = data.partition(b"\n")
         self._rest += first  # a line that has not ended yet is not searched again with each part of it that comes
-        if end or (not data and self._rest):
+        if end or len(self._rest) > LONGEST or (not data and self._rest):
             *lines, rest = bytes(self._rest), *others.split(b"\n")
             self._rest = bytearray(rest)
             telling = next((line for line in reversed(lines) if line.strip()), None)

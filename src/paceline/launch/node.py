@@ -1,6 +1,6 @@
 """One node of a run that another machine started: reads from stdin what to start, and obeys until stdin ends.
 
-`python -m paceline.launch.node` is what ssh starts; the rest comes through stdin, because anybody can read command
+Its `main` is what ssh starts; the rest comes through stdin, because anybody can read command
 lines. The first line is a JSON object: node, sizes, host, port, engine, command, folder, environment. Each later
 line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone.
 """

@@ -22,13 +22,13 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 STAMP = 1_000_000_000  # seconds
 PATIENCE_S = 60  # without a byte; then the sender is gone, and the lock with this process
 KEPT = 6  # folders that stay; what is in use stays besides
-PART = 1 << 20
+PART = 1 << 16  # what PATIENCE_S is for
 SPARE_BYTES = 16 << 20  # of a disk
 
 
@@ -140,17 +140,15 @@ def _has(base: str, hash_: str, size: int) -> bool:
 
 
 def _room(base: str, trees: list[dict[str, Any]], arriving: int) -> None:
-    copies = sum(
-        size
-        for tree in trees
-        if not tree["linked"] and not os.path.isdir(os.path.join(base, "trees", mark(tree)))
-        for _, _, size, _ in tree["files"]
-    )
-    free = shutil.disk_usage(base).free
-    if arriving + copies + SPARE_BYTES > free:
+    """Where there is too little, all folders that nobody needs go first."""
+    new = [tree for tree in trees if not os.path.isdir(os.path.join(base, "trees", mark(tree)))]
+    wanted = arriving + sum(size for tree in new if not tree["linked"] for _, _, size, _ in tree["files"])
+    if wanted + SPARE_BYTES > shutil.disk_usage(base).free:
+        sweep(base, [mark(tree) for tree in trees], 0, {hash_ for tree in trees for _, hash_, *_ in tree["files"]})
+    if wanted + SPARE_BYTES > (free := shutil.disk_usage(base).free):
         raise Refused(
-            f"{(arriving + copies) / 1e6:.1f} MB are needed in {base} there, and {free / 1e6:.1f} MB are free; free "
-            f"some, or point XDG_CACHE_HOME there elsewhere"
+            f"{wanted / 1e6:.1f} MB are needed in {base} there, and {free / 1e6:.1f} MB are free; free some, or point "
+            f"XDG_CACHE_HOME there elsewhere"
         )
 
 
@@ -206,7 +204,7 @@ def _lay(base: str, tree: dict[str, Any]) -> str:
             os.symlink(target, full)
     if here != folder:
         os.rename(here, folder)
-    if not os.path.exists(said):
+    if _said(said) != tree:
         with open(said + ".part", "w") as file:
             json.dump(tree, file)
         os.replace(said + ".part", said)
@@ -238,36 +236,50 @@ def hold(folder: str) -> Iterator[None]:
         yield
 
 
-def sweep(base: str, needed: list[str], kept: int = KEPT) -> None:
+def sweep(base: str, needed: list[str], kept: int = KEPT, arrived: Iterable[str] = ()) -> None:
     """Forgets all folders but the last few, those needed and those held; then the contents that no folder has.
 
-    What a run itself wrote into a folder is not ours, and stays.
+    ``arrived``: contents of folders that are yet to be laid out. What a run itself wrote into a folder is not ours, and
+    stays; so does what cannot be removed.
     """
     trees = os.path.join(base, "trees")
     names = [name[: -len(".json")] for name in os.listdir(trees) if name.endswith(".json")]
     names.sort(key=lambda name: os.stat(os.path.join(trees, name + ".json")).st_mtime_ns, reverse=True)
-    used = set()
+    used = set(arrived)
     for i, name in enumerate(names):
-        said = os.path.join(trees, name + ".json")
-        with open(said, "rb") as file:
-            tree = json.load(file)
-            free = i >= kept and name not in needed
-            if free:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    free = False
-            if free:
-                _forget(os.path.join(trees, name), tree)
-                os.unlink(said)
-            else:
-                used |= {hash_ for _, hash_, _, _ in tree["files"]}
+        tree = _said(os.path.join(trees, name + ".json"))
+        gone = name not in needed and (i >= kept or not tree) and _forget(os.path.join(trees, name), tree)
+        used |= {hash_ for _, hash_, _, _ in tree["files"]} if tree and not gone else set()
     for name in os.listdir(os.path.join(base, "files")):
         if name not in used:
-            os.unlink(os.path.join(base, "files", name))
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(base, "files", name))
 
 
-def _forget(folder: str, tree: dict[str, Any]) -> None:
+def _said(path: str) -> dict[str, Any] | None:
+    """What is in a folder; None where that cannot be read, as after a machine stopped."""
+    try:
+        with open(path, "rb") as file:
+            tree: dict[str, Any] = json.load(file)
+        return tree
+    except (OSError, ValueError):
+        return None
+
+
+def _forget(folder: str, tree: dict[str, Any] | None) -> bool:
+    """Whether it could be: not while it is held. Of a folder without a tree nobody knows what in it is ours."""
+    try:
+        with open(folder + ".json", "rb") as said:
+            fcntl.flock(said, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if tree:
+                _remove(folder, tree)
+            os.unlink(folder + ".json")
+    except OSError:
+        return False
+    return True
+
+
+def _remove(folder: str, tree: dict[str, Any]) -> None:
     for path, _, size, _ in tree["files"]:
         if _right(os.path.join(folder, path), size):
             os.unlink(os.path.join(folder, path))

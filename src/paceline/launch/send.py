@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -15,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import receive
-from paceline.launch.calls import Calls
-from paceline.launch.hosts import Host, Way
+from paceline.launch.calls import MOST_BYTES, Calls
+from paceline.launch.hosts import READ, Host, Way, program
 from paceline.launch.snapshot import PART, Tree
 
-# the program comes first through stdin, since a command line has room for little
-BEGIN = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+MOST_LINES, LONGEST = 1000, 64 << 20  # of what a host says before it answers; bytes of an answer
 
 
 @dataclass
@@ -72,7 +72,7 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
     start = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         process = calls.start(
-            way.command(to.host, "-c", BEGIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+            way.command(to.host, "-c", READ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
         )
         try:
             answer = _talk(process, to, trees)
@@ -84,10 +84,10 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
                     pipe.close()  # type: ignore[union-attr]
             process.wait()
         to.seconds = time.monotonic() - start
-        if answer and "folders" in answer:
-            to.home = answer["home"]
+        if answer and isinstance(answer.get("folders"), list) and answer["folders"]:
+            to.home = str(answer.get("home", ""))
             return str(answer["folders"][-1])
-        errors.seek(0)
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MOST_BYTES))
         last = (errors.read().decode(errors="replace").strip() or "nothing was said").splitlines()[-1]
     if answer and "error" in answer:
         return Broken(answer["error"])
@@ -100,18 +100,22 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
 def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree]) -> dict[str, Any] | None:
     """The last answer; None where the connection ended without one."""
     assert process.stdin
-    program, said = Path(receive.__file__).read_bytes(), [tree.said() for tree in trees]
+    said = [tree.said() for tree in trees]
     sources = {name: path for tree in trees for name, path in tree.sources.items()}
     contents = list({name: size for tree in said for _, name, size, _ in tree["files"]}.items())  # the far end's order
     with contextlib.suppress(OSError):  # then its last words are read below
-        process.stdin.write(b"%d\n%s%s\n" % (len(program), program, json.dumps({"trees": said}).encode()))
+        process.stdin.write(program(Path(receive.__file__).read_bytes()))
+        process.stdin.write(json.dumps({"trees": said}).encode() + b"\n")
         process.stdin.flush()
         while (answer := _answer(process)) and "waiting" in answer:
             to.waits = True
         to.waits = False
         if not answer or "missing" not in answer:
             return answer
-        wanted = [contents[i] for i in answer["missing"]]
+        try:
+            wanted = [contents[i] for i in answer["missing"]]
+        except (IndexError, TypeError):
+            raise Broken("it asks for what it was not offered; look at what answers there") from None
         to.files, to.there = len(wanted), len(contents) - len(wanted)
         to.all_bytes = sum(size for _, size in wanted)
         for name, size in wanted:
@@ -123,12 +127,15 @@ def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree])
 
 
 def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
+    """The next line that is an object: a login may greet before."""
     assert process.stdout
-    try:
-        said: dict[str, Any] = json.loads(process.stdout.readline())
-    except ValueError:
-        return None
-    return said
+    for _ in range(MOST_LINES):
+        if not (line := process.stdout.readline(LONGEST)):
+            break
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(said := json.loads(line), dict):
+                return said
+    return None
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:

@@ -109,19 +109,25 @@ def _hash(path: Path) -> tuple[str, int]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """What git tracks there, or would; without git, everything that looks like work."""
+    """What git tracks there, and of what it would what looks like work; without git, everything that does."""
     tracked, others = (_git(folder, which) for which in ("--cached", "--others"))
     if tracked is None or others is None:
         return sorted(_walked(folder))
-    kept = [path for path in others if not any(part in LEFT_OUT for part in path.split("/")[:-1])]
+    environments = [path.removesuffix("pyvenv.cfg") for path in others if path.endswith("/pyvenv.cfg")]
+    kept = [path for path in others if _is_work(path) and not path.startswith(tuple(environments))]
     found: set[str] = set()
-    for path in {*tracked, *kept}:
+    for path in {*tracked, *kept} - {"./"}:  # which is how a submodule calls itself that is not here
         inner = folder / path
         if inner.is_dir() and not inner.is_symlink():  # a repository in this one
             found |= {f"{path.rstrip('/')}/{below}" for below in _listed(inner)}
         else:
             found.add(path)
     return sorted(found)
+
+
+def _is_work(path: str) -> bool:
+    parts = path.split("/")
+    return not any(part.startswith(".") for part in parts) and not any(part in LEFT_OUT for part in parts[:-1])
 
 
 def _git(folder: Path, which: str) -> list[str] | None:

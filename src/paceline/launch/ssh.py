@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from paceline.launch.check import LOST
-from paceline.launch.hosts import Host, Way
-from paceline.launch.lines import Lines
+from paceline.launch.hosts import OWN_PATH, Host, Way
+from paceline.launch.lines import Lines, shown
 from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes
 
+NODE = f"{OWN_PATH}; from paceline.launch import node; sys.exit(node.main())"
 GLANCE_S = 0.1
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
@@ -87,7 +88,7 @@ def start(
     what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
     if code == LOST:  # sys.exit(-1) ends with it as well
         what = f"lost {name}, or its script ended with exit code"
-    print(f"paceline: {what} {code}: {said}", file=sys.stderr)
+    print(f"paceline: {what} {code}: {shown(said)}", file=sys.stderr)
     return code if code > 0 else 128 - code
 
 
@@ -97,7 +98,7 @@ class Node:
     def __init__(self, host: Host, way: Way, result: BinaryIO | None = None, first: bool = True):
         self.host = host
         self.process = subprocess.Popen(
-            way.command(host, "-m", "paceline.launch.node"),
+            way.command(host, "-c", NODE),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

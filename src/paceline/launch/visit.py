@@ -8,25 +8,23 @@ import os
 import selectors
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from paceline.launch import check, crossing, facts, patient, symptoms
-from paceline.launch.hosts import Host, Way
+from paceline.launch.calls import MOST_BYTES, hear, kill
+from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 from paceline.link import proof
 from paceline.probe import survey
 
+GLANCE_S = 0.5  # how soon a visit that is closed by another thread is seen
 SOURCES = (facts, survey, proof, symptoms, crossing, patient)  # in the order in which they need each other
-# The first line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
+# The next line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
 # there. Old enough for a Python that is too old.
-BOOT = """
-import sys
-sys.path = [folder for folder in sys.path if folder]  # a file of the user's may be named as one of Python's
+BOOT = f"""
+{TOO_OLD}
 import json
-if sys.version_info < (3, 10):
-    sys.exit("Python %d.%d" % sys.version_info[:2])
 from types import ModuleType
 for name, text in json.loads(sys.stdin.readline()):
     parts = name.split(".")
@@ -44,68 +42,82 @@ class Visit:
 
     def __init__(self, host: Host, way: Way, here: bool = False):
         self.host, self._way = host, way
-        command = [sys.executable, "-c", BOOT] if here else way.command(host, "-c", BOOT)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the visit
+        command = [sys.executable, "-c", READ] if here else way.command(host, "-c", READ)
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=subprocess.PIPE,
                 start_new_session=True,  # a terminal's Ctrl-C comes to this process alone
             )
         except FileNotFoundError:
-            self._errors.close()
             raise ConnectionError(check.no_client(command[0])) from None
         assert self._process.stdin
         assert self._process.stdout
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._heard = b""
+        assert self._process.stderr
+        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        self._heard = self._errors = b""
         sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in SOURCES]
-        self._say(sources)
+        self._say(program(BOOT.encode()) + json.dumps(sources).encode() + b"\n")
 
-    def _say(self, what: object) -> None:
+    def _say(self, words: bytes) -> None:
         with contextlib.suppress(OSError):  # its end is seen by who waits for the answer
-            self._stdin.write(json.dumps(what).encode() + b"\n")
+            self._stdin.write(words)
             self._stdin.flush()
 
     def ask(self, order: str, limit_s: float, **words: Any) -> Any:
-        """What the host answers to an order, within the limit."""
+        """What the host answers to an order, within the limit, however much else it says."""
         end = time.monotonic() + limit_s
-        self._say([order, words])
+        self._say(json.dumps([order, words]).encode() + b"\n")
         with selectors.DefaultSelector() as eyes:
             eyes.register(self._stdout, selectors.EVENT_READ)
-            while True:
+            eyes.register(self._stderr, selectors.EVENT_READ)
+            while (left_s := end - time.monotonic()) > 0:
                 line, newline, rest = self._heard.partition(b"\n")
                 if newline:
                     self._heard = rest
                     _, mark, answer = line.decode(errors="replace").partition(patient.MARK)
                     if mark:
-                        return json.loads(answer)
-                elif not eyes.select(max(0.0, end - time.monotonic())):
-                    self._process.kill()
-                    raise ConnectionError(check.no_answer(limit_s))
-                elif data := os.read(self._stdout.fileno(), 1 << 16):
-                    self._heard += data
-                else:
-                    raise ConnectionError(self._why())
+                        return self._read(answer)
+                    continue
+                for key, _ in eyes.select(min(left_s, GLANCE_S)):
+                    if not (data := os.read(key.fd, 1 << 16)):
+                        eyes.unregister(key.fileobj)
+                    if key.fileobj is self._stderr:
+                        self._errors = (self._errors + data)[-MOST_BYTES:]
+                    elif not data:
+                        raise ConnectionError(self._why())
+                    else:
+                        self._heard = (self._heard + data)[-MOST_BYTES:]
+                if self._stdout.closed:
+                    raise ConnectionError("the examination was ended")
+        kill(self._process)
+        raise ConnectionError(check.no_answer(limit_s))
+
+    def _read(self, answer: str) -> Any:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(said := json.loads(answer), (dict, float)):
+                return said
+        raise ConnectionError(
+            f"it answered {answer[:80]!r}, which nothing of ours says; look at what is at {self._way.python} there"
+        )
 
     def _why(self) -> str:
         try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = check.LOST
-        self._errors.seek(0)
-        return check.ended(self.host, self._way, code, self._errors.read().decode(errors="replace"))
+            _, errors = hear(self._process, 1.0)
+            code = self._process.returncode
+        except TimeoutError:
+            code, errors = check.LOST, ""
+        return check.ended(self.host, self._way, code, self._errors.decode(errors="replace") + errors)
 
     def close(self) -> None:
         """What is there ends with its stdin."""
-        for pipe in (self._stdin, self._stdout):
+        for pipe in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            kill(self._process)
             self._process.wait()
-        self._errors.close()

@@ -68,6 +68,11 @@ class Plan:
     hosts: dict[str, str] = field(default_factory=dict)
     teams: tuple[Team, ...] = ()
 
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The hosts to start, where several were measured and fewer may do; else none are named."""
+        return tuple(self.hosts)[: self.num_nodes] if self.num_nodes else ()
+
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
 

@@ -2,7 +2,7 @@
 
     plans/FINGERPRINT-MACHINE-VERSIONS.toml    by model, optimizer, batch and fidelity; needs the model
     plans/jobs/KEY.json                        by command; needs neither the model nor torch
-    plans/hosts/KEY.toml                       over several machines: by their names and the command
+    plans/hosts/KEY.toml                       over several machines: by their names, the command and fidelity
 
 An entry that no longer fits (another torch, machine, script or model) is noticed and said, and not used. A
 broken entry counts as none. Whoever writes, writes whole files: planners do not harm each other.
@@ -123,25 +123,25 @@ def store(plan: Plan, command: Sequence[str], machine: Machine | None = None) ->
 def keep_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
     """A plan over several machines, for `over`."""
     with contextlib.suppress(OSError):
-        write_whole(_over(hosts, command), plan.to_toml())
+        write_whole(_over(hosts, command, plan.fidelity), plan.to_toml())
 
 
-def over(hosts: Sequence[str], command: Sequence[str]) -> Plan | None:
-    """The plan made for these hosts and this command, by this version of everything; else None."""
+def over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
+    """The plan made for these hosts, this command and fidelity, by this version of everything; else None."""
     try:
-        plan = Plan.read(_over(hosts, command))
+        plan = Plan.read(_over(hosts, command, fidelity))
     except (ValueError, OSError):
         return None
     return plan if plan.versions == versions() else None
 
 
-def _over(hosts: Sequence[str], command: Sequence[str]) -> Path:
+def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     """By what makes a step: how long and how well it is trained changes no plan."""
     words = list(command)
     if words[:2] == ["-m", "paceline.train"]:
         said = json.loads(words[2])
         words[2] = json.dumps({name: said[name] for name in STEP if name in said})
-    return folder() / "hosts" / f"{_hash(sorted(hosts), words, _script(command), os.getcwd())}.toml"
+    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd())}.toml"
 
 
 def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:

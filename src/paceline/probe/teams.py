@@ -22,6 +22,7 @@ WORTH = 1.05  # times as fast, or one machine less is better
 SAME = 0.03  # closer than this to the best, fewer machines win
 WAITS = 0.1  # of a step: then the network is named as the reason
 SHARED, EACH = "shared", "each"
+FAILED = "failed: "  # and why, as a reason
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Team:
     reason: str = ""
 
     @property
+    def failed(self) -> bool:
+        """It was run, and did not train: what was predicted of it says nothing any more."""
+        return self.reason.startswith(FAILED)
+
+    @property
     def speedup(self) -> float:
         """By measurement where there is one."""
         return self.measured_speedup or self.predicted_speedup or 0.0
@@ -68,8 +74,10 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
     real = [team for team in teams[1:] if team.hosts]
     if not real:
         return 1, _imagined(teams)
-    shared, each = ([team for team in real if team.batch == kind] for kind in (SHARED, EACH))
+    shared, each = ([team for team in real if team.batch == kind and not team.failed] for kind in (SHARED, EACH))
     num_hosts = max(team.nodes for team in real)
+    if not shared:
+        return 1, f"stay on one machine: {_why_not(real)}"
     best = max(shared, key=lambda team: team.speedup)
     chosen = next(team for team in shared if team.speedup >= best.speedup * (1 - SAME))
     if chosen.speedup >= WORTH:
@@ -79,6 +87,14 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
     if each and (larger := max(each, key=lambda team: team.speedup)).speedup >= WORTH:
         said += f"; with {larger.batch_size} they would be {larger.numbers}"
     return 1, said
+
+
+def _why_not(real: Sequence[Team]) -> str:
+    """Of teams none of which can share the batch."""
+    if failed := next((team for team in real if team.failed and team.batch == SHARED), None):
+        return f"{failed.nodes} {failed.reason}"
+    fewest = min(real, key=lambda team: team.nodes)
+    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has no row for each of {fewest.nodes}"
 
 
 def _imagined(teams: Sequence[Team]) -> str:

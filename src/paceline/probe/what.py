@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
+MOST_NODES = 4096
 FORM = "nodes=8,link=10gbit,latency=5ms, each of them only where it differs"
 
 
@@ -29,8 +30,8 @@ class WhatIf:
                 raise ValueError(f"--what-if {text!r}: {word.strip()!r} is not understood; accepted: {FORM}")
             said[key] = value
         nodes = said.get("nodes")
-        if nodes is not None and not (nodes.isdigit() and int(nodes) > 0):
-            raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 1, got {nodes!r}")
+        if nodes is not None and not (nodes.isdecimal() and 1 < int(nodes) <= MOST_NODES):
+            raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 2 to {MOST_NODES}, got {nodes!r}")
         return cls(
             int(nodes) if nodes else None,
             rate(said["link"]) if "link" in said else None,

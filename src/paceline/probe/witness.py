@@ -51,7 +51,7 @@ class Witness:
             model.load_state_dict(load_file(self.start))
 
     def begin(self, state: dict[str, Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # below /tmp, on a host
         self._save(state, "first.safetensors")
 
     def cast(self, batch: Any, mapped: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
