@@ -96,6 +96,17 @@ class Sometimes(Plain):
         return out
 
 
+class Normed(nn.Module):
+    """Batch normalisation, and nothing random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(IN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.first(x))))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Plain,
     "tied": Tied,

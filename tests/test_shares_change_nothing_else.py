@@ -235,7 +235,7 @@ def job(model=None, **options):
 def test_a_node_has_no_more_rows_than_it_can_take_from_the_beginning():
     mine = job(most_rows=6)
     rank = Rank(*ranks_of_one(), build())
-    seat, balance = settle(place(mine, World(num_nodes=2)), mine, rank.engine, Said((1, 6), (1, 32)))
+    seat, balance, _ = settle(place(mine, World(num_nodes=2)), mine, rank.engine, Said((1, 6), (1, 32)))
     assert seat.dealt(32) == (6, 26)
     assert (balance.least, balance.most) == ((1, 1), (6, 32))
     for options, said, message in (
@@ -268,6 +268,6 @@ def test_fixed_shares_stay_and_batch_norm_keeps_two_rows_for_each_pass():
     told = []
     exchange = Said((6, 32), (6, 32))
     exchange.gather = lambda words: told.append(words) or Said.gather(exchange, words)
-    _, balance = settle(place(asked, World(num_nodes=2)), asked, engine, exchange)
+    _, balance, _ = settle(place(asked, World(num_nodes=2)), asked, engine, exchange)
     assert told == [b"[6, 32]"]
     assert balance.least == (6, 6)

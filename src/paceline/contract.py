@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -240,6 +241,26 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Regroup:
+    """Nodes were lost, the others go on. ``origin``, ``rows``: the rank that each of them had before, and its rows."""
+
+    generation: int
+    origin: tuple[int, ...]
+    rows: tuple[int, ...]
+    lost: tuple[str, ...]  # by host
+    seconds: float  # from the broken operation to the new link
+    why: str
+
+    def pack(self) -> bytes:
+        return json.dumps([self.generation, self.origin, self.rows, self.lost, self.seconds, self.why]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Regroup:
+        generation, origin, rows, lost, seconds, why = json.loads(data)
+        return cls(generation, tuple(origin), tuple(rows), tuple(lost), seconds, why)
+
+
+@dataclass(frozen=True)
 class Rule:
     """How agreed sums become an update. Normalised once: gradient = scale * sum."""
 
@@ -281,6 +302,7 @@ class Engine:
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
+    redoes: bool = False  # a step may be computed again after its pieces have left
     ahead: bool = False  # may begin the next step while pieces of the last are still coming
 
     @property
@@ -321,6 +343,9 @@ class Engine:
         Every process of every node must call it, after `open`.
         """
         raise NotImplementedError
+
+    def relink(self, link: Link | None) -> None:
+        """What `sync_norm` was given has been rebuilt: its sums go over ``link`` from the next step on."""
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
@@ -374,6 +399,7 @@ class Link:
     generation: int = 0
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
+    origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before
 
     def lane(self, name: str) -> Link:
         """The same ranks with an order of their own."""
@@ -405,6 +431,20 @@ class Link:
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
+        raise NotImplementedError
+
+    def stand_by(self, least: int = 1) -> None:
+        """From now on a loss can be survived by `rebuild`, with ``least`` ranks or more. Every rank calls it.
+
+        Raises ValueError for a link that cannot.
+        """
+        raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=torch")
+
+    def rebuild(self) -> Link:
+        """Those who are left, in the old order, as a link of the next generation. Whoever waits on the old one fails.
+
+        Raises LinkError where this rank, or nobody, may go on.
+        """
         raise NotImplementedError
 
     def close(self) -> None:
@@ -471,6 +511,9 @@ class Exchange:
     uses_codec = True
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
+    survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
+    regroups: int = 0  # losses so far after which something was done again
+    regrouped: Callable[[Regroup], None] | None = None  # told of each loss before anything is done again
     link: Link
 
     def open(
@@ -501,6 +544,18 @@ class Exchange:
         raise NotImplementedError
 
     def agree(self, ballot: Ballot) -> Agreement:
+        raise NotImplementedError
+
+    def recover(self, error: LinkError) -> Agreement:
+        """Instead of `agree`, after the link broke in the middle of a gradient: REDO, or raises ``error``."""
+        raise error
+
+    def voted(self) -> bytes:
+        """The last vote that came through here, for `finish` elsewhere."""
+        raise NotImplementedError
+
+    def finish(self, voted: bytes) -> Agreement:
+        """Ends the step whose vote broke off here, as those did for whom it came through: all its pieces are here."""
         raise NotImplementedError
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:

@@ -131,16 +131,21 @@ class Loop:
             forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:
                 ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
+            except LinkError as error:
+                self.engine.rollback(kept)
+                begin = time.perf_counter()
+                agreement = self.exchange.recover(error)
             except BaseException as error:
                 self.engine.rollback(kept)
                 self._torn = not isinstance(error, NotFinite)  # which everyone raises
                 raise
-            ballot.stop, ballot.expected, begin = self.stop, batch.weight, time.perf_counter()
-            ballot.fixed = self._update_s
-            own_s = ballot.seconds - (self.engine.waited_s - waited)
-            ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)
-            agreement = self.exchange.agree(ballot)
-            self._torn = False
+            else:
+                ballot.stop, ballot.expected, begin = self.stop, batch.weight, time.perf_counter()
+                ballot.fixed = self._update_s
+                own_s = ballot.seconds - (self.engine.waited_s - waited)
+                ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)
+                agreement = self.exchange.agree(ballot)
+                self._torn = False
             self._spent["exchange_seconds"] = time.perf_counter() - begin
             if agreement.verdict is not Verdict.REDO:
                 return agreement, kept

@@ -24,6 +24,7 @@ from paceline.data import feed
 from paceline.drift import Drift
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
+from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
@@ -72,8 +73,13 @@ class Pace:
         self.leader = world.node == 0 and world.local_rank == 0
         if link:
             compare(link, job, engine, exchange, codec)
-        ledger = Ledger(link or _alone())
+        ledger = self.ledger = Ledger(link or _alone())
         seat = seating.place(job, world)
+        surviving: Surviving | None = None
+        if world.least:
+            if link:
+                ledger.stand_by(world.least)
+            surviving = exchange = Surviving(exchange, engine.relink)
         rows = max(seat.dealt(job.batch_size))
         if world.local_rank == 0:
             exchange.open(engine.specs, ledger, codec, rows, job.seed, engine.absorbs)
@@ -85,7 +91,7 @@ class Pace:
             engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
-        seat, balance = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
+        seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
         if world.size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
             torch.manual_seed(job.seed * 100_003 + world.rank)
@@ -101,9 +107,6 @@ class Pace:
         if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
-        host = os.environ.get("PACELINE_HOST", socket.gethostname())
-        part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
-        who = f"rank {world.node} of {world.num_nodes} on {host}{part}"
         together = world.num_nodes > 1 and exchange.consensus == "step" and not self.watched
         # with the same words from everyone, one process says them
         self._speaks = self.leader if exchange.consensus == "step" else world.local_rank == 0
@@ -114,7 +117,7 @@ class Pace:
             seat,
             self.record,
             job.clip,
-            who=who,
+            who=self._who(),
             schedule=job.scheduler,
             scaler=scaler,
             balance=None if self.watched else balance,
@@ -122,6 +125,9 @@ class Pace:
             if together
             else None,
         )
+        self.exchange.regrouped = self._regroup
+        if surviving:
+            surviving.rows, surviving.begun = lambda: self.shares[self.world.node], True
         self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         self.facts: dict[str, Any] = {}
@@ -131,9 +137,58 @@ class Pace:
         self._usage: Usage | None = None
         self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
         if link:
-            atexit.register(_leave, link)
+            atexit.register(_leave, ledger)
             if exchange.overlap == "forward":
                 atexit.register(self._settle_at_exit)
+
+    def _who(self) -> str:
+        world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
+        part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
+        return f"rank {world.node} of {world.num_nodes} on {host}{part}"
+
+    def _regroup(self, news: contract.Regroup) -> None:
+        """Nodes were lost: this process has another seat from now on, and may lead."""
+        loop, job, world = self.loop, self.job, self.world
+        sizes = tuple(world.sizes[rank] for rank in news.origin)
+        self.world = dataclasses.replace(
+            world,
+            node=news.origin.index(world.node),
+            num_nodes=len(sizes),
+            local_sizes=sizes if len(set(sizes)) > 1 else (),
+        )
+        loop.seat, loop.balance, self._limits = seating.regroup(
+            loop.seat, loop.balance, job.batch_size, self._limits, news
+        )
+        loop.who = self._who()
+        own = self.shares[self.world.node]
+        self.engine.accumulate = job.accumulate * max(1, -(-own // self._limits.most[self.world.node]))
+        if world.local_rank:
+            self.engine.relink(None)
+        elif self.world.node == 0 and not self.leader:
+            self._lead()
+        lost = ", ".join(news.lost) or "no node"
+        words = f"lost {lost} at step {loop.num_steps}; {len(sizes)} of {world.num_nodes} nodes go on ({news.why})"
+        if self.leader:
+            print(f"paceline: {words}", file=sys.stderr)
+        self.record.write(
+            "regroup",
+            step=loop.num_steps,
+            generation=news.generation,
+            lost=news.lost,
+            num_nodes=len(sizes),
+            shares=self.shares,
+            seconds=news.seconds,
+            why=news.why,
+        )
+
+    def _lead(self) -> None:
+        """The leader was lost: what one of all does is this process's from now on."""
+        self.leader = True
+        if self.loop.drift:
+            self.loop.drift.leads = True
+        if self.folder and not self.watched:
+            self.record.open(self.folder)
+            self._usage = Usage(self.record).start()
 
     # the data
 
@@ -333,11 +388,15 @@ class Pace:
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.settle()
-        self.exchange.spread(self.engine.buffers)
         rows = rows or max(1, self.job.batch_size // self.world.size)
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
-        return evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
+        while True:
+            regroups = self.exchange.regroups
+            self.exchange.spread(self.engine.buffers)
+            found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
+            if self.exchange.regroups == regroups:  # else some samples were a lost node's
+                return found
 
     # what is kept
 
@@ -405,7 +464,7 @@ class Pace:
         self.exchange.close()
         self.engine.close()
         if self.link:
-            self.link.close()
+            self.ledger.close()
         if unwritten:
             raise unwritten
         if late and reason == "finished":

@@ -6,14 +6,23 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.balance import Balance, fair
-from paceline.contract import Engine, Exchange
+from paceline.contract import Engine, Exchange, Regroup
 from paceline.data.order import Seat
 from paceline.job import Job
 from paceline.world import World
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rows of the global batch that each node needs, and takes."""
+
+    least: tuple[int, ...]
+    most: tuple[int, ...]
 
 
 def place(job: Job, world: World) -> Seat:
@@ -29,7 +38,7 @@ def place(job: Job, world: World) -> Seat:
 
 def settle(
     seat: Seat, job: Job, engine: Engine, exchange: Exchange, sizes: Sequence[int] = ()
-) -> tuple[Seat, Balance | None]:
+) -> tuple[Seat, Balance | None, Limits]:
     """With what every node can take, which all tell each other: the seat to begin with, and what moves it, if anything.
 
     ``sizes``: the processes of each node, where they differ. Every process must call it. Raises ValueError, everywhere,
@@ -55,7 +64,24 @@ def settle(
             )
         seat = dataclasses.replace(seat, shares=fair(count, [0.0] * nodes, [1.0] * nodes, least, most))
     follows = job.shares == "measured" and nodes > 1
-    return seat, Balance(count, least, most) if follows else None
+    return seat, Balance(count, least, most) if follows else None, Limits(tuple(least), tuple(most))
+
+
+def regroup(
+    seat: Seat, balance: Balance | None, count: int, limits: Limits, news: Regroup
+) -> tuple[Seat, Balance | None, Limits]:
+    """Among the nodes that are left, in proportion to the rows that they had: all are told the same of these.
+
+    Where the nodes take less than the whole batch, they are given more than they take: in more micro-batches."""
+    rows, origin = news.rows, news.origin
+    least, most = tuple(limits.least[rank] for rank in origin), tuple(limits.most[rank] for rank in origin)
+    bound = most if sum(most) >= count else (count,) * len(origin)
+    shares = None
+    if max(rows) > min(rows) + 1 or count > len(origin) * min(bound):
+        shares = fair(count, [0.0] * len(origin), [1 / max(1, each) for each in rows], least, bound)
+    seat = dataclasses.replace(seat, node=origin.index(seat.node), num_nodes=len(origin), shares=shares)
+    follows = balance is not None and len(origin) > 1
+    return seat, Balance(count, least, bound) if follows else None, Limits(least, most)
 
 
 def _least(seat: Seat, job: Job, engine: Engine) -> int:

@@ -123,6 +123,12 @@ def join(
     if forward:
         parts[0].forward = forward
     parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
+    if world.least and (parts[1].overlap == "forward" or parts[1].consensus != "step"):
+        raise ValueError(
+            f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
+            f"use overlap='backward' and an exchange that agrees each step, such as allreduce; got "
+            f"{parts[1].overlap!r} and {exchange!r}"
+        )
     if parts[0].numerics.precision == "fp16" and codec not in ("none", "half"):
         raise ValueError(
             f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "

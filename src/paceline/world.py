@@ -16,7 +16,8 @@ class World:
     """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
     What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
-    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``.
+    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
+    does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it.
     """
 
     local_rank: int = 0
@@ -26,6 +27,7 @@ class World:
     host: str = "127.0.0.1"
     port: int = 0
     local_sizes: tuple[int, ...] = ()
+    least: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -76,7 +78,21 @@ class World:
             given.get("MASTER_ADDR", "127.0.0.1"),
             _number(given, "MASTER_PORT", 0),
             sizes,
+            _least(given, len(sizes) or size // local_size),
         )
+
+
+def _least(given: Mapping[str, str], num_nodes: int) -> int:
+    text = given.get("PACELINE_NODES", "")
+    if not text or num_nodes == 1:
+        return 0
+    least, _, most = text.partition(":")
+    if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= num_nodes <= int(most or num_nodes)):
+        raise ValueError(
+            f"PACELINE_NODES={text!r} is the fewest and the most nodes, as 2:4 is, and {num_nodes} are started; give a "
+            f"range that holds {num_nodes}, or unset it"
+        )
+    return int(least)
 
 
 def _sizes(given: Mapping[str, str]) -> tuple[int, ...]:

@@ -41,6 +41,10 @@ SshOption = Annotated[
 SendOption = Annotated[
     bool, typer.Option("--send", help="With -H: the working tree, as git sees it, and --data go along; what changed.")
 ]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(help="Fewest and most, as 2:4: others may be lost, and training goes on. Without -H: so many here."),
+]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Goes on without this terminal; `paceline attach` follows it.")
 ]

@@ -15,6 +15,7 @@ from paceline.cli.options import (
     EnvOption,
     FidelityOption,
     HostsOption,
+    NodesOption,
     OutOption,
     PlanOption,
     PythonOption,
@@ -22,7 +23,7 @@ from paceline.cli.options import (
     SharesOption,
     SshOption,
 )
-from paceline.cli.start import check_alone, check_script, leave, ready, start, start_over_ssh
+from paceline.cli.start import check_alone, check_script, leave, ready, span, start, start_over_ssh
 from paceline.launch.hosts import Way
 
 
@@ -34,6 +35,7 @@ def run(
     shares: SharesOption = None,
     out: OutOption = None,
     hosts: HostsOption = None,
+    nodes: NodesOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
@@ -52,19 +54,33 @@ def run(
 
     paceline run -H hostA,hostB train.py
 
+    paceline run -H hostA,hostB,hostC --nodes 2:3 train.py
+
     paceline run -H hostA,hostB --send --detach train.py
     """
     command = [script, *context.args]
     check_script(command)
     wanted(shares or "measured")
     check_alone(hosts, send, data, detach)
+    least, most = span(nodes, hosts)
     if detach:
         leave(["run", *command])
     if hosts:
         way = Way(ssh_command, python or sys.executable)
         packed = Path(data) if data else None
         over = start_over_ssh(
-            hosts, way, command, plan, fidelity, out, env, address, shares=shares, send=send, data=packed
+            hosts,
+            way,
+            command,
+            plan,
+            fidelity,
+            out,
+            env,
+            address,
+            shares=shares,
+            send=send,
+            data=packed,
+            least=least,
         )
         raise typer.Exit(over)
-    raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares))
+    raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares, num_nodes=most, least=least))

@@ -88,14 +88,22 @@ def _is_plain(row: str) -> bool:
     return way.engine in find.names("engine") and len({*ROUNDED} & {*way.words}) < 2
 
 
-def start(command: list[str], made: Plan, out: Path | None, quiet: bool = False, shares: str | None = None) -> int:
+def start(
+    command: list[str],
+    made: Plan,
+    out: Path | None,
+    quiet: bool = False,
+    shares: str | None = None,
+    num_nodes: int = 1,
+    least: int = 0,
+) -> int:
     environment = {"PACELINE_SHARES": shares} if shares else {}
     if out:
         out.mkdir(parents=True, exist_ok=True)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
     detach.begun()
-    code = local.start([sys.executable, *command], made.chosen, environment=environment)
+    code = local.start([sys.executable, *command], made.chosen, num_nodes, environment, least=least)
     if code == 0 and out and not quiet:
         print(f"run: {out}")
     return code
@@ -114,6 +122,7 @@ def start_over_ssh(
     shares: str | None = None,
     send: bool = False,
     data: Path | None = None,
+    least: int = 0,
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     named = parse(hosts)
@@ -140,7 +149,8 @@ def start_over_ssh(
         settings.write(out)
     detach.begun()
     quiet = bool(settings and settings.json)
-    code = ssh.start(nodes, command, chosen, way, environment, meeting, sys.stdout.buffer if quiet else None)
+    result = sys.stdout.buffer if quiet else None
+    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least)
     if code == 0 and out and not quiet:
         print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
@@ -227,6 +237,21 @@ def check_alone(hosts: str | None, send: bool = False, data: str | None = None, 
         raise ValueError(
             f"--data {data} goes along with --send alone; give --send, or leave it to the script's own words"
         )
+
+
+def span(nodes: str | None, hosts: str | None) -> tuple[int, int]:
+    """(the nodes without which training ends, or 0; how many are started). Raises ValueError."""
+    count = len(parse(hosts)) if hosts else None
+    if nodes is None:
+        return 0, count or 1
+    words = nodes.split(":")
+    numbers = [int(word) for word in words if word.isdigit()]
+    if len(words) != len(numbers) or len(numbers) > 2 or not 1 <= numbers[0] <= numbers[-1]:
+        raise ValueError(f"--nodes is the fewest and the most nodes, as 2:4 is; got {nodes!r}")
+    least, most = numbers[0], numbers[-1]
+    if count and not least <= count <= most:
+        raise ValueError(f"--nodes {nodes} and {count} hosts of -H do not fit together; give -H from {least} to {most}")
+    return least, count or most
 
 
 def check_script(command: list[str]) -> None:

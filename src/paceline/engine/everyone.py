@@ -32,10 +32,19 @@ class Everyone:
     def __init__(self, crew: Crew | None = None, link: contract.Link | None = None):
         self.crew = crew
         self.leads = crew is None or crew.rank == 0
-        self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
+        self._stale = False
+        self._link(link)
         self.hear: Callable[[Tensor], None] = lambda vector: None
         self._inside = False
         self.waited_s = 0.0  # in all steps so far, for those who are slower
+
+    def _link(self, link: contract.Link | None) -> None:
+        self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
+
+    def relink(self, link: contract.Link | None) -> None:
+        """From the next step on over this link; what a broken step has left in the lines of the node is dropped."""
+        self._link(link)
+        self._stale = True
 
     def inside(self) -> bool:
         return self._inside
@@ -43,23 +52,31 @@ class Everyone:
     @contextmanager
     def step(self, present: bool) -> Iterator[None]:
         """One forward and backward of this process, or nothing if it has no rows. All must enter it."""
-        with self._waiting():
-            rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
-            self._here = [rank for rank, (here,) in enumerate(rows) if here]
-            if self.lane:
-                nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
-                self._all_nodes = float(nodes[0]) == self.lane.size
-        self._inside = True
         try:
-            yield
+            with self._waiting():
+                self._begin(present)
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+            with self._waiting():
+                self._end(present)
         except BaseException as error:
             if self.crew:
                 self.crew.give_up(f"another process of this node gave up in the step: {error}")
             raise
-        finally:
-            self._inside = False
-        with self._waiting():
-            self._end(present)
+
+    def _begin(self, present: bool) -> None:
+        if self._stale and self.crew:
+            self.crew.close()
+            self.crew = Crew(self.crew.rank, self.crew.size, f"{self.crew.name}+")
+        self._stale = False
+        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
+        self._here = [rank for rank, (here,) in enumerate(rows) if here]
+        if self.lane:
+            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
+            self._all_nodes = float(nodes[0]) == self.lane.size
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -98,7 +98,7 @@ class Engine(sequential.Engine):
         self._sum_norms(Everyone(Crew(*self.seat, f"{self.crew.name}-norm"), link))
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
-        self.alone = exchange.link.size == 1
+        self.alone, self.redoes = exchange.link.size == 1, exchange.survives
         kind = Leader if self.seat[0] == 0 else Follower
         return kind(exchange, self.crew, self.places, self.specs)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Verdict, framed, unframed
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Regroup, Spec, Verdict, framed, unframed
 from paceline.engine.crew import PATIENCE_S, Crew, CrewError
 from paceline.engine.places import Places
 
@@ -29,7 +29,7 @@ class _Relay(contract.Exchange):
 
     def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
         self.exchange, self.crew, self.places, self.specs, self.link = exchange, crew, places, specs, exchange.link
-        self.fidelity, self.consensus = exchange.fidelity, exchange.consensus
+        self.fidelity, self.consensus, self.survives = exchange.fidelity, exchange.consensus, exchange.survives
         self.alone = exchange.link.size == 1
         self._forms: list[str] = []
         self._overflow: set[int] = set()
@@ -65,6 +65,21 @@ class Leader(_Relay):
             self._forms = list(exchange.forms())
         self._share_forms()
         self._inbox: _Inbox | None = None
+        self._news: list[bytes] = []  # of losses, that the crew has not been told
+        exchange.regrouped = self._note
+
+    def _note(self, news: Regroup) -> None:
+        self._news.append(news.pack())
+        if self.regrouped:
+            self.regrouped(news)
+
+    def _with_news(self, body: bytes) -> bytes:
+        news, self._news = framed(self._news), []
+        return framed([news, struct.pack("<I", self.regroups), body])
+
+    @property
+    def regroups(self) -> int:  # type: ignore[override]
+        return self.exchange.regroups
 
     def _share_forms(self) -> None:
         for peer in self.crew.lines:
@@ -88,6 +103,8 @@ class Leader(_Relay):
         size = self.crew.size
         if self._forms[spec.index] == DENSE:
             flat = self.places.flat(spec)
+            if self.survives:
+                flat = flat.clone()  # a broken sum may still write into it while the step is computed again
             for local_rank in range(1, size):
                 flat += self.places.flat(spec, local_rank)
             return Piece(spec, flat=flat)
@@ -103,6 +120,20 @@ class Leader(_Relay):
             agreement = self._alone(ballots) if self.alone else self.exchange.agree(Ballot.merge(ballots))
         except contract.LinkError as error:
             self.crew.say_why(error)
+            raise
+        self._pass_on(agreement)
+        return agreement
+
+    def recover(self, error: contract.LinkError) -> Agreement:
+        """After the crew has ended its step, or broken it off as well."""
+        assert self._inbox
+        try:
+            if isinstance(error, CrewError) or not self.survives:
+                raise error
+            self._inbox.finish()
+            agreement = self.exchange.recover(error)
+        except contract.LinkError as final:
+            self.crew.say_why(final)
             raise
         self._pass_on(agreement)
         return agreement
@@ -136,8 +167,9 @@ class Leader(_Relay):
         counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
         word = agreement.verdict.value.encode()
         body = bytes([agreement.drift, len(word)]) + word + counts + agreement.ballot.pack()
+        told = self._with_news(body)
         for peer in self.crew.lines:
-            self.crew.send(peer, b"v", body)
+            self.crew.send(peer, b"v", told)
         self._share_forms()
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
@@ -158,13 +190,14 @@ class Leader(_Relay):
     def gather(self, *words: bytes) -> list[bytes]:
         node = [word for part in self.crew.swap(framed(words), "gathering words") for word in unframed(part)]
         whole = self.exchange.gather(*node)
-        return unframed(self.crew.swap(framed(whole), "gathering words")[0])
+        self.crew.swap(self._with_news(framed(whole)), "gathering words")
+        return whole
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         self.exchange.spread(tensors)
         for tensor, place in self.places.twins(tensors):
             place.copy_(tensor)
-        self.crew.barrier("spreading")
+        self.crew.swap(self._with_news(b""), "spreading")
         self.crew.barrier("spreading")
 
     def rebuild(self, link: contract.Link) -> None:
@@ -200,8 +233,26 @@ class Follower(_Relay):
             self.crew.send(0, b"p", struct.pack("<Ii", piece.spec.index, num_rows))
 
     def agree(self, ballot: Ballot) -> Agreement:
-        self.crew.send(0, b"v", self._vote(ballot).pack())
-        body = self.crew.expect(0, b"v", "agreeing on the step")
+        return self._verdict(self._vote(ballot))
+
+    def recover(self, error: contract.LinkError) -> Agreement:
+        """Local rank 0 has heard of it, or will: it is told that this process has no ballot."""
+        if not self.survives:
+            raise error
+        return self._verdict(Ballot(ok=False))
+
+    def _hear(self, told: bytes) -> bytes:
+        news, regroups, body = unframed(told)
+        (self.regroups,) = struct.unpack("<I", regroups)
+        for each in map(Regroup.unpack, unframed(news)):
+            self.link.size = len(each.origin)
+            if self.regrouped:
+                self.regrouped(each)
+        return body
+
+    def _verdict(self, ballot: Ballot) -> Agreement:
+        self.crew.send(0, b"v", ballot.pack())
+        body = self._hear(self.crew.expect(0, b"v", "agreeing on the step"))
         drift, length = bool(body[0]), body[1]
         verdict = Verdict(body[2 : 2 + length].decode())
         (count,) = struct.unpack_from("<I", body, 2 + length)
@@ -224,10 +275,10 @@ class Follower(_Relay):
 
     def gather(self, *words: bytes) -> list[bytes]:
         self.crew.swap(framed(words), "gathering words")
-        return unframed(self.crew.swap(b"", "gathering words")[0])
+        return unframed(self._hear(self.crew.swap(b"", "gathering words")[0]))
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        self.crew.barrier("spreading")
+        self._hear(self.crew.swap(b"", "spreading")[0])
         for tensor, place in self.places.twins(tensors):
             tensor.copy_(place)
         self.crew.barrier("spreading")

@@ -116,6 +116,7 @@ class Engine(sequential.Engine):
     def _follow(self) -> None:
         """Weights, buffers and mode of the other replicas are the model's, whatever has happened to it since."""
         for one in self.twins:
+            one.accumulate = self.accumulate
             with torch.no_grad():
                 for weight, its in zip(self.model.parameters(), one.model.parameters(), strict=True):
                     if weight.device != its.device:

@@ -80,6 +80,7 @@ class Engine(contract.Engine):
         return list(self.model.buffers())
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
+        self.redoes = exchange.survives
         self.backward.watch(early=exchange.link.size > 1)
         if exchange.link.size == 1:
             self._looks = [[]]  # nobody has weights to compare with
@@ -124,10 +125,14 @@ class Engine(contract.Engine):
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        if FACTORS in forms:  # the step will be redone, and adding up on the way must not spoil what it starts from
+        own = [p.grad for p in self.backward.parameters.values()]
+        if FACTORS in forms or self.redoes:  # adding up on the way must not spoil what a redone step starts from
             for parameter in self.backward.parameters.values():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        return self._voted(ballot, self.backward.take(forms, offer), start)
+        state = self.backward.take(forms, offer)
+        for parameter, grad in zip(self.backward.parameters.values(), own, strict=True):
+            parameter.grad = grad
+        return self._voted(ballot, state, start)
 
     def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
         ballot.hash = self._hash()
@@ -262,6 +267,10 @@ class Engine(contract.Engine):
 
     def sync_norm(self, link: contract.Link | None) -> None:
         self._sum_norms(Everyone(None, link))
+
+    def relink(self, link: contract.Link | None) -> None:
+        for everyone in dict.fromkeys(everyone for _, everyone in self._norms):
+            everyone.relink(link)
 
     def _sum_norms(self, everyone: Everyone) -> None:
         layers = Layers(self.model)

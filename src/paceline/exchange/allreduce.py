@@ -60,6 +60,7 @@ class Exchange(Meeting):
         self._flow = Lane(self._send) if self.link.size > 1 else None
         self._flight = Flight(self.choice.groups, self.step)
         self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
+        self._got: list[tuple[Piece, Any]] = []
 
     def forms(self) -> Sequence[str]:
         return self.choice.forms
@@ -132,10 +133,18 @@ class Exchange(Meeting):
             return self._alone(ballot)
         flight, later = self._flight, self.overlap == "forward"
         got = [] if later else [self.receive(flight, spec) for spec in self.specs]
+        self._got = got  # until the vote is over, which may have come through for others alone
         measured = self._before[0] if later and self._before else flight
         ballot.ready, ballot.took = flight.ready(), measured.took()
         ballot.multiply = self.choice.multiplication()
-        merged, ballots, drift = self.vote(ballot)
+        return self._decide(*self.vote(ballot))
+
+    def finish(self, voted: bytes) -> Agreement:
+        return self._decide(*self._counted(contract.unframed(voted)))
+
+    def _decide(self, merged: Ballot, ballots: list[Ballot], drift: bool) -> Agreement:
+        flight, later, got = self._flight, self.overlap == "forward", self._got
+        self._got = []
         coming: list[contract.Coming] = [_Coming(self, flight, self.specs[i]) for group in flight.groups for i in group]
         most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
         costs = self.choice.costs(flight.groups, most)
@@ -181,7 +190,7 @@ class Exchange(Meeting):
     def rebuild(self, link: contract.Link) -> None:
         self.close()
         self.link = link
-        self.choice.begin(link.size)
+        self.choice.anew(link.size)
         self._start()
 
     def close(self) -> None:

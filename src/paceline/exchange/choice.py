@@ -51,6 +51,12 @@ class Choice:
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
 
+    def anew(self, size: int) -> None:
+        """After a loss: from what all have heard alike, which shares, and what was measured, are not."""
+        self.begin(size)
+        self.most = [math.ceil(rows / size) for rows in self.total]
+        self._adopt(self._choose())
+
     def both(self, spec: Spec) -> tuple[Cost, Cost]:
         """What it costs dense, as its codec makes it, and as factors of the rows that are expected."""
         dtype = self.types[spec.index][0]

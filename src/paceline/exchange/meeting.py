@@ -18,15 +18,23 @@ class Meeting(contract.Exchange):
     """Uses the link's own lane; gradients have another."""
 
     link: contract.Link
+    _votes: Sequence[bytes] = ()
 
     def vote(self, ballot: Ballot) -> tuple[Ballot, list[Ballot], bool]:
         """(all ballots as one, each rank's, whether the replicas' hashes differ)."""
         words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
         everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
-        ballots = [Ballot.unpack(bytes(part.numpy())) for part in everyone]
+        self._votes = [bytes(part.numpy()) for part in everyone]
+        return self._counted(self._votes)
+
+    def _counted(self, votes: Sequence[bytes]) -> tuple[Ballot, list[Ballot], bool]:
+        ballots = [Ballot.unpack(vote) for vote in votes]
         merged = Ballot.merge(ballots)
         merged.paces = tuple((b.busy, b.fixed) for b in ballots)
         return merged, ballots, len({b.hash for b in ballots}) > 1
+
+    def voted(self) -> bytes:
+        return contract.framed(self._votes)
 
     def total(self, values: Sequence[float]) -> list[float]:
         if self.link.size == 1:

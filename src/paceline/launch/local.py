@@ -47,6 +47,7 @@ def start(
     meeting: tuple[str, int] | None = None,
     asked: Callable[[], Sequence[int]] | None = None,
     sizes: Sequence[int] = (),
+    least: int = 0,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
@@ -58,6 +59,7 @@ def start(
     meeting     host and port where the nodes meet, which node 0 serves; else a free port of this machine
     asked       looked at now and then: signals to pass on as if they had come here; 0 starts the clock
     sizes       the processes of each node, where they differ
+    least       nodes that may go on when others fail; 0: one that fails ends all
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     host, port = meeting or ("127.0.0.1", free_port())
@@ -73,6 +75,8 @@ def start(
         MASTER_PORT=str(port),
     )
     base.pop("PACELINE_LOCAL_SIZES", None)
+    if least:
+        base["PACELINE_NODES"] = f"{least}:{len(sizes)}"
     if len(set(sizes)) > 1:
         base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
     places = [(owner, local_rank) for owner, size in enumerate(sizes) for local_rank in range(size)]
@@ -114,7 +118,8 @@ def start(
                     start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
                 )
             )
-        return _wait(children, received, pass_on, asked or tuple)
+        owners = [owner for owner, _ in places if node in (None, owner)]
+        return _wait(children, owners, least, received, pass_on, asked or tuple)
     finally:
         for child in children:
             if child.poll() is None:
@@ -126,12 +131,14 @@ def start(
 
 def _wait(
     children: Sequence[subprocess.Popen[bytes]],
+    owners: Sequence[int],
+    least: int,
     received: Sequence[int],
     pass_on: Callable[[int], None],
     asked: Callable[[], Sequence[int]],
 ) -> int:
     failed: int | None = None
-    hurry = False
+    hurry, lost = False, dict[int, int]()  # nodes that failed, and with which code
     end, limit_s = float("inf"), float("inf")
     while True:
         for number in asked():
@@ -140,9 +147,11 @@ def _wait(
             else:
                 hurry = True
         codes = [child.poll() for child in children]
-        for code in codes:
-            if failed is None and code:
-                failed = code
+        for owner, code in zip(owners, codes, strict=True):
+            if code:
+                lost.setdefault(owner, code)
+        if failed is None and lost and len(set(owners)) - len(lost) < (least or len(set(owners))):
+            failed = next(iter(lost.values()))
         ended = any(code is not None for code in codes)
         if hurry or failed is not None or (received and ended) or len(received) > 1:
             allowed_s = GRACE_S

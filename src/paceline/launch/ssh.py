@@ -44,13 +44,14 @@ def start(
     environment: Mapping[str, str],
     meeting: tuple[str, int],
     result: BinaryIO | None = None,
+    least: int = 0,
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
     ``engine``: the row of every node, or of each; "" for a node's default. ``meeting``: what `check` found. With
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
     passed on to every process of every node, once, which then have PATIENCE_S; a second one gives them GRACE_S, as a
-    node's failure does.
+    node's failure does. With ``least`` a failure ends nothing as long as so many nodes run.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
@@ -66,6 +67,8 @@ def start(
             nodes.append(Node(host, way, result, first=not nodes))
         for index, node in enumerate(nodes):
             own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": secret, **environment, "PACELINE_HOST": node.host.name}
+            if least:
+                own["PACELINE_NODES"] = f"{least}:{len(hosts)}"
             node.tell(
                 {
                     **{"node": index, "sizes": sizes, "host": meeting[0], "port": meeting[1]},
@@ -73,7 +76,7 @@ def start(
                     "folder": way.at(node.host).folder,
                 }
             )
-        first = _watch(nodes, received)
+        first = _watch(nodes, received, least or len(nodes))
     finally:
         for node in nodes:
             node.close()
@@ -128,8 +131,9 @@ class Node:
                 pipe.close()
 
 
-def _watch(nodes: Sequence[Node], received: Sequence[int]) -> Node | None:
-    """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first."""
+def _watch(nodes: Sequence[Node], received: Sequence[int], least: int) -> Node | None:
+    """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first, where
+    fewer than ``least`` did not."""
     first: Node | None = None
     told, end = 0, float("inf")
     sys.stdout.flush()
@@ -144,13 +148,13 @@ def _watch(nodes: Sequence[Node], received: Sequence[int]) -> Node | None:
                 if not key.data.pass_on():
                     selector.unregister(key.fileobj)
             if over and not ready:
-                return first or next((node for node in nodes if node.process.returncode), None)
+                return first or _first_failed(nodes, least)
             for number in received[told:]:
                 told += 1
                 for node in nodes:
                     node.tell(number)
             if first is None and not received:
-                first = next((node for node in nodes if node.process.poll()), None)
+                first = _first_failed(nodes, least)
                 for other in nodes if first else ():
                     other.tell(0)
             if first or received:
@@ -160,3 +164,9 @@ def _watch(nodes: Sequence[Node], received: Sequence[int]) -> Node | None:
                 left = ", ".join(node.host.name for node in nodes if node.process.poll() is None)
                 print(f"paceline: cut off from {left}, which did not end in time", file=sys.stderr)
                 return first
+
+
+def _first_failed(nodes: Sequence[Node], least: int) -> Node | None:
+    """None as long as enough have not."""
+    failed = [node for node in nodes if node.process.poll()]
+    return failed[0] if len(nodes) - len(failed) < least and failed else None

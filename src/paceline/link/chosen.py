@@ -80,6 +80,14 @@ class Chosen(Link):
         itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
         return self.collective.cost(self.size, num_bytes, itemsize, tuple(self.hosts))
 
+    def stand_by(self, least: int = 1) -> None:
+        self.link.stand_by(least)
+
+    def rebuild(self) -> Link:
+        link = Chosen(self.link.rebuild(), self.collective)
+        link.origin = link.link.origin
+        return link
+
     def close(self) -> None:
         self.link.close()
 

@@ -33,7 +33,7 @@ def join(
     meeting = Meeting(place, number, secret_of_environment(), rank, size, patience_s, point)
     try:
         store = dist.PrefixStore(f"paceline/{generation}", meeting)
-        return meeting, store, _introduce(meeting, store)
+        return meeting, store, introduce(meeting, store)
     except BaseException:
         meeting.close()
         raise
@@ -82,7 +82,7 @@ def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> A
     return dist.PrefixStore(f"paceline/{restart}", store)
 
 
-def _introduce(meeting: Meeting, store: Any) -> list[Member]:
+def introduce(meeting: Meeting, store: Any) -> list[Member]:
     rank, ranks = meeting.rank, range(meeting.size)
     if store.add(f"came/{rank}", 1) != 1:
         raise LinkError(

@@ -79,6 +79,18 @@ class Ledger(Link):
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self._begun("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
 
+    def stand_by(self, least: int = 1) -> None:
+        self.link.stand_by(least)
+
+    def rebuild(self) -> Link:
+        """Goes on as the account of the new link. Lanes of the old one are left as they are."""
+        sent_bytes, self.link = self.sent_bytes, self.link.rebuild()
+        self._lanes = []
+        self.sent_bytes, self.origin = sent_bytes, self.link.origin
+        self.rank, self.size, self.generation = self.link.rank, self.link.size, self.link.generation
+        self.hosts = self.link.hosts
+        return self
+
     def cost(self, operation: str, num_bytes: int) -> Cost:
         return self.link.cost(operation, num_bytes)
 

@@ -36,7 +36,7 @@ PAUSE_S = 0.1  # between knocks
 AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
 
 
-def _knock(host: str, port: int, limit_s: float) -> socket.socket:
+def knock(host: str, port: int, limit_s: float) -> socket.socket:
     """A line to who listens there. Raises OSError where nobody does."""
     line = socket.create_connection((host, port), timeout=limit_s)
     if line.getsockname() == line.getpeername():
@@ -89,7 +89,7 @@ class Meeting(Store):
         end, why = time.monotonic() + self.patience_s, "nobody answered"
         while (left_s := end - time.monotonic()) > 0:
             try:
-                line = _knock(self.host, self.port, min(HANDSHAKE_S, left_s))
+                line = knock(self.host, self.port, min(HANDSHAKE_S, left_s))
             except OSError as error:
                 why = str(error)
             else:

@@ -31,6 +31,8 @@ class Hub:
         self.readers: dict[tuple[str, int], int] = {}
         self.mail: dict[tuple[str, int, int, int], list[Tensor]] = {}
         self.dead: dict[int, str] = {}
+        self.again: set[int] = set()  # who has come to form the next generation
+        self.next: tuple[Hub, tuple[int, ...]] | None = None
 
     def kill(self, rank: int, why: str = "was killed") -> None:
         """From now on every wait that needs this rank fails."""
@@ -51,9 +53,10 @@ class _Handle(contract.Handle):
         end = time.monotonic() + (PATIENCE_S if deadline_s is None else deadline_s)
         with self.hub.changed:
             while not self.done():
-                gone = [rank for rank in self.missing() if rank in self.hub.dead]
+                gone = [rank for rank in self.missing() if rank in self.hub.dead or rank in self.hub.again]
                 if gone:
-                    raise LinkError(f"rank {gone[0]} {self.hub.dead[gone[0]]}", gone[0])
+                    how = self.hub.dead.get(gone[0], "has given this link up")
+                    raise LinkError(f"rank {gone[0]} {how}", gone[0])
                 if not self.hub.changed.wait(end - time.monotonic()):
                     raise LinkError(f"waited in vain for ranks {self.missing()}", next(iter(self.missing()), None))
             if not self.taken:
@@ -140,6 +143,24 @@ class Link(contract.Link):
             return tensor.copy_(self.hub.mail[box].pop(0))
 
         return _Handle(self.hub, lambda: bool(self.hub.mail.get(box)), take, lambda: [peer])
+
+    def stand_by(self, least: int = 1) -> None:
+        pass
+
+    def rebuild(self) -> Link:
+        hub = self.hub
+        with hub.changed:
+            hub.again.add(self.rank)
+            hub.changed.notify_all()
+            if not hub.changed.wait_for(lambda: len(hub.again | hub.dead.keys()) == hub.size, PATIENCE_S):
+                raise LinkError(f"only ranks {sorted(hub.again)} of {hub.size} came again")
+            if hub.next is None:
+                left = tuple(sorted(hub.again - hub.dead.keys()))
+                hub.next = Hub(len(left)), left
+        after, origin = hub.next
+        link = Link(after, origin.index(self.rank), self.generation + 1)
+        link.origin = origin
+        return link
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         if operation in ("send", "recv"):

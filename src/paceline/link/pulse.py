@@ -176,6 +176,16 @@ class Pulse:
             self._changed.wait_for(lambda: bool(self.dead), grace_s)
         return next(iter(self.dead), None)
 
+    def abandon(self) -> None:
+        """Ends without a word, so that whoever is still in an operation of this link learns that it is dead."""
+        self._closing.set()
+        self._thread.join(2 * BEAT_S)
+        with self._changed:
+            self.dead.setdefault(self.rank, "gave this link up")
+            self._changed.notify_all()
+        for line in self._peers.values():
+            line.close()
+
     def close(self) -> None:
         """Leaves in peace. Once."""
         if self._closing.is_set():

@@ -10,9 +10,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,15 +24,20 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
-from paceline.link.join import join
+from paceline.link.join import introduce, join
+from paceline.link.meeting import Meeting
+from paceline.link.meeting_point import MeetingPoint
+from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
-from paceline.link.route import REACH_S
+from paceline.link.route import REACH_S, Member
+from paceline.link.survivors import Place, Survivors
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
 LEFT_S = 30.0  # in which what a peer sent before it left has arrived
+MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
@@ -39,12 +45,16 @@ class Link(contract.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
 
     def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
-        self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
-        self._meeting, self._store, self.members = join(rank, size, host, port, generation)
-        self.hosts = [member.host for member in self.members]
-        address = self.members[rank].address
+        self._begin(*join(rank, size, host, port, generation), generation)
+
+    def _begin(self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int) -> None:
+        self.rank, self.size, self.generation, self.sent_bytes = meeting.rank, meeting.size, generation, 0
+        self._meeting, self._store, self.members = meeting, store, members
+        self.hosts = [member.host for member in members]
+        address = members[self.rank].address
+        self._survivors: Survivors | None = None
         self._device = dist.ProcessGroupGloo.create_device(hostname=address)
-        self.pulse = Pulse(rank, size, self._store, address) if size > 1 else None
+        self.pulse = Pulse(self.rank, self.size, store, address) if self.size > 1 else None
         self._meeting.alert = self._look_at_pulse
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
@@ -52,6 +62,39 @@ class Link(contract.Link):
             _outlive(thing)
         self._group = self._make_group("control")
         self._meeting.patience_s = PATIENCE_S  # from here on the pulse tells who is lost
+
+    def stand_by(self, least: int = 1) -> None:
+        address = self.members[self.rank].address
+        point = MeetingPoint(address, 0, secret_of_environment())
+        atexit.register(point.close)
+        mine = Place(secrets.token_hex(8), self.hosts[self.rank], address, point.port)
+        self._store.set(f"place/{self.rank}", mine.write())
+        told = self._store.multi_get([f"place/{rank}" for rank in range(self.size)])
+        places = [Place.read(text) for text in told]
+        self._survivors = Survivors(self.rank, places, self.generation, point, secret_of_environment(), least)
+
+    def rebuild(self) -> Link:
+        """The old groups are left alone: who waits in them learns from the pulse that they are dead."""
+        if self._survivors is None:
+            raise LinkError("this link was not told to stand by for a loss")
+        if self.pulse:
+            self.pulse.abandon()
+        for _ in range(MAX_MEETINGS):
+            meeting, generation, ranks = self._survivors.meet()
+            link = object.__new__(Link)
+            try:
+                store = dist.PrefixStore(f"paceline/{generation}", meeting)
+                link._begin(meeting, store, introduce(meeting, store), generation)
+            except LinkError as error:  # another one was lost meanwhile
+                failed = error
+                meeting.close()
+                if pulse := getattr(link, "pulse", None):
+                    pulse.abandon()
+                continue
+            link.origin = tuple(ranks)
+            link._survivors = self._survivors.among(ranks, generation)
+            return link
+        raise failed
 
     def _look_at_pulse(self) -> None:
         if self.pulse and (self.pulse.dead or self.pulse.left):

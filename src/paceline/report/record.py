@@ -29,14 +29,19 @@ class Record:
     """
 
     def __init__(self, folder: Path | None = None):
-        self.folder = folder
+        self.folder: Path | None = None
         self._lock = threading.Lock()
         self._file: int | None = None
         self._said = False
         if folder:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._cut_torn_line()
+            self.open(folder)
+
+    def open(self, folder: Path) -> None:
+        """From now on events are written there."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._cut_torn_line()
 
     def write(self, event: str, **fields: Any) -> None:
         if self._file is None:

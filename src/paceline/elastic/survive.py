@@ -1,0 +1,185 @@
+"""An exchange that outlives its nodes: a broken operation is ended, or done again, by those who are left.
+
+Operations among all are counted: votes, sums of a few numbers, words, spreads. When one breaks, those who are left meet
+over a new link and tell each other how far they have come, which differs by one at most: nobody ends an operation that
+another has not entered.
+
+    it came through for some    they tell the others its result, who go on as if nothing had happened: whoever takes
+                                part in a vote has all pieces of the step, so a vote alone ends it
+    for nobody                  a step is REDO, dealt anew; numbers and words are gathered again from those who are left
+
+*Laws*: nobody goes back behind a step that another has applied; a step is lost at most; replicas stay bit-equal.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import Agreement, Ballot, Codec, Cost, Link, LinkError, Piece, Regroup, Spec, Verdict
+
+NUMBERS = struct.Struct("<qq")
+Result = TypeVar("Result")
+
+
+class Surviving(contract.Exchange):
+    """``exchange`` over a link that can be rebuilt. ``relink`` is told of each new link, on every node alike."""
+
+    survives = True
+
+    def __init__(self, exchange: contract.Exchange, relink: Callable[[Link], None]):
+        self.exchange, self.relink = exchange, relink
+        self.consensus, self.overlap = exchange.consensus, exchange.overlap
+        self.turn, self.result = 0, b""  # operations that have ended here, and what the last one gave
+        self.regroups = 0
+        self.rows: Callable[[], int] = lambda: 1  # of the global batch, that this node has at present
+        self.begun = False  # until all have joined, a loss ends the run
+
+    def open(
+        self,
+        specs: Sequence[Spec],
+        link: Link,
+        codec: Codec,
+        rows: int = 1,
+        seed: int = 0,
+        absorbs: bool = False,
+    ) -> None:
+        self.exchange.open(specs, link, codec, rows, seed, absorbs)
+        self.link, self.fidelity = link, self.exchange.fidelity
+
+    # operations among all
+
+    def agree(self, ballot: Ballot) -> Agreement:
+        try:
+            agreement = self.exchange.agree(ballot)
+        except LinkError as error:
+            return self._again(error, self.exchange.finish) or self._redo()
+        self._end(self.exchange.voted() if self.link.size > 1 else b"")
+        return agreement
+
+    def recover(self, error: LinkError) -> Agreement:
+        return self._again(error, _impossible) or self._redo()
+
+    def _redo(self) -> Agreement:
+        self.regroups += 1
+        return Agreement(Verdict.REDO)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        shape = f"<{len(values)}d"
+        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.exchange.total(values)))))
+
+    def gather(self, *words: bytes) -> list[bytes]:
+        return contract.unframed(self._surely(lambda: contract.framed(self.exchange.gather(*words))))
+
+    def _surely(self, operation: Callable[[], bytes]) -> bytes:
+        while True:
+            try:
+                result = operation()
+            except LinkError as error:
+                if (found := self._again(error, bytes)) is not None:
+                    return found
+                self.regroups += 1
+            else:
+                self._end(result)
+                return result
+
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """After a loss some may go on with tensors of their own; what is evaluated then begins again, by `regroups`."""
+        while True:
+            try:
+                self.exchange.spread(tensors)
+            except LinkError as error:
+                self.regroups += 1
+                if self._again(error, bytes) is not None:
+                    return
+            else:
+                self._end(b"")
+                return
+
+    def _end(self, result: bytes) -> None:
+        self.turn, self.result = self.turn + 1, result
+
+    # after a loss
+
+    def _again(self, error: LinkError, finish: Callable[[bytes], Result]) -> Result | None:
+        """What ``finish`` makes of the broken operation's result, where it came through for others.
+
+        Raises LinkError where this process cannot go on.
+        """
+        if not self.begun:
+            raise error
+        begin, before = time.perf_counter(), list(self.link.hosts)
+        origin = tuple(range(len(before)))
+        found: Result | None = None
+        while True:
+            self.link = self.link.rebuild()
+            origin = tuple(origin[rank] for rank in self.link.origin)
+            try:
+                told, rows = self._compare()
+                if told is not None:
+                    self._end(told)
+                    found = finish(told)
+                self.exchange.rebuild(self.link)
+                self.relink(self.link)
+            except LinkError as another:  # lost while they met: once more
+                error = another
+                continue
+            break
+        lost = tuple(host for rank, host in enumerate(before) if rank not in origin)
+        seconds = time.perf_counter() - begin
+        if self.regrouped:
+            self.regrouped(Regroup(self.link.generation, origin, rows, lost, seconds, str(error)))
+        return found
+
+    def _compare(self) -> tuple[bytes | None, tuple[int, ...]]:
+        """(the result that others have and this process has not, each one's rows)."""
+        mine = contract.framed([NUMBERS.pack(self.turn, self.rows()), self.result])
+        words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everyone = self.link.all_gather(words, "comparing how far all are").wait()
+        told = [contract.unframed(bytes(part.numpy())) for part in everyone]
+        turns, rows = zip(*(NUMBERS.unpack(numbers) for numbers, _ in told), strict=True)
+        if max(turns) > self.turn + 1:
+            raise AssertionError(f"others are {max(turns) - self.turn} operations ahead")
+        return told[turns.index(max(turns))][1] if max(turns) > self.turn else None, rows
+
+    # all else is the exchange's own
+
+    def forms(self) -> Sequence[str]:
+        return self.exchange.forms()
+
+    def why(self) -> Sequence[str]:
+        return self.exchange.why()
+
+    def before(self, weights: Sequence[Tensor]) -> None:
+        self.exchange.before(weights)
+
+    def offer(self, piece: Piece) -> None:
+        self.exchange.offer(piece)
+
+    def reconcile(self, weights: Sequence[Tensor]) -> None:
+        self.exchange.reconcile(weights)
+
+    def dealt(self, largest: float) -> None:
+        self.exchange.dealt(largest)
+
+    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
+        return self.exchange.cost(specs, rows, size)
+
+    def state(self) -> dict[str, Any]:
+        return self.exchange.state()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.exchange.load(state)
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+def _impossible(result: bytes) -> NoReturn:
+    raise AssertionError("a vote came through without this process")

@@ -1,0 +1,200 @@
+"""Who is left: after a loss the members meet at the lowest of them, who decides who goes on.
+
+Each keeps a meeting point of its own from the beginning, and knows those of all others.
+
+    each        goes to the lowest rank that answers, and waits there; the one below whom nobody answers waits itself
+    who waits   until every other has come, or is gone (its machine refuses for it), or silent (nothing answers there)
+    goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
+
+A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
+is silent to the other, and the lower rank goes on.
+
+*Laws*: two parts of a run never both go on; all who go on know the same members and the same generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.contract import LinkError
+from paceline.link.meeting import Meeting, knock
+from paceline.link.meeting_point import MeetingPoint
+
+KNOCK_S = 2.0
+JOIN_S = 20.0  # for those who were met a moment ago
+DOUBT_S = 6.0  # without an answer, before a member counts as silent
+TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
+LATE_S = 300.0  # for those who are alive and may still be computing their step
+GLANCE_S, PAUSE_S = 0.02, 0.1
+HERE, GONE, SILENT = "here", "gone", "silent"
+WITHOUT = "the others could not reach this node for a while, and went on without it; start it again"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a member can be met again. ``name`` is its own for as long as it lives."""
+
+    name: str
+    host: str
+    address: str
+    port: int
+
+    def write(self) -> str:
+        return f"{self.name} {self.address} {self.port} {self.host}"
+
+    @classmethod
+    def read(cls, text: bytes) -> Place:
+        name, address, port, host = text.decode().split(" ", 3)
+        return cls(name, host, address, int(port))
+
+    def look(self) -> str:
+        """Whether its process lives, as far as can be told from here."""
+        try:
+            knock(self.address, self.port, KNOCK_S).close()
+        except (ConnectionRefusedError, ConnectionResetError):
+            return GONE
+        except OSError:
+            return SILENT
+        return HERE
+
+
+class Survivors:
+    """``places``: of all members, by rank; ``point``: this one's own. ``least``: of them that may go on."""
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[Place],
+        generation: int,
+        point: MeetingPoint,
+        secret: bytes,
+        least: int = 1,
+    ):
+        self.rank, self.places, self.generation = rank, list(places), generation
+        self.point, self.secret, self.least = point, secret, least
+        self.me = self.places[rank]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
+
+    def among(self, ranks: Sequence[int], generation: int) -> Survivors:
+        """The same member, among those of ``ranks``."""
+        places = [self.places[rank] for rank in ranks]
+        return Survivors(ranks.index(self.rank), places, generation, self.point, self.secret, self.least)
+
+    def meet(self) -> tuple[Meeting, int, list[int]]:
+        """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
+        nobody, may go on."""
+        token, end = secrets.token_hex(8), time.monotonic() + LATE_S
+        while time.monotonic() < end:
+            for place in self.places:
+                decided = self._decide(end) if place is self.me else self._ask(place, token)
+                if decided:
+                    return self._join(place, decided)
+                if place is self.me:
+                    break
+            time.sleep(PAUSE_S)
+        raise LinkError(f"{self} met none of the others again within {LATE_S:.0f} s; look at what those say")
+
+    def _join(self, host: Place, decided: dict[str, Any]) -> tuple[Meeting, int, list[int]]:
+        self.generation = decided["generation"]
+        if decided["refused"]:
+            raise LinkError(f"{self}: {decided['refused']}")
+        ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
+        meeting = self._line(host, ranks.index(self.rank), len(ranks))
+        meeting.patience_s = JOIN_S
+        return meeting, self.generation, ranks
+
+    def _line(self, host: Place, rank: int, size: int) -> Meeting:
+        point = self.point if host is self.me else None
+        return Meeting(host.address, host.port, self.secret, rank, size, TURN_S, point)
+
+    def _ask(self, place: Place, token: str) -> dict[str, Any] | None:
+        """What has been decided there; None where nobody answers, or decides yet."""
+        if place.look() != HERE:
+            return None
+        with contextlib.suppress(LinkError):
+            meeting = self._line(place, self.rank, len(self.places))
+            try:
+                meeting.set(f"call/{self.me.name}", f"{token} {self.generation}")
+                end = time.monotonic() + TURN_S
+                while time.monotonic() < end:
+                    for key in (f"decided/{token}", f"without/{self.me.name}"):
+                        if meeting.check([key]):
+                            found: dict[str, Any] = json.loads(meeting.get(key))
+                            return found
+                    time.sleep(GLANCE_S)
+                meeting.delete_key(f"call/{self.me.name}")
+            finally:
+                meeting.close()
+        return None
+
+    def _decide(self, end: float) -> dict[str, Any] | None:
+        """As the lowest that answers; None where a lower one answers after all."""
+        others = [place for place in self.places if place is not self.me]
+        silent: dict[str, float] = {}  # since when
+        meeting = self._line(self.me, self.rank, len(self.places))
+        try:
+            while True:
+                seen = self._look(others)
+                now = time.monotonic()
+                if any(seen[place.name] == HERE for place in self.places[: self.rank]):
+                    return None
+                calls = {p.name: meeting.get(f"call/{p.name}") for p in others if meeting.check([f"call/{p.name}"])}
+                silent = {name: silent.get(name, now) for name, how in seen.items() if how == SILENT}
+                # who called and died is gone
+                came = [p for p in others if p.name in calls and seen[p.name] != GONE]
+                missing = [p for p in others if p not in came and seen[p.name] != GONE]
+                if all(now - silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
+                    return self._tell(meeting, came, missing, calls)
+                time.sleep(PAUSE_S)
+        finally:
+            meeting.close()
+
+    def _look(self, places: Sequence[Place]) -> dict[str, str]:
+        if not places:
+            return {}
+        with ThreadPoolExecutor(min(32, len(places))) as crowd:
+            return dict(zip((p.name for p in places), crowd.map(lambda place: place.look(), places), strict=True))
+
+    def _tell(
+        self, meeting: Meeting, came: Sequence[Place], silent: Sequence[Place], calls: dict[str, bytes]
+    ) -> dict[str, Any]:
+        going = [place for place in self.places if place is self.me or place in came]
+        said = [calls[place.name].decode().split() for place in came]
+        decided = {
+            "generation": 1 + max(self.generation, *(int(generation) for _, generation in said), 0),
+            "names": [place.name for place in going],
+            "refused": self._refusal(going, silent),
+        }
+        for token, _ in said:
+            meeting.set(f"decided/{token}", json.dumps(decided))
+        for place in self.places:
+            meeting.delete_key(f"call/{place.name}")
+            if place not in going:
+                meeting.set(f"without/{place.name}", json.dumps({**decided, "refused": decided["refused"] or WITHOUT}))
+        return decided
+
+    def _refusal(self, going: Sequence[Place], silent: Sequence[Place]) -> str:
+        """Why they may not go on; empty where they may."""
+        where = {place.name: rank for rank, place in enumerate(self.places)}
+        lowest = min((*going, *silent), key=lambda place: where[place.name])
+        if len(going) < len(silent) or (len(going) == len(silent) and lowest in silent):
+            who = ", ".join(f"rank {where[place.name]} on {place.host}" for place in silent)
+            return (
+                f"cut off from {who}, and the larger part of a run goes on, of two equal parts that with the lowest "
+                f"rank; mend the network, and start this node again"
+            )
+        if len(going) < self.least:
+            return (
+                f"{len(going)} of {len(self.places)} nodes are left, and at least {self.least} are asked for "
+                "(--nodes); start the run again, with --resume, when there are enough"
+            )
+        return ""

@@ -1,0 +1,132 @@
+"""Who goes on after a loss: all who are left agree on it, and two parts of a run never both do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+
+from paceline.contract import LinkError
+from paceline.link import survivors
+from paceline.link.meeting_point import MeetingPoint
+from paceline.link.survivors import GONE, HERE, SILENT, Place, Survivors
+
+SECRET = b"of this run"
+
+
+@pytest.fixture
+def team():
+    """Makes members on this machine, and closes what they hold."""
+    points = []
+
+    def make(size, least=1, generations=()):
+        mine = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
+        points.extend(mine)
+        places = [Place(f"name{rank}", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(mine)]
+        numbers = generations or [0] * size
+        return [Survivors(rank, places, numbers[rank], mine[rank], SECRET, least) for rank in range(size)]
+
+    yield make
+    for point in points:
+        point.close()
+
+
+def meet(members, ranks, late=()):
+    """What each of ``ranks`` comes to: (generation, ranks), or its error's words. ``late``: comes a second later."""
+    found = {}
+
+    def one(rank):
+        if rank in late:
+            time.sleep(1.0)
+        try:
+            meeting, generation, others = members[rank].meet()
+            meeting.close()
+            found[rank] = generation, others
+        except LinkError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+@pytest.mark.parametrize("dead", [dead for n in range(3) for dead in itertools.combinations(range(3), n)], ids=str)
+def test_all_who_are_left_agree(team, dead):
+    members = team(3)
+    for rank in dead:
+        members[rank].point.close()
+    left = [rank for rank in range(3) if rank not in dead]
+    assert meet(members, left) == dict.fromkeys(left, (1, left))
+
+
+def test_they_wait_for_one_that_is_alive_and_comes_later(team):
+    members = team(3)
+    members[0].point.close()
+    assert meet(members, [1, 2], late=[1]) == dict.fromkeys([1, 2], (1, [1, 2]))
+
+
+def test_a_number_is_never_used_again(team):
+    """Rank 2 has not heard of a generation that broke while it was made."""
+    members = team(3, generations=[4, 4, 3])
+    members[1].point.close()
+    assert meet(members, [0, 2]) == dict.fromkeys([0, 2], (5, [0, 2]))
+    assert members[0].generation == members[2].generation == 5
+
+
+def test_fewer_than_the_least_end_with_the_number(team):
+    members = team(3, least=2)
+    for rank in (0, 1):
+        members[rank].point.close()
+    assert "1 of 3 nodes are left, and at least 2 are asked for" in meet(members, [2])[2]
+
+
+class Apart(Place):
+    """Places that only those on the same side of a broken cable reach."""
+
+    def look(self):
+        return SILENT
+
+
+@pytest.mark.parametrize(
+    ("sides", "on"),
+    [
+        ([[0], [1]], [0]),
+        ([[0], [1, 2]], [1, 2]),
+        ([[0, 2], [1]], [0, 2]),
+        ([[0, 3], [1, 2]], [0, 3]),
+        ([[1, 2, 3], [0]], [1, 2, 3]),
+        ([[0], [1], [2]], []),
+    ],
+    ids=str,
+)
+def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_rank(team, sides, on, monkeypatch):
+    monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
+    size = sum(map(len, sides))
+    members = team(size)
+    for side in sides:
+        for rank in side:
+            member = members[rank]
+            member.places = [
+                place if other in side else Apart(place.name, place.host, place.address, place.port)
+                for other, place in enumerate(member.places)
+            ]
+            member.me = member.places[rank]
+    found = meet(members, range(size))
+    for rank in range(size):
+        if rank in on:
+            assert found[rank] == (1, on)
+        else:
+            assert "the larger part of a run goes on" in found[rank]
+
+
+def test_what_can_be_told_of_a_place(team):
+    (member,) = team(1)
+    assert member.me.look() == HERE
+    member.point.close()
+    assert member.me.look() == GONE
