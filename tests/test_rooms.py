@@ -21,6 +21,7 @@ RULES = {
     "job": (),
     "balance": (),
     "schedule": (),
+    "sums": (),
     "lars": (),
     "scaler": (),
     "settings": ("balance",),
@@ -30,9 +31,9 @@ RULES = {
     "report.record": (),
     "probe.clock": (),
     "models*": ("models.*",),
-    "engine*": ("contract", "engine.*"),
+    "engine*": ("contract", "sums", "engine.*"),
     "link*": ("contract", "link.*"),
-    "exchange*": ("contract", "exchange.*"),
+    "exchange*": ("contract", "sums", "exchange.*"),
     "codec*": ("contract", "codec.*"),
     "data*": ("contract", "data.*"),
     "report*": ("contract", "report.*"),
@@ -71,6 +72,10 @@ RULES = {
         *("schedule", "lars", "network", "settings"),
     ),
     "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
+    "bench.schedule": (
+        *("contract", "loop", "engine.*", "exchange.*", "codec.*", "link.*", "data.*", "report.record"),
+        *("elastic.*", "seating"),
+    ),
     "bench*": (
         "contract",
         "engine.*",

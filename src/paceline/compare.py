@@ -30,6 +30,7 @@ def compare(
         "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": (type(codec).__module__, codec.wire),
+        **({"virtual shares": (engine.num_shares, torch.get_num_threads())} if engine.num_shares else {}),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
         "torch": torch.__version__,

@@ -12,7 +12,10 @@ from __future__ import annotations
 import enum
 import itertools
 import json
+import queue
 import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +85,9 @@ class Piece:
         grads: Sequence[Tensor] | None = None,
     ):
         self.spec, self._flat, self.left, self.right, self.grads = spec, flat, left, right, grads
+        # where the order of sums is fixed: those over which of so many virtual shares there are
+        self.sums: dict[tuple[int, int], Tensor] | None = None
+        self.span, self.num_shares = (0, 0), 0
 
     @property
     def flat(self) -> Tensor | None:
@@ -93,7 +99,11 @@ class Piece:
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
         """Type and place of its numbers."""
-        some = next(each for each in (*(self.grads or ()), self._flat, self.left) if each is not None)
+        some = next(
+            each
+            for each in (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())
+            if each is not None
+        )
         return some.dtype, some.device
 
 
@@ -120,6 +130,7 @@ class Ballot:
     ready: tuple[float, ...] = ()  # per spec: seconds after the first in which it was offered
     took: tuple[float, ...] = ()  # per spec: seconds on the wire, its wait in line left out; 0 with another
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
+    shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its sums; not packed
 
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
@@ -289,6 +300,18 @@ class Handle:
         raise NotImplementedError
 
 
+class Threads:
+    """Where an exchange's threads come from, and the clock that it measures by: Python's, or those of a simulation."""
+
+    Thread: Any = threading.Thread
+    Condition: Any = threading.Condition
+    Queue: Any = queue.Queue
+
+    def now(self) -> float:
+        """*Units*: seconds since any time."""
+        return time.perf_counter()
+
+
 class Engine:
     """How one node turns its share of a batch into a gradient, and a gradient into an update."""
 
@@ -302,6 +325,8 @@ class Engine:
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
+    num_shares: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
+    seed: int = 0  # of what virtual shares draw
     redoes: bool = False  # a step may be computed again after its pieces have left
     ahead: bool = False  # may begin the next step while pieces of the last are still coming
 
@@ -332,6 +357,9 @@ class Engine:
     def relay(self, exchange: Exchange) -> Exchange:
         """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
         return exchange
+
+    def place(self, seat: Any, step: int) -> None:
+        """Told before each gradient: whose rows these will be, and of which step."""
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output)."""
@@ -399,6 +427,7 @@ class Link:
     generation: int = 0
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
+    threads: Threads = Threads()
     origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before
 
     def lane(self, name: str) -> Link:

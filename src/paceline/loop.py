@@ -127,6 +127,7 @@ class Loop:
             kept, begin = self.engine.snapshot(), time.perf_counter()
             share = batch.share(self.seat)
             self._spent["wait_seconds"] = time.perf_counter() - begin
+            self.engine.place(self.seat, self.num_steps)
             self.exchange.before(self.engine.weights)
             forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:

@@ -74,7 +74,7 @@ class Pace:
         if link:
             compare(link, job, engine, exchange, codec)
         ledger = self.ledger = Ledger(link or _alone())
-        seat = seating.place(job, world)
+        seat = seating.place(job, world, engine.num_shares)
         surviving: Surviving | None = None
         if world.least:
             if link:
@@ -460,6 +460,8 @@ class Pace:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
         late, self.loop.stop = self.loop.stop, 0
         self.settle()
+        if self.exchange.survives:
+            self.exchange.gather(b"")  # nobody leaves before all know what became of the last step
         unwritten = self._leave(reason)
         self.exchange.close()
         self.engine.close()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from paceline.probe import shelf
-from paceline.probe.choice import Candidate, choose, contest, equal
+from paceline.probe.choice import Candidate, choose, contest, equal, insisted
 from paceline.probe.predict import predicted_s
 from paceline.probe.profile import Profile, take
 from paceline.probe.rows import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
@@ -34,6 +34,7 @@ STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among the
 SIMPLER = 0.03  # per word: rows predicted this close are tried in the order of their simplicity
 MARGIN = 0.9  # of the memory: more is predicted not to fit
 ENGINES = ("sequential", "threads", "replicas", "processes")
+REPRODUCIBLE = "virtual:8"
 
 Show = Callable[[str], None]
 
@@ -45,12 +46,14 @@ def make(
     budget_s: float | None = None,
     thorough: bool = False,
     rows: Sequence[str] | None = None,
+    reproducible: bool = False,
     show: Show = lambda doing: None,
 ) -> Plan:
     """The plan for ``command`` (what follows `paceline run`), which it also stores.
 
     ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
-    that the machine could do, and then nothing is stored. ``show`` is told what is being done. Raises ValueError when
+    that the machine could do, and then nothing is stored. ``reproducible``: what that costs, and that it is chosen;
+    nothing is stored. ``show`` is told what is being done. Raises ValueError when
     nothing could be run.
     """
     check(fidelity)
@@ -63,18 +66,21 @@ def make(
     profile, unknown = take(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
     facts = profile.facts if profile else Facts()
-    if profile and not thorough and not rows and (found := by_fingerprint(profile.fingerprint, machine)):
+    if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
         store(found, command, machine)
         return dataclasses.replace(found, reason=f"{found.reason} (measured before)")
     names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
+    names += [REPRODUCIBLE] if reproducible and REPRODUCIBLE not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
     budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
     for entry in _worth_trying(entries, fidelity, thorough):
-        if thorough or budget.allows(entry, entries, fidelity):
+        if thorough or entry.engine == REPRODUCIBLE or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}")
             entry.trial = budget.trial(command, entry)
     _settle(command, entries, fidelity, budget, show)
     chosen, reason, told = choose(entries, fidelity, facts)
+    if reproducible:
+        chosen, reason, told = insisted(told, chosen, REPRODUCIBLE)
     reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
     plan = Plan(
         chosen,
@@ -87,7 +93,7 @@ def make(
         {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(machine).items()},
         shelf.versions(),
     )
-    if profile and not rows:
+    if profile and not rows and not reproducible:
         store(plan, command, machine)
     return plan
 

@@ -25,15 +25,18 @@ class Limits:
     most: tuple[int, ...]
 
 
-def place(job: Job, world: World) -> Seat:
-    """This process's. Raises ValueError for shares of another number of nodes; one node alone has all rows."""
+def place(job: Job, world: World, virtual: int = 0) -> Seat:
+    """This process's. ``virtual``: shares that the batch is dealt in; 0: rows.
+
+    Raises ValueError for shares of another number of nodes; one node alone has all rows.
+    """
     shares = None if world.num_nodes == 1 or isinstance(job.shares, str) else job.shares
     if shares and len(shares) != world.num_nodes:
         raise ValueError(
             f"join: shares={shares} are for {len(shares)} nodes, and {world.num_nodes} are here; give a number for "
             f"each node, or 'measured' or 'equal'"
         )
-    return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares)
+    return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares, virtual)
 
 
 def settle(
@@ -63,7 +66,7 @@ def settle(
                 f"is {most[over[0]]}; give it less, or use shares='measured'"
             )
         seat = dataclasses.replace(seat, shares=fair(count, [0.0] * nodes, [1.0] * nodes, least, most))
-    follows = job.shares == "measured" and nodes > 1
+    follows = job.shares == "measured" and nodes > 1 and not seat.virtual
     return seat, Balance(count, least, most) if follows else None, Limits(tuple(least), tuple(most))
 
 
@@ -77,7 +80,7 @@ def regroup(
     least, most = tuple(limits.least[rank] for rank in origin), tuple(limits.most[rank] for rank in origin)
     bound = most if sum(most) >= count else (count,) * len(origin)
     shares = None
-    if max(rows) > min(rows) + 1 or count > len(origin) * min(bound):
+    if not seat.virtual and (max(rows) > min(rows) + 1 or count > len(origin) * min(bound)):
         shares = fair(count, [0.0] * len(origin), [1 / max(1, each) for each in rows], least, bound)
     seat = dataclasses.replace(seat, node=origin.index(seat.node), num_nodes=len(origin), shares=shares)
     follows = balance is not None and len(origin) > 1

@@ -53,6 +53,7 @@ def join(
     shares: str | Sequence[float] | None = None,
     most_rows: int | None = None,
     overlap: str | None = None,
+    reproducible: bool | int = False,
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
@@ -77,6 +78,9 @@ def join(
     most_rows           of the global batch that this node ever has, for memory
     overlap             "backward": a step ends with its update; "forward": gradients arrive, and are applied, while the
                         next step's forward pass runs, for slow networks; else PACELINE_OVERLAP, else backward
+    reproducible        the final weights are the same bits for any number of nodes, and whatever nodes are lost, on
+                        like processors: the batch is computed in 8 shares, or as many as given, whose gradients are
+                        added up in a fixed order; as engine="virtual:8", exchange="tree"
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
@@ -101,7 +105,9 @@ def join(
         most_rows,
     )
     world = World.of_environment()
-    row = engine or os.environ.get("PACELINE_ENGINE") or _default_row(world, job)
+    row = engine or os.environ.get("PACELINE_ENGINE") or ("virtual" if reproducible else _default_row(world, job))
+    if reproducible:
+        row = _reproducible(row, reproducible)
     chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
     heap.keep()
@@ -109,14 +115,18 @@ def join(
         Collective(adding)  # a name that is not known is told before the others are called
     link: contract.Link | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
+    if parts[0].num_shares and exchange == "allreduce":
+        exchange, parts = "tree", (parts[0], find("exchange", "tree"), parts[2])
+    parts[0].seed = seed
     if world.local_size > 1 and chosen != f"processes:{world.local_size}":
         raise ValueError(
             f"{world.local_size} processes were started on this node (LOCAL_WORLD_SIZE), but the engine is {chosen!r}; "
             f"use 'processes:{world.local_size}', or start one process per node"
         )
     if codec != "none" and not parts[1].uses_codec:
+        what = "gradients" if parts[1].consensus == "step" else "weights"
         raise ValueError(
-            f"exchange {exchange!r} sends weights as they are and takes no codec, got {codec!r}; use 'none'"
+            f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use 'none'"
         )
     parts[0].numerics = dataclasses.replace(numerics, precision=precision) if precision else numerics
     parts[0].accumulate = accumulate
@@ -160,6 +170,14 @@ def join(
 
         pace._usage = Usage(pace.record).start()
     return pace
+
+
+def _reproducible(row: str, asked: bool | int) -> str:
+    """The row with engine "virtual" in place of its own."""
+    engine, *words = row.split("+")
+    if engine.partition(":")[0] != "virtual" or asked is not True:
+        engine = f"virtual:{8 if asked is True else asked}"
+    return "+".join([engine, *words])
 
 
 def _link(world: World, model: torch.nn.Module) -> str:

@@ -21,6 +21,13 @@ DataOption = Annotated[
 ]
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
 FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
+ReproducibleOption = Annotated[
+    bool,
+    typer.Option(
+        "--reproducible",
+        help="The same bits for any number of nodes, by --plan virtual:8, or as many shares as that says.",
+    ),
+]
 SharesOption = Annotated[
     str | None, typer.Option(help="Rows of each node: measured (also without it), equal, or as 3,1.")
 ]

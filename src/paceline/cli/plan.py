@@ -18,6 +18,7 @@ from paceline.cli.options import (
     HostsOption,
     ModelOption,
     PythonOption,
+    ReproducibleOption,
     SshOption,
     console,
 )
@@ -42,6 +43,7 @@ def plan(
     data: DataOption = None,
     batch_size: Annotated[int | None, typer.Option(help="Global batch.")] = None,
     fidelity: FidelityOption = "exact",
+    reproducible: ReproducibleOption = False,
     budget: Annotated[float | None, typer.Option(help="Seconds; then only the most promising are tried.")] = None,
     rows: Annotated[str | None, typer.Option(help="Only these, separated by spaces or commas.")] = None,
     hosts: HostsOption = None,
@@ -79,6 +81,8 @@ def plan(
         command = ["-m", "paceline.train", Settings(model=model, data=data, batch_size=batch_size).to_json()]
     only = rows.replace(",", " ").split() if rows else None
     said = ""
+    if hosts and reproducible:
+        raise ValueError("--reproducible is planned for one machine: leave out -H, and run with --plan virtual:8")
     if hosts:
         check_alone(hosts)
         everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
@@ -92,7 +96,13 @@ def plan(
 
         with Console(stderr=True).status("measuring") as status:
             made = planning.make(
-                command, fidelity=fidelity, budget_s=budget, thorough=budget is None, rows=only, show=status.update
+                command,
+                fidelity=fidelity,
+                budget_s=budget,
+                thorough=budget is None,
+                rows=only,
+                reproducible=reproducible,
+                show=status.update,
             )
             if imagined:
                 status.update("recording a step layer by layer")

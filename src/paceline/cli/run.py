@@ -19,11 +19,12 @@ from paceline.cli.options import (
     OutOption,
     PlanOption,
     PythonOption,
+    ReproducibleOption,
     SendOption,
     SharesOption,
     SshOption,
 )
-from paceline.cli.start import check_alone, check_script, leave, ready, span, start, start_over_ssh
+from paceline.cli.start import check_alone, check_script, leave, ready, span, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
 
 
@@ -33,6 +34,7 @@ def run(
     plan: PlanOption = "auto",
     fidelity: FidelityOption = "exact",
     shares: SharesOption = None,
+    reproducible: ReproducibleOption = False,
     out: OutOption = None,
     hosts: HostsOption = None,
     nodes: NodesOption = None,
@@ -60,6 +62,7 @@ def run(
     """
     command = [script, *context.args]
     check_script(command)
+    plan = steady(plan, reproducible)
     wanted(shares or "measured")
     check_alone(hosts, send, data, detach)
     least, most = span(nodes, hosts)

@@ -260,3 +260,16 @@ def check_script(command: list[str]) -> None:
             raise ValueError("-m needs a module name, as in: paceline run -m package.module")
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
+
+
+def steady(plan: str, reproducible: bool) -> str:
+    """The plan that --reproducible makes of what was asked for. Raises ValueError for a row that is not."""
+    if not reproducible or plan == "auto":
+        return "virtual:8" if reproducible else plan
+    asked = Plan.read(plan).chosen if Path(plan).is_file() else row(plan)
+    if split(asked, 1).engine != "virtual":
+        raise ValueError(
+            f"--reproducible computes in virtual shares, and the row asked for is {asked}; give --plan virtual:8, or "
+            f"leave --plan out"
+        )
+    return plan

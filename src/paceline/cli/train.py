@@ -22,11 +22,12 @@ from paceline.cli.options import (
     OutOption,
     PlanOption,
     PythonOption,
+    ReproducibleOption,
     SendOption,
     SharesOption,
     SshOption,
 )
-from paceline.cli.start import check_alone, leave, ready, row, start, start_over_ssh
+from paceline.cli.start import check_alone, leave, ready, row, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
 from paceline.settings import Settings
 
@@ -51,6 +52,7 @@ def train(
     exchange: Annotated[str, typer.Option(help="How nodes agree, where there are several.")] = "allreduce",
     codec: Annotated[str, typer.Option(help="What a gradient looks like on the wire.")] = "none",
     shares: SharesOption = None,
+    reproducible: ReproducibleOption = False,
     plan: PlanOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
@@ -98,6 +100,7 @@ def train(
     out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if out.exists() and not resume and any(out.glob("checkpoint-*")):
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    plan = steady(plan, reproducible)
     check_alone(hosts, send, None, detach)
     if detach:
         leave(["train", settings.model_name])

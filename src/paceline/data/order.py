@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,8 @@ def deal(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 class Seat:
     """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
 
-    ``shares``: numbers that the nodes' rows are in proportion to; None: all alike.
+    ``shares``: numbers that the nodes' rows are in proportion to; None: all alike. ``virtual``: so many shares of the
+    batch, always cut alike, are dealt whole; 0: it is dealt row by row.
     """
 
     node: int = 0
@@ -48,6 +50,7 @@ class Seat:
     local_rank: int = 0
     local_size: int = 1
     shares: tuple[float, ...] | None = None
+    virtual: int = 0
 
     def rows(self, count: int) -> range:
         """The rows of a batch of ``count`` that are this seat's: contiguous, disjoint, complete, in seat order."""
@@ -60,7 +63,23 @@ class Seat:
 
     def dealt(self, count: int) -> tuple[int, ...]:
         """How many of them each node has."""
-        return deal(count, self.shares or (1,) * self.num_nodes)
+        if not self.virtual:
+            return deal(count, self._shares)
+        cut = deal(count, (1,) * self.virtual)
+        return tuple(sum(cut[first:last]) for first, last in self._spans())
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The node's virtual shares: from, to."""
+        return self._spans()[self.node]
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        return self.shares or (1,) * self.num_nodes
+
+    def _spans(self) -> list[tuple[int, int]]:
+        ends = list(accumulate(deal(self.virtual, self._shares)))
+        return list(zip([0, *ends], ends, strict=False))
 
 
 def permutation(seed: int, epoch: int, size: int) -> Indices:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ class Exchange(Meeting):
     Memory of the codec belongs to this rank and moves only when a step is applied.
     """
 
-    overlaps = ("backward", "forward")
+    overlaps: tuple[str, ...] = ("backward", "forward")
     _absorbs = False
     _asked = "measured"
 
@@ -57,7 +56,7 @@ class Exchange(Meeting):
 
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
-        self._flow = Lane(self._send) if self.link.size > 1 else None
+        self._flow = Lane(self._send, self.link.threads) if self.link.size > 1 else None
         self._flight = Flight(self.choice.groups, self.step)
         self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
         self._got: list[tuple[Piece, Any]] = []
@@ -86,7 +85,7 @@ class Exchange(Meeting):
             # (rows, out + in)
             both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
-            begin_s = time.perf_counter()
+            begin_s = self.link.threads.now()
             return Sent(pieces, self._lane.all_gather(both, what), begin_s)
         payloads, pending = [], []
         for piece in pieces:
@@ -97,7 +96,7 @@ class Exchange(Meeting):
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         operation = self._lane.sum if self.codec.sums else self._lane.all_gather
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
-        begin_s = time.perf_counter()
+        begin_s = self.link.threads.now()
         return Sent(pieces, operation(payload, what), begin_s, pending, [len(each) for each in payloads])
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:

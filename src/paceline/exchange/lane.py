@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.contract import Handle, Piece
+from paceline.contract import Handle, Piece, Threads
 
 PATIENCE_S = 2000.0  # longer than any link waits
 
@@ -55,14 +52,14 @@ class Flight:
 class Lane:
     """``send(pieces, step)`` begins one message. What goes wrong in the threads is raised in `wait`."""
 
-    def __init__(self, send: Callable[[Sequence[Piece], int], Sent]):
-        self._send = send
-        self._out: queue.Queue[tuple[Flight, list[Piece]] | None] = queue.Queue()
-        self._in: queue.Queue[tuple[Flight, Sent] | None] = queue.Queue()
-        self._changed = threading.Condition()
+    def __init__(self, send: Callable[[Sequence[Piece], int], Sent], threads: Threads):
+        self._send, self._now = send, threads.now
+        self._out = threads.Queue()  # (flight, pieces), None at the end
+        self._in = threads.Queue()  # (flight, sent), None at the end
+        self._changed = threads.Condition()
         self._error: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._guard, args=(work,), name=f"paceline {name}", daemon=True)
+            threads.Thread(target=self._guard, args=(work,), name=f"paceline {name}", daemon=True)
             for work, name in ((self._send_in_turn, "lane"), (self._see_arrive, "arrivals"))
         ]
         for thread in self._threads:
@@ -71,7 +68,7 @@ class Lane:
     def offer(self, flight: Flight, piece: Piece) -> None:
         """Any thread's. A piece waits for its turn, and for those that go with it."""
         with self._changed:
-            flight.offered[piece.spec.index] = time.perf_counter()
+            flight.offered[piece.spec.index] = self._now()
             flight.waiting[piece.spec.index] = piece
             while flight.num_sent < len(flight.groups):
                 group = flight.groups[flight.num_sent]
@@ -117,7 +114,7 @@ class Lane:
         while (turn := self._in.get()) is not None:
             flight, sent = turn
             sent.result = sent.handle.wait()
-            end_s, leader = time.perf_counter(), sent.pieces[0].spec.index
+            end_s, leader = self._now(), sent.pieces[0].spec.index
             flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
             with self._changed:
                 flight.arrived[leader] = sent

@@ -22,10 +22,13 @@ class Meeting(contract.Exchange):
 
     def vote(self, ballot: Ballot) -> tuple[Ballot, list[Ballot], bool]:
         """(all ballots as one, each rank's, whether the replicas' hashes differ)."""
-        words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
+        words = torch.frombuffer(bytearray(self._words(ballot)), dtype=torch.uint8)
         everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
         self._votes = [bytes(part.numpy()) for part in everyone]
         return self._counted(self._votes)
+
+    def _words(self, ballot: Ballot) -> bytes:
+        return ballot.pack()
 
     def _counted(self, votes: Sequence[bytes]) -> tuple[Ballot, list[Ballot], bool]:
         ballots = [Ballot.unpack(vote) for vote in votes]

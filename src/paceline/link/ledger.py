@@ -29,6 +29,7 @@ class Ledger(Link):
     def __init__(self, link: Link, name: str = "control", first: Ledger | None = None):
         self.link, self.name = link, name
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
+        self.threads = link.threads
         self.watch: Callable[[Sending], None] | None = None
         self._first = first or self
         self._lanes: list[Link] = []

@@ -1,14 +1,15 @@
 """Ranks as threads of one process, for tests and simulation: every collective without a network.
 
+    send      a rank's part of a collective goes to every other rank, each of which adds up for itself
+    rebuild   those who are left meet, and go on as the next generation without those who did not come
+
 *Cost*: each rank's tensor is read once by every other: 1 step, (N - 1) n bytes per rank.
-*Laws*: sums are made in rank order by one thread, so all ranks get the same bits.
+*Laws*: sums are made in rank order, so all ranks get the same bits; what comes twice counts once.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,48 +20,100 @@ from paceline.contract import Cost, LinkError
 
 PATIENCE_S = 60.0
 
+Key = tuple[str, int]  # a lane, and the number of a message on it
+
 
 class Hub:
-    """What the threads share: deposits by (lane, sequence number), mail by (lane, from, to, tag)."""
+    """One generation: what each rank was sent, and of whom it knows that they are gone.
 
-    def __init__(self, size: int):
-        self.size = size
-        self.changed = threading.Condition()
-        self.slots: dict[tuple[str, int], dict[int, tuple[str, Tensor]]] = {}
-        self.results: dict[tuple[str, int], Any] = {}
-        self.readers: dict[tuple[str, int], int] = {}
-        self.mail: dict[tuple[str, int, int, int], list[Tensor]] = {}
-        self.dead: dict[int, str] = {}
-        self.again: set[int] = set()  # who has come to form the next generation
-        self.next: tuple[Hub, tuple[int, ...]] | None = None
+    ``ids``: who the ranks are, whatever generation they belong to. Nothing is late and nothing is lost here.
+    """
+
+    patience_s = PATIENCE_S
+
+    def __init__(self, size: int, ids: Sequence[int] = (), threads: contract.Threads | None = None):
+        self.size, self.ids = size, tuple(ids or range(size))
+        self.threads = threads or contract.Threads()
+        self.changed = self.threads.Condition()
+        self.inbox: dict[tuple[int, Key], dict[int, tuple[str, Tensor]]] = {}  # by receiver and message: by sender
+        self.gone: list[dict[int, str]] = [{} for _ in range(size)]  # by who knows of it: by rank, why
+        self.leaving: set[int] = set()  # to meet
+        self.came: set[int] = set()
+        self.next: Hub | None = None
+
+    def deliver(self, sender: int, lane: str, put: Callable[[int], None]) -> None:
+        """Calls ``put(receiver)`` for every rank, its own included."""
+        with self.changed:
+            for receiver in range(self.size):
+                put(receiver)
+            self.changed.notify_all()
 
     def kill(self, rank: int, why: str = "was killed") -> None:
         """From now on every wait that needs this rank fails."""
         with self.changed:
-            self.dead[rank] = why
+            for knows in self.gone:
+                knows.setdefault(rank, why)
             self.changed.notify_all()
+
+    def meet(self, rank: int) -> tuple[Hub, int]:
+        """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
+        or patience ends. Raises LinkError for who comes later."""
+        self.leaving.add(rank)
+        self.kill(rank, "has left for another generation")
+        self.travel(rank)
+        with self.changed:
+            self.came.add(rank)
+            self.changed.notify_all()
+            # longer than who comes last may have been waiting in vain
+            self.changed.wait_for(lambda: self.next or self.complete(rank), 2 * self.patience_s)
+            if self.next is None:
+                self.next = self.heir(sorted(self.came))
+                self.changed.notify_all()
+        if self.ids[rank] not in self.next.ids:
+            raise LinkError(f"rank {rank} came too late: ranks {sorted(self.came - {rank})} went on without it")
+        return self.next, self.next.ids.index(self.ids[rank])
+
+    def travel(self, rank: int) -> None:
+        """To the meeting: no way at all, here."""
+
+    def complete(self, rank: int) -> bool:
+        dead = self.gone[rank].keys() - self.leaving
+        return all(each in self.came or each in dead for each in range(self.size))
+
+    def heir(self, members: Sequence[int]) -> Hub:
+        return Hub(len(members), [self.ids[rank] for rank in members], self.threads)
 
 
 class _Handle(contract.Handle):
-    def __init__(self, hub: Hub, ready: Callable[[], bool], take: Callable[[], Any], missing: Callable[[], Any]):
-        self.hub, self.ready, self.take, self.missing = hub, ready, take, missing
+    def __init__(self, link: Link, key: Key, senders: Sequence[int], take: Callable[[list[tuple[str, Tensor]]], Any]):
+        self.link, self.place, self.senders, self._take = link, (link.rank, key), senders, take
         self.taken, self.result = False, None
 
     def done(self) -> bool:
-        return self.taken or self.ready()
+        return self.taken or not self._missing()
+
+    def _missing(self) -> list[int]:
+        here = self.link.hub.inbox.get(self.place, {})
+        return [rank for rank in self.senders if rank not in here]
+
+    def _lost(self) -> list[int]:
+        gone = self.link.hub.gone[self.link.rank]
+        return [rank for rank in (self.link.rank, *self._missing()) if rank in gone] if gone else []
 
     def wait(self, deadline_s: float | None = None) -> Any:
-        end = time.monotonic() + (PATIENCE_S if deadline_s is None else deadline_s)
-        with self.hub.changed:
-            while not self.done():
-                gone = [rank for rank in self.missing() if rank in self.hub.dead or rank in self.hub.again]
-                if gone:
-                    how = self.hub.dead.get(gone[0], "has given this link up")
-                    raise LinkError(f"rank {gone[0]} {how}", gone[0])
-                if not self.hub.changed.wait(end - time.monotonic()):
-                    raise LinkError(f"waited in vain for ranks {self.missing()}", next(iter(self.missing()), None))
+        hub, rank = self.link.hub, self.link.rank
+        with hub.changed:
+            hub.changed.wait_for(
+                lambda: self.done() or self._lost(), hub.patience_s if deadline_s is None else deadline_s
+            )
+            if not self.done():
+                if lost := self._lost():
+                    raise LinkError(f"rank {lost[-1]} {hub.gone[rank][lost[-1]]}", lost[-1])
+                missing = self._missing()
+                raise LinkError(f"waited in vain for ranks {missing}", missing[0])
             if not self.taken:
-                self.taken, self.result = True, self.take()
+                here = hub.inbox.pop(self.place, {})
+                self.taken, self.result = True, self._take([here[sender] for sender in self.senders])
         return self.result
 
 
@@ -69,116 +122,90 @@ class Link(contract.Link):
 
     def __init__(self, hub: Hub, rank: int, generation: int = 0, name: str = ""):
         self.hub, self.rank, self.size, self.generation, self.name = hub, rank, hub.size, generation, name
-        self.hosts = [f"thread-{r}" for r in range(hub.size)]
+        self.threads = hub.threads
+        self.hosts = [f"thread-{each}" for each in hub.ids]
         self.sequence = 0
+        self._counts: dict[str, int] = {}
 
     def lane(self, name: str) -> Link:
         return Link(self.hub, self.rank, self.generation, f"{self.name}/{name}")
 
-    def _collective(self, kind: str, tensor: Tensor, combine: Callable[[list[Tensor]], Any]) -> _Handle:
-        hub, key = self.hub, (self.name, self.sequence)
-        self.sequence += 1
-        with hub.changed:
-            slot = hub.slots.setdefault(key, {})
-            slot[self.rank] = (kind, tensor)
-            if len(slot) == hub.size:
-                asked = {k if k == "all-gather" else f"{k} of {tuple(t.shape)}" for k, t in slot.values()}
-                assert len(asked) == 1, f"ranks disagree on operation {key}: {sorted(asked)}"
-                hub.results[key] = combine([slot[r][1] for r in range(hub.size)])
-            hub.changed.notify_all()
-
-        def take() -> Any:
-            result = hub.results[key]
-            hub.readers[key] = hub.readers.get(key, 0) + 1
-            if hub.readers[key] == hub.size:
-                del hub.slots[key], hub.results[key], hub.readers[key]
-            return result
-
-        def missing() -> list[int]:
-            return [r for r in range(hub.size) if r not in hub.slots.get(key, {})]
-
-        self.sent_bytes += int(self.cost(kind, tensor.numel() * tensor.itemsize).bytes)
-        return _Handle(hub, lambda: key in hub.results, take, missing)
-
-    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
-        def combine(parts: list[Tensor]) -> Tensor:
-            whole = parts[0].clone()
-            for part in parts[1:]:
-                whole += part
-            return whole
-
-        return _Own(self._collective("sum", tensor, combine), tensor.copy_)
-
-    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
-        handle = self._collective("max", tensor, lambda parts: torch.stack(parts).amax(0))
-        return _Own(handle, tensor.copy_)
-
-    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
-        handle = self._collective("all-gather", tensor, lambda parts: [part.clone() for part in parts])
-        return _Own(handle, lambda parts: [part.clone() for part in parts])
-
-    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
-        def combine(parts: list[Tensor]) -> list[Tensor]:
-            whole = parts[0].clone()
-            for part in parts[1:]:
-                whole += part
-            return list(whole.chunk(self.size)) if self.size > 1 else [whole]
-
-        return _Own(self._collective("reduce-scatter", tensor, combine), lambda parts: parts[self.rank])
-
-    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
-        return _Own(self._collective("broadcast", tensor, lambda parts: parts[root].clone()), tensor.copy_)
-
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
-        with self.hub.changed:
-            self.hub.mail.setdefault((self.name, self.rank, peer, tag), []).append(tensor.clone())
-            self.hub.changed.notify_all()
-        self.sent_bytes += tensor.numel() * tensor.itemsize
-        return _Handle(self.hub, lambda: True, lambda: tensor, list)
-
-    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
-        box = (self.name, peer, self.rank, tag)
-
-        def take() -> Tensor:
-            return tensor.copy_(self.hub.mail[box].pop(0))
-
-        return _Handle(self.hub, lambda: bool(self.hub.mail.get(box)), take, lambda: [peer])
+    def rebuild(self) -> Link:
+        hub, rank = self.hub.meet(self.rank)
+        link = Link(hub, rank, self.generation + 1)
+        link.origin = tuple(self.hub.ids.index(each) for each in hub.ids)
+        return link
 
     def stand_by(self, least: int = 1) -> None:
         pass
 
-    def rebuild(self) -> Link:
-        hub = self.hub
-        with hub.changed:
-            hub.again.add(self.rank)
-            hub.changed.notify_all()
-            if not hub.changed.wait_for(lambda: len(hub.again | hub.dead.keys()) == hub.size, PATIENCE_S):
-                raise LinkError(f"only ranks {sorted(hub.again)} of {hub.size} came again")
-            if hub.next is None:
-                left = tuple(sorted(hub.again - hub.dead.keys()))
-                hub.next = Hub(len(left)), left
-        after, origin = hub.next
-        link = Link(after, origin.index(self.rank), self.generation + 1)
-        link.origin = origin
-        return link
+    def _post(self, key: Key, kind: str, tensor: Tensor, peer: int | None = None) -> None:
+        sent = tensor.detach().clone()
+
+        def put(receiver: int) -> None:
+            if peer in (None, receiver):
+                self.hub.inbox.setdefault((receiver, key), {})[self.rank] = kind, sent
+
+        self.hub.deliver(self.rank, self.name, put)
+
+    def _collective(self, kind: str, tensor: Tensor, combine: Callable[[list[Tensor]], Any]) -> _Handle:
+        key = self.name, self.sequence
+        self.sequence += 1
+        self.sent_bytes += int(self.cost(kind, tensor.numel() * tensor.itemsize).bytes)
+        self._post(key, kind, tensor)
+
+        def take(parts: list[tuple[str, Tensor]]) -> Any:
+            asked = {k if k == "all-gather" else f"{k} of {tuple(t.shape)}" for k, t in parts}
+            assert len(asked) == 1, f"ranks disagree on operation {key}: {sorted(asked)}"
+            return combine([part for _, part in parts])
+
+        return _Handle(self, key, range(self.size), take)
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+        return self._collective("sum", tensor, lambda parts: tensor.copy_(_added(parts)))
+
+    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+        return self._collective("max", tensor, lambda parts: tensor.copy_(torch.stack(parts).amax(0)))
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+        return self._collective("all-gather", tensor, lambda parts: [part.clone() for part in parts])
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+        return self._collective("reduce-scatter", tensor, lambda parts: _added(parts).chunk(self.size)[self.rank])
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+        return self._collective("broadcast", tensor, lambda parts: tensor.copy_(parts[root]))
+
+    def _number(self, way: str) -> Key:
+        """The next of the messages that go this way."""
+        number = self._counts[way] = self._counts.get(way, -1) + 1
+        return f"{self.name}: {way}", number
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, peer)
+        self.sent_bytes += tensor.numel() * tensor.itemsize
+        return _Handle(self, ("", 0), (), lambda _: tensor)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+        key = self._number(f"{peer} to {self.rank}, tag {tag}")
+        return _Handle(self, key, (peer,), lambda parts: tensor.copy_(parts[0][1]))
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         if operation in ("send", "recv"):
             return Cost(1, num_bytes if operation == "send" else 0)
         return Cost(1, num_bytes * (self.size - 1))
 
+    def close(self) -> None:
+        """The others need not wait for this rank any more."""
+        if not self.name:
+            self.hub.kill(self.rank, "has left")
 
-class _Own(contract.Handle):
-    """A collective's result, made this rank's own."""
 
-    def __init__(self, handle: _Handle, own: Callable[[Any], Any]):
-        self.handle, self.own = handle, own
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self, deadline_s: float | None = None) -> Any:
-        return self.own(self.handle.wait(deadline_s))
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    whole = parts[0].clone()
+    for part in parts[1:]:
+        whole += part
+    return whole
 
 
 def world(size: int, generation: int = 0) -> list[Link]:

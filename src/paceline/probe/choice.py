@@ -6,6 +6,7 @@ as equal, and then the simpler one wins: it comes first among the candidates.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -133,3 +134,18 @@ def _row(one: Candidate, base: Candidate, facts: Facts | None, reason: str) -> R
         facts.division if facts and one.engine.startswith("processes") else "",
         reason,
     )
+
+
+def insisted(rows: Sequence[Row], fastest: str, wanted: str) -> tuple[str, str, tuple[Row, ...]]:
+    """As `choose`, where a row was asked for because its bits do not depend on the number of nodes: what that costs."""
+    by_name = {row.engine: row for row in rows}
+    one, best = by_name[wanted], by_name[fastest]
+    cost = "no other row was measured beside it" if one is best else one.reason
+    if one.measured_s and best.measured_s and one is not best:
+        cost = f"{one.measured_s / best.measured_s - 1:.0%} slower than {fastest}"
+    reason = (
+        f"reproducible, as asked for: {cost}; between N nodes it sends N / 2 times as much as a sum, and "
+        f"fully-connected layers dense"
+    )
+    reasons = {fastest: "faster, and not reproducible", wanted: CHOSEN if one.measured_s else one.reason}
+    return wanted, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)

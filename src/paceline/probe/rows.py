@@ -58,6 +58,8 @@ def split(row: str, cores: int) -> Way:
             f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
     k = int(count) if count else {"sequential": 1, "threads": cores}.get(engine, 2)
+    if engine == "virtual":
+        return Way(engine, 1, cores, tuple(words))
     if engine in ("sequential", "threads"):
         return Way(engine, 1, k, tuple(words))
     return Way(engine, k, max(1, cores // k), tuple(words))

@@ -1,0 +1,129 @@
+"""One process that computes its rows as virtual shares, so that the final weights do not depend on the number of nodes.
+
+A global batch is always cut into so many shares. Each is a forward and backward pass by itself, on memory and with
+random numbers of its own, and their gradients are added up in the order of a fixed tree (exchange "tree"). So whoever
+computes a share, and whatever became of other nodes before, the weights are the same bits, on like processors with as
+many threads.
+
+*Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers travel dense.
+*Laws*: 1, 2, 3 and 4 nodes, and fewer after a loss, have bit-equal weights after every step.
+Not had: running statistics of BatchNorm are those of each node's first share, so node 0's are the same for any number
+of nodes until it is lost; Python's and NumPy's random numbers inside forward.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.contract import Ballot, Piece, Spec
+from paceline.engine import cores, randomness, sequential
+from paceline.engine.batch import count, mapped
+from paceline.sums import Span, add_up
+
+MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
+
+
+class Shared(Piece):
+    """A piece as sums over spans of virtual shares."""
+
+    def __init__(self, spec: Spec, sums: dict[Span, Tensor], span: Span, num_shares: int, none: Tensor):
+        super().__init__(spec)
+        self.sums, self.span, self.num_shares, self._none = sums, span, num_shares, none
+
+    @property
+    def flat(self) -> Tensor | None:
+        """All of them, for an exchange that does not know of spans."""
+        if self._flat is None:
+            assert self.sums is not None
+            first, *others = [self.sums[span] for span in sorted(self.sums)] or [self._none]
+            self._flat = first
+            for part in others:
+                self._flat = self._flat + part
+        return self._flat
+
+
+class Engine(sequential.Engine):
+    """``num_threads``: intra-op threads, on which the bits depend, too; 0: one for each physical core here."""
+
+    def __init__(self, num_shares: int = 8, num_threads: int = 0):
+        super().__init__()
+        if not (isinstance(num_shares, int) and 1 <= num_shares <= MOST_SHARES):
+            raise ValueError(f"engine 'virtual:k' cuts a batch into 1 <= k <= {MOST_SHARES} shares, got {num_shares!r}")
+        self.num_shares = num_shares
+        self.num_threads = num_threads or len(cores.physical(os.sched_getaffinity(0)))
+        self._span, self._step = (0, num_shares), 0
+
+    def place(self, seat: Any, step: int) -> None:
+        if seat.num_nodes > 1 and seat.virtual != self.num_shares:
+            raise ValueError(
+                f"engine 'virtual:{self.num_shares}' on {seat.num_nodes} nodes needs rows dealt in as many shares, and "
+                f"they are dealt in {seat.virtual or 'none'}; let join() deal them"
+            )
+        self._span, self._step = seat.span if seat.virtual else (0, self.num_shares), step
+
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        start, (first, last) = time.perf_counter(), self._span
+        parts = cut(batch, max(1, last - first))
+        sums: dict[int, dict[Span, Tensor]] = {spec.index: {} for spec in self.specs}
+
+        def take(share: int, piece: Piece) -> None:
+            mine, flat = sums[piece.spec.index], piece.flat
+            assert flat is not None
+            if share < last:
+                mine[share, share + 1] = flat
+            if (whole := add_up((0, self.num_shares), mine)) is not None:
+                mine[0, self.num_shares] = whole
+            if share >= last - 1:
+                offer(Shared(piece.spec, mine, (first, last), self.num_shares, flat))
+
+        kept, after = self.snapshot(), None
+        ballots: list[Ballot] = []
+        for share, part in enumerate(parts, first):
+            self.rollback(kept)  # each share begins where the first did
+            torch.manual_seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
+            ballots.append(super().gradient(part, scale, forms, partial(take, share)))
+            after = after or self.snapshot()
+        self.rollback(after)
+        randomness.set_state(kept[1])
+        ballot, nothing = Ballot.merge(ballots), (0.0, 0.0, 0.0)
+        said = [(each.loss_sum, each.metric_sum, each.weight) for each in ballots[: last - first]]
+        ballot.shares = (*[nothing] * first, *said, *[nothing] * (self.num_shares - last))
+        ballot.seconds = time.perf_counter() - start
+        return ballot
+
+    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        raise ValueError(
+            "backward() and update() compute rows in a shape of their own, which engine 'virtual' cannot cut into "
+            "shares; use step(batch), or an engine that is not reproducible over nodes, such as threads:2"
+        )
+
+    def sync_norm(self, link: contract.Link | None) -> None:
+        raise ValueError(
+            "batch_norm='sync' is over the whole global batch, and engine 'virtual' computes it share by share; use "
+            "'local'"
+        )
+
+
+def cut(batch: Any, parts: int) -> list[Any]:
+    """A node's rows as its shares, of which the first have a row more, as all shares of the batch do; None: no rows.
+
+    Each in memory of its own: where rows lie decides how some libraries multiply them.
+    """
+    rows = 0 if batch is None else count(batch)
+    each, more = divmod(rows, parts)
+    sizes = [each + (i < more) for i in range(parts)]
+    ends = list(accumulate(sizes))
+
+    def part(start: int, stop: int) -> Any:
+        return mapped(batch, lambda leaf: leaf[start:stop].clone() if leaf.dim() and len(leaf) == rows else leaf)
+
+    return [part(end - size, end) if size else None for size, end in zip(sizes, ends, strict=True)]
