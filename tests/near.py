@@ -19,7 +19,8 @@ class Near:
         self.home.mkdir()
 
     def __call__(self, login: str = ON) -> Way:
-        path = f"{Path(paceline.__file__).parent.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        # an empty part of it would be the folder where the login begins
+        path = os.pathsep.join(filter(None, (str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         self._client.write_text(
             f"#!/bin/sh\nexport HOME='{self.home}' XDG_CACHE_HOME='{self.home}' PYTHONPATH='{path}'\n"
             f"export SSH_CONNECTION='127.0.0.1 1 127.0.0.1 22'\ncd '{self.home}'\nfor last; do :; done\n{login}\n"

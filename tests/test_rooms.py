@@ -39,7 +39,7 @@ RULES = {
     "report*": ("contract", "report.*"),
     "probe*": ("contract", "find", "job", "probe.*"),
     "own": ("contract",),
-    "compare": ("contract", "job"),
+    "compare": ("contract", "job", "engine.numerics"),
     "elastic*": ("contract", "elastic.*"),
     "memories": ("contract", "elastic.*", "engine.batch"),
     "resume": ("memories", "engine.randomness", "elastic.*"),

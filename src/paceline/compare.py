@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from paceline import contract
+from paceline.engine.numerics import PRECISION
 from paceline.job import Job
 
 OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
@@ -45,6 +46,15 @@ def compare(
                 f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
                 f"have another; start every node with the same script, arguments, data and versions"
             )
+
+
+def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:
+    """The 16-bit type in which every node computes, if there is one: factors lose nothing by it on the wire."""
+    precision = getattr(getattr(engine, "numerics", None), "precision", "fp32")
+    mine = torch.tensor([list(PRECISION).index(precision)], dtype=torch.uint8)
+    everyone = link.all_gather(mine, "comparing precisions", even=True).wait()
+    alike = len({int(each) for each in everyone}) == 1
+    return PRECISION[precision] if alike and precision != "fp32" else None
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

@@ -99,11 +99,10 @@ class Piece:
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
         """Type and place of its numbers."""
-        some = next(
-            each
-            for each in (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())
-            if each is not None
-        )
+        own = (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())
+        some = next((each for each in own if each is not None), None)
+        some = self.flat if some is None else some
+        assert some is not None
         return some.dtype, some.device
 
 
@@ -538,6 +537,7 @@ class Exchange:
     fidelity = "exact"
     consensus = "step"
     uses_codec = True
+    thin: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
     survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import contract, seating
-from paceline.compare import compare
+from paceline.compare import compare, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
@@ -73,6 +73,7 @@ class Pace:
         self.leader = world.node == 0 and world.local_rank == 0
         if link:
             compare(link, job, engine, exchange, codec)
+            exchange.thin = thin(link, engine)
         ledger = self.ledger = Ledger(link or _alone())
         seat = seating.place(job, world, engine.num_shares)
         surviving: Surviving | None = None
@@ -187,6 +188,8 @@ class Pace:
         if self.loop.drift:
             self.loop.drift.leads = True
         if self.folder and not self.watched:
+            from paceline.report.usage import Usage
+
             self.record.open(self.folder)
             self._usage = Usage(self.record).start()
 

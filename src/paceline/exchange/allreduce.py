@@ -51,7 +51,7 @@ class Exchange(Meeting):
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
-        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, self.overlap == "forward")
+        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, self.overlap == "forward", self.thin)
         self._start()
 
     def _start(self) -> None:
@@ -84,6 +84,7 @@ class Exchange(Meeting):
         if first.left is not None and first.right is not None:
             # (rows, out + in)
             both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
+            both = both.to(self.thin or both.dtype)
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
             begin_s = self.link.threads.now()
             return Sent(pieces, self._lane.all_gather(both, what), begin_s)
@@ -107,7 +108,7 @@ class Exchange(Meeting):
         if piece.left is not None:
             out_features = spec.shapes[0][0]
             # rank after rank, so that every node multiplies in the same order
-            both = torch.cat(got)
+            both = torch.cat(got).to(piece.left.dtype)
             return Piece(spec, left=both[:, :out_features], right=both[:, out_features:]), None
         assert piece.flat is not None
         numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]

@@ -28,14 +28,22 @@ class Choice:
     """``asked``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
 
     ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
-    spec: of the pieces as they were offered.
+    spec: of the pieces as they were offered; ``thin``: of factors on the wire, where that is another.
     """
 
     def __init__(
-        self, specs: Sequence[Spec], size: int, codec: Codec, asked: str, rows: int, absorbs: bool, by_need: bool
+        self,
+        specs: Sequence[Spec],
+        size: int,
+        codec: Codec,
+        asked: str,
+        rows: int,
+        absorbs: bool,
+        by_need: bool,
+        thin: torch.dtype | None = None,
     ):
         self.specs, self.size, self.codec, self.asked = specs, size, codec, asked
-        self.absorbs, self.by_need = absorbs, by_need
+        self.absorbs, self.by_need, self.thin = absorbs, by_need, thin
         self.types = [(torch.float32, torch.device("cpu"))] * len(specs)
         self.never = {spec.index for spec in specs if not spec.linear}
         self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
@@ -62,7 +70,9 @@ class Choice:
         dtype = self.types[spec.index][0]
         payload = self.codec.payload_bytes(spec.numel, dtype)
         whole = summed(payload, self.size) if self.codec.sums else gathered(payload, self.size)
-        factors = factor_cost(spec, self.most[spec.index], self.size, dtype.itemsize) if spec.linear else whole
+        factors = (
+            factor_cost(spec, self.most[spec.index], self.size, (self.thin or dtype).itemsize) if spec.linear else whole
+        )
         return whole, factors
 
     def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[Cost]:
@@ -71,7 +81,7 @@ class Choice:
         for group in groups:
             first = self.specs[group[0]]
             if self.forms[first.index] == FACTORS:
-                itemsize = self.types[first.index][0].itemsize
+                itemsize = (self.thin or self.types[first.index][0]).itemsize
                 costs[first.index] = factor_cost(first, most[first.index], self.size, itemsize)
             else:
                 each = [self.both(self.specs[i])[0] for i in group]
