@@ -140,6 +140,31 @@ def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how,
             assert re.match(want, said[0])
 
 
+@needs_cluster
+def test_two_that_do_not_reach_each_other_any_more_are_told_though_rank_0_hears_both(tmp_path):
+    """What they send goes to a card that nobody has; heartbeats go on."""
+    with Cluster(3) as cluster:
+        command = [sys.executable, ENDLESS, str(tmp_path)]
+        more = {"environment": {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential"}}
+        nodes = [cluster.start(n, command, stderr=subprocess.PIPE, text=True, **more) for n in range(3)]
+        wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
+        start = time.monotonic()
+        for one, other in ((1, 2), (2, 1)):
+            nobody = ["neigh", "replace", cluster.address(other), "lladdr", "02:00:00:00:00:01", "dev", "e0"]
+            subprocess.run(["ip", "-n", cluster.name(one), *nobody, "nud", "permanent"], check=True, timeout=20)
+        said = []
+        for node in nodes:
+            _, errors = node.communicate(timeout=DEADLINE_S + 5)
+            assert time.monotonic() - start < DEADLINE_S + 1  # they end one after the other, within a beat
+            assert node.returncode == 1
+            said += [line for line in errors.splitlines() if line.startswith("paceline: ")]
+    assert len(said) == 3
+    assert all(re.search(r"rank \d of 3 on node\d at step \d+: lost rank [12] on node[12]", line) for line in said), (
+        said
+    )
+    assert any("no answer from there for 8 s" in line for line in said), said
+
+
 def test_a_script_that_ends_without_closing_has_left_and_one_that_fails_has_died(tmp_path):
     """Rank 0 ends after 5 steps, rank 1 wants 8: by a plain end, and by an error of its own."""
     for ending, want in (("pass", "has left"), ("raise KeyError('mine')", "died")):

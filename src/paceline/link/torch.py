@@ -24,6 +24,7 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
+from paceline.link.cable import SILENT_S, watched
 from paceline.link.join import introduce, join
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
@@ -108,10 +109,10 @@ class Link(contract.Link):
         store = dist.PrefixStore(name, self._store)
         store.set(f"here/{self.rank}", "")
         store.multi_get([f"here/{rank}" for rank in range(self.size)])
-        # from here on all are at it; gloo by itself would try for five times its timeout
-        connected = _Promise(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, options))
         try:
-            group = connected.wait(REACH_S)
+            with watched():
+                # from here on all are at it; gloo by itself would try for five times its timeout
+                group = _Promise(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, options)).wait(REACH_S)
         except RuntimeError as error:
             raise LinkError(self._unmet(name, f"gloo did not connect them ({_first_line(error)})")) from error
         self._groups.append(group)
@@ -227,7 +228,11 @@ class Link(contract.Link):
 
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
-        peer = self.pulse.verdict(2.5 if error else 0.0) if self.pulse else None
+        cut = self._cut_off(error)
+        peer = self.pulse.verdict(2.5 if error and cut is None else 0.0) if self.pulse else None
+        if peer is None and cut is not None:
+            text = f"lost {cut} during {what} (waited {waited_s:.1f} s): no answer from there for {SILENT_S} s"
+            return LinkError(f"{text}, though rank 0 may hear it; look at the network between the two", cut.rank)
         if peer is None and self.pulse and self.pulse.left:
             who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(self.pulse.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
@@ -235,6 +240,15 @@ class Link(contract.Link):
             return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {_first_line(error)}")
         who = f"rank {peer} on {self.hosts[peer]}"
         return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {self.pulse.dead[peer]}", peer)
+
+    def _cut_off(self, error: Exception | None) -> Member | None:
+        """Whom gloo could not reach any more, as its words say: [address]:port and "timed out"."""
+        words = str(error or "")
+        if "timed out" not in words:
+            return None
+        return next(
+            (each for each in self.members if f"[{each.address}]" in words or f" {each.address}:" in words), None
+        )
 
     def close(self) -> None:
         if self.pulse and not self.pulse.dead:
