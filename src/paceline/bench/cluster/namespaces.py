@@ -22,8 +22,9 @@ def unavailable() -> str:
         if not shutil.which(tool):
             return f"needs the command {tool!r}"
     try:
-        subprocess.run(["ip", "link", "add", "pl-try", "type", "bridge"], check=True, capture_output=True)
-        subprocess.run(["ip", "link", "del", "pl-try"], check=True, capture_output=True)
+        mine = f"pl{os.getpid()}"  # others may try at the same moment
+        subprocess.run(["ip", "link", "add", mine, "type", "bridge"], check=True, capture_output=True)
+        subprocess.run(["ip", "link", "del", mine], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         return f"no bridge can be made here: {error.stderr.decode().strip()}"
     return ""
