@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cluster import Cluster
 from cluster import unavailable as no_cluster
 
@@ -20,6 +21,7 @@ from sshd import unavailable as no_sshd
 
 HERE = Path(__file__).parent
 OURS = "10.77.0.200"
+needs_cluster = pytest.mark.skipif(bool(no := no_cluster()), reason=no or "clusters can be made here")  # asked once
 
 
 def unavailable() -> str:

@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from machines import needs_cluster
 from paceline.bench import cluster
 from paceline.bench.cluster import peers, predicted, scaling, tasks
 from paceline.bench.cluster.heat import Pace, faster, light, run
-from paceline.bench.cluster.namespaces import Cluster, check_rate, unavailable
+from paceline.bench.cluster.namespaces import Cluster, check_rate
 from paceline.bench.cluster.race import Entry, Lap, Phase, Race, Result, result
 from paceline.bench.cluster.slow import held
 from paceline.bench.cluster.work import Work
@@ -28,7 +28,6 @@ from paceline.bench.duel import Spread
 from paceline.cli import app
 from paceline.engine.timeline import Timeline
 
-needs_cluster = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
 TINY = sum(p.numel() for p in Work("tiny", 1).model().parameters())
 OURS, DDP, NONE = Entry("paceline"), Entry("ddp", "ddp"), Entry("none", "none")
 
@@ -314,7 +313,6 @@ def test_absent_fashion_images_name_their_package(tmp_path):
 
 
 @needs_cluster
-@pytest.mark.skipif(not find_spec("paceline.probe.overlap"), reason="the plan knows no several nodes here")
 def test_a_row_that_was_never_run_is_predicted_then_measured():
     found = list(predicted.against_measured(Pace(1, 2), quiet, (("tiny", 4, 2, ("100mbit", "1gbit")),)))
     rows = re.findall(r"^\| tiny b4, 2 nodes, (\w+) \| ([\d.]+) \| ([\d.]+) \|", found[0].details, re.MULTILINE)

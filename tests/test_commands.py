@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, unavailable
+from cluster import Cluster
 from PIL import Image
 from safetensors.torch import load_file
 
+from machines import needs_cluster
 from paceline import find
 from paceline.models import alexnet
 from paceline.report.record import read
@@ -123,7 +124,7 @@ def test_verify_catches_another_mathematics(tmp_path):
     assert "NOT the same" in paceline("verify", "--steps", 4, script, code=1)
 
 
-@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+@needs_cluster
 def test_verify_on_two_machines():
     with Cluster(2, "1gbit") as cluster:
         command = [sys.executable, "-m", "paceline", "verify", "--steps", "5", OWN_LOOP]
@@ -133,7 +134,7 @@ def test_verify_on_two_machines():
         assert "the same" in said[0]
 
 
-@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+@needs_cluster
 def test_bytes_on_the_wire_are_those_declared(tmp_path):
     """Conservation: what the network cards counted is what the exchange's cost says, plus small change."""
     with Cluster(2) as cluster:

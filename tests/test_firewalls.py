@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 
-import pytest
-from cluster import Cluster, unavailable
+from cluster import Cluster
 
 import launching
-from machines import refuse_calls
+from machines import needs_cluster, refuse_calls
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+pytestmark = needs_cluster
 LIMIT_S = 10.0
 PORT = 29500
 

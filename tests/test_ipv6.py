@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from cluster import Cluster, unavailable
+from cluster import Cluster
 
 import launching
+from machines import needs_cluster
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.route import Door, complaint, own_address, resolve
@@ -25,7 +26,6 @@ def missing() -> str:
 
 
 needs_ipv6 = pytest.mark.skipif(bool(missing()), reason=missing() or "IPv6 is here")
-needs_cluster = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
 
 
 @needs_ipv6

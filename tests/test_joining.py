@@ -12,9 +12,10 @@ import threading
 import time
 
 import pytest
-from cluster import Cluster, unavailable
+from cluster import Cluster
 
 import launching
+from machines import needs_cluster
 from paceline.launch.local import free_port
 from paceline.link.meeting import AT_ONCE
 from paceline.link.proof import HEADER
@@ -22,7 +23,6 @@ from paceline.link.proof import HEADER
 SCRIPT = str(launching.HERE / "scripts" / "meeting.py")
 IN_COMMON = "held-by-both-of-them"  # on no command line of the machine
 NUM_FRAMES = 2000
-needs_cluster = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
 
 
 @contextlib.contextmanager

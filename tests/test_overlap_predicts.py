@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, unavailable
+from cluster import Cluster
 from torch.nn import functional as F
 
 import ranks
+from machines import needs_cluster
 from nodes import OPTIMIZERS, build, rows
 from paceline.engine import sequential
 from paceline.engine.timeline import record
@@ -208,7 +209,7 @@ def write_timeline(path: Path) -> Line:
     return Line.of(said)
 
 
-@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "clusters can be made here")
+@needs_cluster
 @pytest.mark.parametrize("rate", ["300mbit"])
 def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, tmp_path):
     """Bounds, since other work on the machine only ever adds, and a shaped cable lets a first megabyte through."""

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 
-from paceline.link.proof import GUEST, HEADER, HELLO, SERVER, SIZE, prove, same
+from paceline.link.proof import GUEST, HEADER, HELLO, SERVER, SIZE, exactly, prove, same
 
 PATIENCE_S = 5.0  # with a guest that says nothing
 PINGS = 100
@@ -52,15 +52,15 @@ class Gate:
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             nonce = secrets.token_bytes(SIZE)
             line.sendall(HEADER + nonce)
-            header, rank, theirs, proof = HELLO.unpack(_exactly(line, HELLO.size))
+            header, rank, theirs, proof = HELLO.unpack(exactly(line, HELLO.size))
             if header != HEADER or not same(proof, prove(self._secret, GUEST, rank, nonce + theirs)):
                 return
             line.sendall(prove(self._secret, SERVER, rank, nonce + theirs))
-            if _exactly(line, 1) == b"p":
+            if exactly(line, 1) == b"p":
                 while words := line.recv(1):
                     line.sendall(words)
             else:
-                _count(line, *SECONDS.unpack(_exactly(line, SECONDS.size)))
+                _count(line, *SECONDS.unpack(exactly(line, SECONDS.size)))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -91,11 +91,11 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
     line = socket.create_connection((address, port), limit_s, (own, 0))
     try:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        greeting = _exactly(line, len(HEADER) + SIZE)
+        greeting = exactly(line, len(HEADER) + SIZE)
         nonce = secrets.token_bytes(SIZE)
         nonces = greeting[len(HEADER) :] + nonce
         line.sendall(HELLO.pack(HEADER, 0, nonce, prove(secret, GUEST, 0, nonces)))
-        if not same(_exactly(line, SIZE), prove(secret, SERVER, 0, nonces)):
+        if not same(exactly(line, SIZE), prove(secret, SERVER, 0, nonces)):
             raise ConnectionError("somebody else answered")
         return line
     except BaseException:
@@ -112,7 +112,7 @@ def latency_s(line: socket.socket) -> float:
     while len(times) < PINGS and (not times or time.monotonic() < end):
         start = time.perf_counter()
         line.sendall(b".")
-        _exactly(line, 1)
+        exactly(line, 1)
         times.append(time.perf_counter() - start)
     return statistics.median(times) / 2
 
@@ -128,19 +128,9 @@ def bandwidth_per_s(line: socket.socket, seconds: float) -> float:
         readable, writable, _ = select.select([line], [line], [], left_s)
         if readable:
             line.settimeout(PATIENCE_S)
-            num_bytes, took_s = COUNT.unpack(_exactly(line, COUNT.size))
+            num_bytes, took_s = COUNT.unpack(exactly(line, COUNT.size))
             return float(num_bytes / took_s) if took_s else 0.0
         if writable:
             with contextlib.suppress(BlockingIOError):
                 line.send(block)
     raise TimeoutError(f"nothing more came through for {STALL_S:.0f} s")
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        words = line.recv(count - len(found))
-        if not words:
-            raise ConnectionResetError("it hung up")
-        found += words
-    return found

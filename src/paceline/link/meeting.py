@@ -27,6 +27,7 @@ from paceline.link.proof import (
     VERSION,
     Distrust,
     Seal,
+    exactly,
     prove,
     same,
 )
@@ -110,7 +111,7 @@ class Meeting(Store):
     def _greet(self, line: socket.socket, secret: bytes) -> Seal:
         line.settimeout(HANDSHAKE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        header = _exactly(line, len(HEADER))
+        header = exactly(line, len(HEADER))
         if not header.startswith(MAGIC):
             raise LinkError(
                 f"{self.here}: what answers at {self.host}:{self.port} is no meeting point of paceline; give all "
@@ -123,9 +124,9 @@ class Meeting(Store):
                 f"{header[-1]}; install the same paceline on every node"
             )
         nonce = secrets.token_bytes(SIZE)
-        nonces = _exactly(line, SIZE) + nonce
+        nonces = exactly(line, SIZE) + nonce
         line.sendall(HELLO.pack(HEADER, self.rank, nonce, prove(secret, GUEST, self.rank, nonces)))
-        answer = _exactly(line, SIZE)
+        answer = exactly(line, SIZE)
         if answer == REFUSED or not same(answer, prove(secret, SERVER, self.rank, nonces)):
             whose = "refused this process" if answer == REFUSED else "did not prove that it belongs to this run"
             raise LinkError(
@@ -229,13 +230,3 @@ def _calm() -> None:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _exactly(line: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        words = line.recv(count - len(found))
-        if not words:
-            raise ConnectionResetError("it hung up")
-        found += words
-    return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import socket
 import struct
 from collections.abc import Sequence
 
@@ -35,6 +36,17 @@ class Distrust(ValueError):
 def secret_of_environment() -> bytes:
     """PACELINE_SECRET, which a launcher sets. Without it the secret is empty, and anyone may join."""
     return os.environ.get("PACELINE_SECRET", "").encode()
+
+
+def exactly(line: socket.socket, count: int) -> bytes:
+    """So many bytes of what the other side says. Raises ConnectionResetError where it hangs up before."""
+    found = b""
+    while len(found) < count:
+        words = line.recv(count - len(found))
+        if not words:
+            raise ConnectionResetError("it hung up")
+        found += words
+    return found
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
