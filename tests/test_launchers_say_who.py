@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launching import HERE, environment
+from paceline.launch.local import start
 from paceline.world import World, first_host, translate
 
 ABROAD = ("OMPI_", "PMIX_", "SLURM_", "MASTER_")
@@ -163,3 +164,20 @@ def test_two_processes_of_a_real_mpirun_train_as_two_of_a_node(mpirun, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"process {rank} of 2 of node 0 of 1 is done" for rank in range(2)]
     assert (tmp_path / "0.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "own", "told"),
+    [
+        ("replicas:2", None, "passive"),
+        ("replicas:2+channels_last", None, "passive"),
+        ("replicas:2", "active", "active"),
+        ("threads:2", None, "-"),
+    ],
+)
+def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own, told, monkeypatch, capfd):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    assert start([sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY', '-'))"], row) == 0
+    assert capfd.readouterr().out == f"{told}\n"
