@@ -11,7 +11,7 @@ import time
 import pytest
 
 from paceline import plan
-from paceline.probe.choice import Candidate, choose, equal
+from paceline.probe.choice import Candidate, choose, equal, speedup
 from paceline.probe.rows import Facts
 from paceline.probe.trial import Trial, merge
 
@@ -224,3 +224,14 @@ def test_rows_that_fail_do_not_end_the_search(sleeps, monkeypatch):
 def test_what_cannot_be_planned_is_told_before_anything_is_started(options, told):
     with pytest.raises(ValueError, match=told):
         plan.make(["no-such-script.py"], **options)
+
+
+def test_where_the_baseline_was_not_run_speedups_are_still_in_the_order_of_seconds():
+
+    base = Candidate("sequential", predicted_s=0.010)
+    fast, slow = (
+        Candidate("processes:2", predicted_s=0.0046, trial=Trial("processes:2", 0.005)),
+        Candidate("threads:2", predicted_s=0.0044, trial=Trial("threads:2", 0.008)),
+    )
+    assert speedup(fast, base) == pytest.approx(2.0)
+    assert speedup(slow, base) == pytest.approx(1.25)

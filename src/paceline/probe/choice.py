@@ -91,9 +91,9 @@ def _foretold(candidates: Sequence[Candidate], level: str, facts: Facts | None) 
 
 
 def speedup(one: Candidate, base: Candidate) -> float | None:
-    """By measurement where both were measured, else by prediction where both were predicted."""
-    if one.ran and base.ran:
-        return base.ran.step_s / one.ran.step_s
+    """By measurement as far as there is one; of a row that was not measured, by prediction of both."""
+    if one.ran and (base.ran or base.predicted_s):
+        return base.step_s / one.ran.step_s  # in the order of the seconds beside it
     if one.predicted_s and base.predicted_s:
         return base.predicted_s / one.predicted_s
     return None
