@@ -12,8 +12,8 @@ import socket
 import sys
 from collections.abc import Iterator
 
-SILENT_S = 8  # without an answer, or without one to what was sent
-ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 3, 1, 5
+SILENT_S = 6  # without an answer, or without one to what was sent
+ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 4
 
 
 @contextlib.contextmanager
