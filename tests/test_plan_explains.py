@@ -68,6 +68,16 @@ def test_the_same_row_twice_is_a_tie_whatever_it_is_called():
         assert reasons(candidates[::-1])["threads:2"] == "equal within the spread"
 
 
+def test_of_rows_predicted_alike_the_simpler_is_tried_first():
+    """It may be the one row that there is time for."""
+    seconds = {"sequential": 1.0, "processes:2+channels_last": 0.499, "threads:2+channels_last": 0.5, "threads:2": 0.51}
+    rows = [Candidate(name, predicted_s=each) for name, each in seconds.items()]
+    order = [one.engine for one in plan._worth_trying(rows, "exact", thorough=False)]
+    assert order == ["sequential", "threads:2", "threads:2+channels_last", "processes:2+channels_last"]
+    rows[1].predicted_s = 0.4
+    assert plan._worth_trying(rows, "exact", thorough=False)[1] is rows[1]
+
+
 def test_beyond_the_spread_the_faster_row_wins_although_it_is_not_simpler():
     assert choose([SEQUENTIAL, tried("threads:2", 0.77)])[0] == "threads:2"
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, part
-from paceline.probe.predict import CALL_S, MESSAGES, RIDE_S, STEP_S, predicted_s
+from paceline.probe.predict import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
 from paceline.probe.profile import Profile, Setting, take
 from paceline.probe.rows import Facts, split
 from paceline.probe.survey import survey
@@ -205,10 +205,10 @@ MADE_UP = Profile(
         ("sequential", 0.10 * 4 * 1.2 + 0.04 + 0.002),
         ("threads:2", 0.20 * 1.2 + 0.02 + 0.002),
         ("threads:2+fused", 0.20 * 1.2 + 0.01 + 0.002),
-        ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + 0.001),
+        ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
         ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + RIDE_S + 10 * CALL_S + 0.002),
         ("threads:2+bf16", 0.10 * 1.2 + 0.02 + 0.002),
-        ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + 0.001),
+        ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
     ],
 )
 def test_a_prediction_is_the_sum_of_the_parts(row, seconds):
@@ -221,7 +221,7 @@ def test_what_a_profile_cannot_tell_is_not_predicted(row):
 
 
 def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
-    seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + 0.0005
+    seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.0005
     assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
 
 
@@ -230,6 +230,19 @@ def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():
     times = {**MADE_UP.layers_s, "1/4/1//0": 0.06}
     profile = dataclasses.replace(MADE_UP, layers_s=times)
     assert predicted_s("sequential", profile, 2) == pytest.approx(0.34 * 1.2 + 0.04 + 0.002 + STEP_S)
+
+
+@pytest.mark.parametrize(("fewer_s", "layers_s"), [(0.01, 0.40), (0.12, 0.10)])
+def test_noise_does_not_let_more_rows_take_less_time_nor_more_than_in_proportion(fewer_s, layers_s):
+    """8 rows took 0.10 s: 32 take that at least, and 0.40 s at most."""
+    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/4/1//0": fewer_s})
+    assert predicted_s("sequential", profile, 2) == pytest.approx(layers_s * 1.2 + 0.04 + 0.002 + STEP_S)
+
+
+def test_threads_without_a_time_take_that_of_as_many_rows_on_as_many_cores():
+    times = {key: seconds for key, seconds in MADE_UP.layers_s.items() if not key.startswith("2/")}
+    profile = dataclasses.replace(MADE_UP, layers_s=times)
+    assert predicted_s("threads:2", profile, 2) == pytest.approx(0.22 * 1.2 + 0.02 + 0.002 + STEP_S)
 
 
 def test_a_profile_round_trips_and_a_setting_too(tmp_path):

@@ -10,7 +10,7 @@ ONE_OF_MANY = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RA
 
 
 def start(work):
-    model = work.model()
+    model = work.network()
     kept = {name: os.environ.pop(name) for name in ONE_OF_MANY if name in os.environ}
     try:
         pace = paceline.join(model, work.sgd(model), cross_entropy, batch_size=work.batch, engine=work.row)

@@ -24,32 +24,26 @@ _PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python
 
 
 @cache
-def _texts(room: str) -> dict[str, ast.Module]:
+def _texts(room: str) -> dict[str, str]:
     """The room's modules, read and not imported: a list should not cost the import of torch."""
     package = importlib.util.find_spec(f"paceline.{room}")
     folders = package.submodule_search_locations if package else None
     paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
-    with _PARSING:
-        return {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 @cache
 def names(room: str) -> tuple[str, ...]:
     """All plug-ins of a room, sorted."""
-    wanted = ROOMS[room]
-    made = ast.ClassDef, ast.FunctionDef
-    return tuple(
-        sorted(
-            name
-            for name, text in _texts(room).items()
-            if any(isinstance(node, made) and node.name == wanted for node in text.body)
-        )
-    )
+    made = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
+    return tuple(sorted(name for name, text in _texts(room).items() if made.search(text)))
 
 
 def describe(room: str, name: str) -> str:
     """The first line of the plug-in's module docstring."""
-    return (ast.get_docstring(_texts(room)[name]) or "").partition("\n")[0].rstrip(".")
+    with _PARSING:
+        text = ast.parse(_texts(room)[name])
+    return (ast.get_docstring(text) or "").partition("\n")[0].rstrip(".")
 
 
 def module(room: str, name: str) -> Any:

@@ -31,7 +31,7 @@ PROMISING = 1.3  # times the best: what is predicted slower is not tried, since 
 MAX_ROUNDS = 4  # of timing the top two by turns
 MAX_ATTEMPTS = 6  # to get two rows that run
 STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
-SIMPLER = 0.03  # per word: rows predicted this close are tried in the order of their simplicity
+SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
 MARGIN = 0.9  # of the memory: more is predicted not to fit
 ENGINES = ("sequential", "threads", "replicas", "processes")
 REPRODUCIBLE = "virtual:8"
@@ -123,11 +123,13 @@ def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Ca
 
 def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
     """The baseline, then by prediction; rows without one come last, in their order."""
+
+    def handicapped_s(one: Candidate) -> float:
+        pieces = one.engine.count("+") + (split(one.engine, 1).copies > 1)
+        return (one.predicted_s or float("inf")) * (1 + SIMPLER * pieces)
+
     base, *others = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
-    return [
-        base,
-        *sorted(others, key=lambda one: (one.predicted_s or float("inf")) * (1 + SIMPLER * one.engine.count("+"))),
-    ]
+    return [base, *sorted(others, key=handicapped_s)]
 
 
 @dataclasses.dataclass

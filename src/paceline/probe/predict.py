@@ -6,7 +6,8 @@
     engine        gradients moved in memory, messages, and what every step costs
     input         fetching the batch, by as many processes
 
-A setting that was not timed is the plain one of its engine, times what its words gave elsewhere.
+A setting that was not timed is the plain one of its engine, times what its words gave elsewhere; a plain one is the
+other that has as many cores and rows in all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from paceline.probe.rows import Way, split
 
 STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
 RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
+CROWD_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
 CALL_S = 20e-6  # more of it per layer call
 MESSAGES = 4  # per step and process
 
@@ -56,11 +58,21 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
             if other.words == setting.words and elsewhere in found and plain_s:
                 return plain_s * worded_s / found[elsewhere]
         return None
-    return _line_s(setting, found) if setting.threads == 1 else None
+    if setting.threads == 1 and (line_s := _line_s(setting, found)) is not None:
+        return line_s
+    return next((found[key] for key in found if _amount(_setting(key)) == _amount(setting)), None)
+
+
+def _amount(setting: Setting) -> tuple[int, int, tuple[str, ...], bool]:
+    """The work of a setting, and on how many cores."""
+    return setting.threads * setting.copies, setting.rows * setting.copies, setting.words, setting.factors
 
 
 def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
-    """One thread on more rows than were timed: along the line through the fewest and the most of them."""
+    """One thread on more rows than were timed: along the line through the fewest and the most of them.
+
+    More rows take no less time, and no more than in proportion: a line through two noisy points knows neither.
+    """
     alike = replace(setting, copies=1)
     points = sorted(
         (other.rows, found[key]) for key in found if replace(other := _setting(key), rows=setting.rows) == alike
@@ -70,7 +82,8 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
     (low, low_s), (high, high_s) = points[0], points[-1]
     if low == high:
         return high_s * setting.rows / high
-    return high_s + (high_s - low_s) * (setting.rows - high) / (high - low)
+    line_s = high_s + (high_s - low_s) * (setting.rows - high) / (high - low)
+    return min(max(line_s, high_s), high_s * setting.rows / high)
 
 
 def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float:
@@ -91,7 +104,7 @@ def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
     moved = gradient * (k - 1) / k * 1.5 + (gradient if way.engine == "processes" else 0)
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
     if way.engine == "processes":
-        return moving_s + MESSAGES * profile.message_s
+        return moving_s + MESSAGES * profile.message_s + CROWD_S
     return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls)
 
 

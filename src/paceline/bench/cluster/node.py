@@ -63,7 +63,7 @@ class Player:
 
 
 def ours(entry: Entry, race: Race, work: Work) -> tuple[Any, Step]:
-    model = work.model()
+    model = work.network()
     before = dict(os.environ)
     os.environ.update(entry.environment)
     try:

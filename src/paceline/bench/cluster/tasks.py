@@ -13,14 +13,18 @@ from paceline.bench.cluster.race import Entry, Phase, Race, Result
 from paceline.bench.duel import Spread
 from paceline.bench.finding import Finding, Show
 
+IMAGES = "sequential+channels_last"  # what the plan finds fastest on one core
 ROUNDED = "sequential+bf16+channels_last"
 FORWARD = {"PACELINE_OVERLAP": "forward"}
 BLOCK = 5  # turns of one step would hide what a step leaves for the next one's forward
 
 OURS = Entry("paceline")
 LIMIT = Entry("none", "none")
-OUR_LIMIT = Entry("none-paceline", "none-paceline")
 DDP = Entry("ddp", "ddp")
+OURS_IMAGES = Entry("paceline", row=IMAGES)
+LIMIT_IMAGES = Entry("none-channels_last", "none", IMAGES)
+OUR_LIMIT = Entry("none-paceline", "none-paceline", IMAGES)
+DDP_IMAGES = Entry("ddp-channels_last", "ddp", IMAGES)
 OURS_ROUNDED = Entry("paceline-bf16", row=ROUNDED, options={"codec": "half"})
 LIMIT_ROUNDED = Entry("none-bf16", "none", ROUNDED)
 TUNED = Entry("ddp-tuned", "ddp-tuned", ROUNDED)
@@ -47,7 +51,7 @@ def slow(entry: Entry, most: int) -> Entry:
 def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, no limited rate and 10 Gbit/s: 5 minutes."""
     phases = Phase(None), Phase("10gbit")
-    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 6), OURS), phases, 240.0), pace, show)
+    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 6), OURS_IMAGES), phases, 240.0), pace, show)
     yield table("alexnet-fast", got)
     for phase in range(2):
         yield faster("alexnet-fast", got, phase, "paceline", "none-paceline", 0.95)
@@ -56,21 +60,24 @@ def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
 
 
 def alexnet_1gbit(pace: Pace, show: Show) -> Iterator[Finding]:
-    """AlexNet, 32 rows per node, 1 Gbit/s: 3 minutes."""
+    """AlexNet, 32 rows per node, 1 Gbit/s, DDP in either memory layout: 3 minutes."""
     task = "alexnet-1gbit"
-    got = run(Race("alexnet", 32, 2, (LIMIT, OUR_LIMIT, slow(DDP, 10), OURS), (Phase("1gbit"),), 150.0), pace, show)
+    entries = LIMIT, OUR_LIMIT, slow(DDP, 8), slow(DDP_IMAGES, 8), OURS_IMAGES
+    got = run(Race("alexnet", 32, 2, entries, (Phase("1gbit"),), 180.0), pace, show)
     yield table(task, got)
     yield faster(task, got, 0, "paceline", "none-paceline", 0.95)
     yield faster(task, got, 0, "paceline", "none", 1.03)
     yield faster(task, got, 0, "paceline", "ddp", 2.6)
+    yield faster(task, got, 0, "paceline", "ddp-channels_last", 2.6)
     yield light(task, got, 0, "paceline", 13.0)
 
 
 def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, 100 Mbit/s, backward and forward overlapped: 5 minutes; DDP needs 20 s for a step."""
     task = "alexnet-100mbit"
-    forward = Entry("paceline-forward", environment=FORWARD, block=BLOCK)
-    entries = LIMIT, slow(DDP, 3), Entry("ddp-powersgd", "ddp-powersgd"), OURS, slow(forward, 5)
+    forward = Entry("paceline-forward", row=IMAGES, environment=FORWARD, block=BLOCK)
+    powersgd = Entry("ddp-powersgd", "ddp-powersgd", IMAGES)
+    entries = LIMIT, slow(DDP, 3), powersgd, OURS_IMAGES, slow(forward, 5)
     got = run(Race("alexnet", 32, 2, entries, (Phase("100mbit"),), 260.0), pace, show)
     yield table(task, got)
     best = min(("paceline", "paceline-forward"), key=lambda name: got.laps[0][name].step_s)
@@ -95,20 +102,21 @@ def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
 def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
     """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s: 9 minutes; a step takes 5 s, DDP's 43 s at 100 Mbit/s."""
     phases = Phase("1gbit", 20, 1), Phase("100mbit", 12, 1)
-    got = run(Race("vgg16", 8, 2, (LIMIT, slow(DDP, 2), OURS), phases, 520.0), pace, show)
+    got = run(Race("vgg16", 8, 2, (LIMIT_IMAGES, slow(DDP, 2), OURS_IMAGES), phases, 520.0), pace, show)
     yield table("vgg16", got)
-    yield faster("vgg16", got, 0, "paceline", "none", 0.93)
-    yield faster("vgg16", got, 1, "paceline", "none", 0.93)
+    yield faster("vgg16", got, 0, "paceline", "none-channels_last", 0.93)
+    yield faster("vgg16", got, 1, "paceline", "none-channels_last", 0.93)
     yield faster("vgg16", got, 1, "paceline", "ddp", 7.0)
 
 
 def resnet(pace: Pace, show: Show) -> Iterator[Finding]:
     """ResNet50V2, 8 rows of 128x128 per node, nothing to factor, 1 Gbit/s and 100 Mbit/s: 7 minutes."""
-    entries = slow(DDP, 8), OURS, slow(TUNED, 8), OURS_ROUNDED
+    entries = slow(DDP, 8), slow(DDP_IMAGES, 8), OURS_IMAGES, slow(TUNED, 8), OURS_ROUNDED
     got = run(Race("resnet50v2@128", 8, 2, entries, (Phase("1gbit"), Phase("100mbit", 10, 1)), 360.0), pace, show)
     yield table("resnet", got)
-    yield faster("resnet", got, 0, "paceline", "ddp", 1.1)
-    yield faster("resnet", got, 1, "paceline", "ddp", 1.0)
+    for peer in ("ddp", "ddp-channels_last"):
+        yield faster("resnet", got, 0, "paceline", peer, 1.1)
+        yield faster("resnet", got, 1, "paceline", peer, 1.0)
     yield faster("resnet", got, 1, "paceline-bf16", "ddp-tuned", 1.1)
 
 
@@ -123,16 +131,16 @@ def transformer(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def nodes4(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 16 rows on each of 4 nodes that share two cores, 1 Gbit/s: 3 minutes."""
-    got = run(Race("alexnet", 16, 4, (LIMIT, slow(DDP, 6), OURS), (Phase("1gbit"),), 180.0), pace, show)
+    got = run(Race("alexnet", 16, 4, (LIMIT_IMAGES, slow(DDP, 6), OURS_IMAGES), (Phase("1gbit"),), 180.0), pace, show)
     yield table("nodes4", got)
-    yield faster("nodes4", got, 0, "paceline", "none", 0.85)
+    yield faster("nodes4", got, 0, "paceline", "none-channels_last", 0.85)
 
 
 def nodes8(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 16 rows on each of 8 nodes that share two cores, 1 Gbit/s: 4 minutes and 14 GiB."""
-    got = run(Race("alexnet", 16, 8, (LIMIT, OURS), (Phase("1gbit"),), 180.0), pace, show)
+    got = run(Race("alexnet", 16, 8, (LIMIT_IMAGES, OURS_IMAGES), (Phase("1gbit"),), 180.0), pace, show)
     yield table("nodes8", got)
-    yield faster("nodes8", got, 0, "paceline", "none", 0.75)
+    yield faster("nodes8", got, 0, "paceline", "none-channels_last", 0.75)
 
 
 def halfspeed(pace: Pace, show: Show) -> Iterator[Finding]:

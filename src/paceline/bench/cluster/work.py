@@ -95,10 +95,14 @@ class Work:
         self.x = torch.randn(batch, *self.shape, generator=dice)
         self.y = torch.randint(0, CLASSES, (batch,), generator=dice)
 
-    def model(self) -> nn.Module:
+    def network(self) -> nn.Module:
         """The same weights on every node and at every call."""
         torch.manual_seed(0)
-        model = self._build()
+        return self._build()
+
+    def model(self) -> nn.Module:
+        """As one lays it out by hand for this row."""
+        model = self.network()
         if self.numerics.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
