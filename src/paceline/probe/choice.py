@@ -1,7 +1,8 @@
 """Measurements and predictions in, one choice out; losing rows are kept as the reason.
 
 The choice is the fastest row that was measured and is allowed. Rows whose medians cannot be told apart count
-as equal, and then the simpler one wins: it comes first among the candidates.
+as equal, and then the simpler one wins: it comes first among the candidates. A few long steps tell little apart, so
+no more than GIVEN is given away for that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from paceline.probe.sheet import CHOSEN, TIE, Row
 from paceline.probe.trial import Trial
 
 SAME = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
+GIVEN = 0.05  # of the speed, for what is simpler and may be as fast
 OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
 
 
@@ -59,7 +61,7 @@ def choose(
         return _foretold(candidates, level, facts)
     fastest = ranking[0]
     equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
-    best = equals[0]
+    best = next(one for one in equals if one.step_s <= (1 + GIVEN) * fastest.step_s)
     base = candidates[0]
 
     def reason(one: Candidate) -> str:
