@@ -158,7 +158,7 @@ class Wide(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wide, self.head = nn.Linear(1024, 1024), nn.Linear(1024, OUT)
+        self.wide, self.head = nn.Linear(1024, 8192), nn.Linear(8192, OUT)
 
     def forward(self, x):
         return self.head(F.relu(self.wide(x)))

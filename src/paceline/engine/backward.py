@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.contract import FACTORS, Piece, Spec
+from paceline.engine.products import has_own_forward
 
 ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
 LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it may leave as factors
@@ -27,7 +28,7 @@ BUCKET_BYTES = 4 << 20
 
 def _is_linear(module: nn.Module) -> bool:
     """Also a forward of one object alone may compute something else."""
-    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return type(module).forward is nn.Linear.forward and not has_own_forward(module)
 
 
 def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
@@ -166,7 +167,7 @@ class Backward:
         weight, state = module.weight, self._pass
         hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
         # a user's hook waits for the weight's gradient, another forward makes it differently: a stray, so it goes dense
-        own = hooked or "forward" in vars(module)
+        own = hooked or has_own_forward(module)
         if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
             state.hidden.add(spec.index)

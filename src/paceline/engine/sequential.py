@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
-from paceline.engine import randomness
+from paceline.engine import products, randomness
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
@@ -61,6 +61,8 @@ class Engine(contract.Engine):
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.numerics.prepare(model, optimizer)
+        if not self.numerics.compile:
+            products.install(model)
         self.backward = Backward(model, hook_layers=not self.numerics.compile)
         self.specs, self.names = self.backward.specs, self.backward.names
         self.weights = [self.backward.parameters[name].data for name in self.names]
@@ -281,6 +283,7 @@ class Engine(contract.Engine):
     def close(self) -> None:
         self._later.close()
         self.backward.close()
+        products.remove(self.model)
         for layers, everyone in self._norms:
             layers.restore()
             everyone.close()

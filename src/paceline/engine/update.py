@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Rule
+from paceline.engine import products
 
-BLOCK_VALUES = 1 << 20
+BLOCK_VALUES = 1 << 19
 
 
 @dataclass
@@ -97,11 +98,12 @@ def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: f
     if group["maximize"]:
         factor = -factor
     weight, left, right = one.parameter.data, one.left.T, one.right
-    if not momentum:
-        weight.addmm_(left, right, beta=1 - lr * decay, alpha=-lr * factor)
-        return
+    by_onednn = products.suits(weight)
+    if by_onednn:
+        right = right.T.contiguous()
+    add = _add_by_onednn if by_onednn else _add
     keep, take, ahead = momentum, 1.0 - group["dampening"], 0.0
-    buffer = state.get("momentum_buffer")
+    buffer = state.get("momentum_buffer") if momentum else weight
     if buffer is None:
         buffer = state["momentum_buffer"] = torch.empty_like(weight)
         keep, take = 0.0, 1.0  # the first step's buffer is its gradient; beta 0 ignores what memory holds
@@ -111,10 +113,27 @@ def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: f
     num_rows = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
     for start in range(0, len(weight), num_rows):
         rows = slice(start, start + num_rows)
+        if not momentum:
+            add(weight[rows], left[rows], right, 1 - lr * decay, -lr * factor)
+            continue
         w, b = weight[rows], buffer[rows]
         if ahead:
             w.add_(b, alpha=ahead)  # w - lr (g + mu b') = (w + lr mu b) - lr (1 + mu) b'
-        b.addmm_(left[rows], right, beta=keep - take * decay * ahead, alpha=factor * take)
+        add(b, left[rows], right, keep - take * decay * ahead, factor * take)
         if decay:
             b.add_(w, alpha=take * decay)
         w.add_(b, alpha=-stride)
+
+
+def _add(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
+    """keep into + take left @ right; what ``into`` holds does not matter where keep is 0."""
+    into.addmm_(left, right, beta=keep, alpha=take)
+
+
+def _add_by_onednn(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
+    """The same, of ``right`` transposed."""
+    product = products.times(left * take, right)
+    if keep:
+        torch.add(product, into, alpha=keep, out=into)
+    else:
+        into.copy_(product)

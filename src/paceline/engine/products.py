@@ -1,0 +1,114 @@
+"""Products of large fully-connected layers by oneDNN, where torch's BLAS leaves half the processor idle.
+
+MKL computes with AVX2 on an AMD processor, also where it has AVX-512: 86 instead of 206 GFlop/s on a core of one.
+oneDNN asks the processor what it can do. Which of both is used depends on the processor and on the size of the weight
+alone, so like nodes compute alike. PACELINE_PRODUCTS=blas or onednn says it for all.
+
+*Laws*: the same as torch's up to the order of summation, backward of any order included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LEAST_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
+LEAST_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
+BLAS, ONEDNN = "blas", "onednn"
+
+
+@cache
+def fast() -> bool:
+    """Whether oneDNN is to compute them here. Raises ValueError for a PACELINE_PRODUCTS that is neither."""
+    said = os.environ.get("PACELINE_PRODUCTS", "")
+    if said not in ("", BLAS, ONEDNN):
+        raise ValueError(f"PACELINE_PRODUCTS={said!r} is not known; use {BLAS!r} or {ONEDNN!r}, or unset it")
+    if said == BLAS or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return said == ONEDNN or (torch._C.has_mkl and _amd() and _wide())
+
+
+def _amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _wide() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def suits(weight: Tensor) -> bool:
+    """Whether products with a matrix like this one are faster by oneDNN: the same answer for any of its rows."""
+    plain = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.dim() == 2
+    return plain and weight.is_contiguous() and weight.shape[1] >= LEAST_INPUTS and fast()
+
+
+def times(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``left @ right.T + bias``. *Shapes*: (m, k), (n, k), (n,)."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(left.contiguous(), right.contiguous(), bias, "none", [], "")
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        return times(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (slope,), (x, weight) = slopes, ctx.saved_tensors
+        rows = slope.reshape(-1, slope.shape[-1])
+        by_weight = None
+        if x is not None:
+            inputs = x.reshape(-1, x.shape[-1])
+            # a graph of this backward is asked for: torch's own product has one
+            by_weight = rows.T @ inputs if torch.is_grad_enabled() else times(rows.T, inputs.T)
+        by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return None if weight is None else slope @ weight, by_weight, by_bias
+
+
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
+    weight = module.weight
+    ours = type(input) is Tensor and input.dtype == weight.dtype == torch.float32 and input.numel() > 0
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not ours or transformed or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
+        return F.linear(input, weight, module.bias)
+    product: Tensor = _Linear.apply(input, weight, module.bias)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _large(model: nn.Module) -> Iterator[nn.Linear]:
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            weight = module._parameters.get("weight")  # a parametrization makes it anew at each use
+            if weight is not None and weight.numel() >= LEAST_VALUES and suits(weight):
+                yield module
+
+
+def install(model: nn.Module) -> None:
+    """Large fully-connected layers compute by oneDNN from now on, but for those with a forward of their own."""
+    for module in _large(model):
+        if "forward" not in vars(module):
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def remove(model: nn.Module) -> None:
+    for module in model.modules():
+        if "forward" in vars(module) and not has_own_forward(module):
+            del module.forward
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether this object alone computes something else than its class."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "func", None) is not _forward
