@@ -49,6 +49,7 @@ DEAR = (
     ),
     *("never_leaves_less_than_what_was_reported[500]", "test_memories.py::test_two_nodes_go_on_bit_for_bit[processes"),
     "test_memories.py::test_another_number_of_nodes_owes_as_much[processes",
+    *("over_a_real_wire[200mbit", "test_going_on_with_another_codec_says_what_is_left_out[processes"),
     *(f"every_class_of_fault_has_struck[{first}]" for first in (20_000, 30_000, 40_000, 50_000)),
     *("outlived.py::test_wherever_a_node_dies", "processes_dies_as_one[1]", "outlived.py::test_with_too_few_left"),
     "outlived.py::test_batch_norm_over_everyone",

@@ -38,3 +38,27 @@ def launch(
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def begin(*words: Any, cwd: Path | None = None, own_session: bool = False, **more: str) -> subprocess.Popen[str]:
+    """The command `paceline`, for `finish`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "paceline", *map(str, words)],
+        env={**os.environ, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        start_new_session=own_session,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    """What it said on stdout and stderr until its end, which must be with this exit code."""
+    try:
+        output, errors = process.communicate(timeout=90)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code, output + errors
+    return output, errors

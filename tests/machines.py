@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -16,12 +17,21 @@ from cluster import Cluster
 from cluster import unavailable as no_cluster
 
 import paceline
+from paceline.bench.cluster.delay import CLONE
 from sshd import SSHD
 from sshd import unavailable as no_sshd
 
 HERE = Path(__file__).parent
 OURS = "10.77.0.200"
 needs_cluster = pytest.mark.skipif(bool(no := no_cluster()), reason=no or "clusters can be made here")  # asked once
+needs_tun = pytest.mark.skipif(not os.access(CLONE, os.R_OK | os.W_OK), reason=f"{CLONE} cannot be opened here")
+
+
+def left_behind(pid: int | None = None) -> set[str]:
+    """Of the clusters that a process made, this one by default: namespaces, and devices in ours."""
+    words = ["ip", "-o", "link"], ["ip", "netns", "list"]
+    said = "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+    return set(re.findall(rf"\bpl{pid or os.getpid()}[-bvw]\d*", said))
 
 
 def unavailable() -> str:

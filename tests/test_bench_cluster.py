@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -16,9 +17,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from machines import needs_cluster
+from machines import left_behind, needs_cluster
 from paceline.bench import cluster
-from paceline.bench.cluster import peers, predicted, scaling, tasks
+from paceline.bench.cluster import namespaces, peers, predicted, scaling, tasks
 from paceline.bench.cluster.heat import Pace, faster, light, run
 from paceline.bench.cluster.namespaces import Cluster, check_rate
 from paceline.bench.cluster.race import Entry, Lap, Phase, Race, Result, result
@@ -34,12 +35,6 @@ OURS, DDP, NONE = Entry("paceline"), Entry("ddp", "ddp"), Entry("none", "none")
 
 def quiet(doing: str) -> None:
     pass
-
-
-def left_behind() -> set[str]:
-    said = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    said += subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return set(re.findall(rf"\bpl{os.getpid()}\S*", said))
 
 
 def raced(seconds: dict[str, list[float]], turns: dict[str, list[int]] | None = None, sent: float = 2e6) -> Result:
@@ -109,7 +104,7 @@ def test_bytes_are_those_of_the_node_that_sends_most():
 
 def test_a_race_is_read_as_it_was_written(tmp_path):
     entries = OURS, Entry("x", "ddp", "sequential+bf16", {"codec": "half"}, {"A": "b"}, 5, 3, True)
-    race = Race("tiny", 4, 3, entries, (Phase("1gbit", 5, 1), Phase(None)), 9.0, (1, 0.5))
+    race = Race("tiny", 4, 3, entries, (Phase("1gbit", 5, 1), Phase(None)), 9.0, (1, 0.5), 5.0)
     race.write(tmp_path / "race.json")
     assert Race.read(tmp_path / "race.json") == race
 
@@ -119,6 +114,14 @@ def test_every_task_has_its_demands_and_its_minutes():
     assert set(tasks.TASKS) >= {"nodes4", "nodes8", "halfspeed", "changing-rate"}
     for name, task in (tasks.TASKS | cluster.MORE).items():
         assert re.search(r"\d+ minutes", task.__doc__ or ""), name
+
+
+def test_a_race_over_late_links_says_so():
+    got = raced({"a": [1.0, 1.0], "b": [1.0, 1.0]})
+    assert "one way" not in got.table()
+    late = Result(dataclasses.replace(got.race, delay_ms=5.0), got.laps)
+    assert "links of 1gbit, 5 ms one way\n" in late.table()
+    assert light("t", late, 0, "a", 2.0).what.startswith("tiny b4, 2 nodes, 1gbit, 5 ms one way: ")
 
 
 # what is trained
@@ -285,6 +288,8 @@ def test_no_layer_of_the_dense_twin_may_be_factors(tmp_path):
         (["--model", "tiny", "--against", "ddpp"], "no peer named 'ddpp'; known: ddp, "),
         (["--model", "tiny", "--fidelity", "approximate"], "fidelity 'approximate' is not raced here"),
         (["--model", "tiny", "--nodes", "1"], "2 nodes, 1 row, 1 step and 1 round or more; got 1 nodes"),
+        (["--model", "tiny", "--delay", "5"], "the link's rate is not limited; give --rate 200mbit or less"),
+        (["--only", "vgg16", "--delay", "5"], "--delay 5 is of the race that --model asks for"),
         (["--model", "tiny", "--only", "vgg16"], "--model asks for one race and --only vgg16 for others"),
         (["--model", "tiny@x"], "after @ comes the edge of an image"),
         (["--model", "alexnett"], "alexnett"),
@@ -314,7 +319,8 @@ def test_absent_fashion_images_name_their_package(tmp_path):
 
 @needs_cluster
 def test_a_row_that_was_never_run_is_predicted_then_measured():
-    found = list(predicted.against_measured(Pace(1, 2), quiet, (("tiny", 4, 2, ("100mbit", "1gbit")),)))
+    cell = predicted.Cell("tiny", 4, 2, ("100mbit", "1gbit"))
+    found = list(predicted.against_measured(Pace(1, 2), quiet, (cell,)))
     rows = re.findall(r"^\| tiny b4, 2 nodes, (\w+) \| ([\d.]+) \| ([\d.]+) \|", found[0].details, re.MULTILINE)
     assert [rate for rate, _, _ in rows] == ["100mbit", "1gbit"]
     # four rows of 512 and 512 words go over the wire, at least
@@ -323,6 +329,6 @@ def test_a_row_that_was_never_run_is_predicted_then_measured():
 
 
 def test_rates_are_read_in_tc_s_words():
-    assert predicted.bits_per_s("1gbit") == 1e9
-    assert predicted.bits_per_s("2.5gbit") == 2.5e9
-    assert predicted.bits_per_s("50mbit") == 5e7
+    assert namespaces.bits_per_s("1gbit") == 1e9
+    assert namespaces.bits_per_s("2.5gbit") == 2.5e9
+    assert namespaces.bits_per_s("50mbit") == 5e7

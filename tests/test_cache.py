@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.probe import shelf
+from paceline.job import Job
+from paceline.probe import layers, shelf
 from paceline.probe.sheet import Plan
 from paceline.probe.survey import Machine
 
 MACHINE = Machine("host", "cpu", 2, 2, memory_bytes=8 << 30)
 PLAN = Plan("threads:2", "because", fingerprint="feed")
+IMAGES, LARGER = [("torch.float32", (3, 8, 8))], [("torch.float32", (3, 9, 9))]
 
 
 @pytest.fixture
@@ -29,9 +31,13 @@ def model():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def mark(network=None, optimizer=torch.optim.SGD, batch_size=8, fidelity="exact", **options):
+def job(network=None, optimizer=torch.optim.SGD, batch_size=8, how=None, **options):
     network = network or model()
-    return shelf.fingerprint(network, optimizer(network.parameters(), lr=0.1, **options), batch_size, fidelity)
+    return Job(network, optimizer(network.parameters(), lr=0.1, **options), None, batch_size, **(how or {}))
+
+
+def mark(network=None, fidelity="exact", inputs=None, **more):
+    return shelf.fingerprint(job(network, **more), fidelity, inputs)
 
 
 def test_what_is_stored_is_found_by_command_and_by_fingerprint(command):
@@ -74,17 +80,16 @@ def test_another_script_is_noticed(command, tmp_path):
     assert shelf.cached(command, "exact", MACHINE) == (None, "the cached plan is stale: the script has changed")
 
 
-def test_another_model_is_noticed_and_the_entry_forgotten(command, monkeypatch):
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    assert shelf.confirm(network, optimizer, 8) == "", "nothing was promised"
-    plan = dataclasses.replace(PLAN, fingerprint=mark(network))
+@pytest.mark.parametrize("how", [{"accumulate": 2}, {"precision": "bf16"}, {"clip": 1.0}, {"batch_norm": "sync"}])
+def test_another_job_is_noticed_and_the_entry_forgotten(command, monkeypatch, how):
+    assert shelf.confirm(job()) == "", "nothing was promised"
+    plan = dataclasses.replace(PLAN, fingerprint=mark(inputs=IMAGES))
     shelf.store(plan, command, MACHINE)
     for name, value in shelf.promise(plan, command).items():
         monkeypatch.setenv(name, value)
-    assert shelf.confirm(network, optimizer, 8) == ""
+    assert shelf.confirm(job()) == "", "no inputs have been seen yet"
     assert shelf.cached(command, "exact", MACHINE) == (plan, "")
-    assert "another model, optimizer or batch size" in shelf.confirm(network, optimizer, 9)
+    assert "another model, optimizer, batch size, precision" in shelf.confirm(job(how=how))
     assert shelf.cached(command, "exact", MACHINE) == (None, "")
 
 
@@ -132,6 +137,8 @@ def test_planners_at_the_same_time_do_not_harm_each_other(command):
 
 def test_a_fingerprint_is_of_shapes_and_types_not_of_values():
     assert mark() == mark()
+    assert mark(how={"clip": 1.0}) == mark(how={"clip": 2.0})
+    assert mark(inputs=IMAGES).partition("-")[0] == mark()
     others = [
         mark(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 2))),
         mark(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))),
@@ -140,8 +147,40 @@ def test_a_fingerprint_is_of_shapes_and_types_not_of_values():
         mark(fidelity="rounded"),
         mark(optimizer=torch.optim.Adam),
         mark(momentum=0.9),
+        mark(how={"accumulate": 2}),
+        mark(how={"precision": "bf16"}),
+        mark(how={"precision": "fp32"}),
+        mark(how={"batch_norm": "sync"}),
+        mark(how={"clip": 1.0}),
+        mark(inputs=IMAGES),
+        mark(inputs=LARGER),
     ]
     assert len({mark(), *others}) == len(others) + 1
     frozen = model()
     frozen[0].weight.requires_grad_(False)
     assert mark(frozen) != mark()
+
+
+def test_the_shape_of_inputs_is_that_of_a_row():
+    batch = {"x": torch.zeros(4, 3, 8, 8), "y": [torch.zeros(4, dtype=torch.int64), "words", torch.tensor(1.0)]}
+    more = {"x": torch.zeros(6, 3, 8, 8), "y": [torch.zeros(6, dtype=torch.int64), "other", torch.tensor(2.0)]}
+    wanted = [("torch.float32", (3, 8, 8)), ("torch.int64", ()), ("torch.float32", ())]
+    assert layers.shapes(batch, 4) == layers.shapes(more, 6) == wanted
+    assert layers.shapes(batch, 3)[0] == ("torch.float32", (4, 3, 8, 8)), "not one per sample"
+
+
+def test_a_loop_of_one_s_own_finds_the_plan_of_its_job_whatever_its_inputs(command):
+    assert shelf.of_job(job(), "exact", command) is None
+    small, large = (dataclasses.replace(PLAN, fingerprint=mark(inputs=each)) for each in (IMAGES, LARGER))
+    shelf.store(small, command)
+    assert shelf.of_job(job(), "exact", []) == small
+    assert shelf.of_job(job(), "rounded", []) is None
+    assert shelf.of_job(job(how={"accumulate": 2}), "exact", command) is None
+    assert shelf.of_job(job(how={"precision": "bf16"}), "exact", command) is None
+    shelf.store(large, [*command, "--large"])
+    assert shelf.of_job(job(), "exact", []).chosen == "threads:2", "both say the same"
+    large = dataclasses.replace(large, chosen="replicas:2")
+    shelf.store(large, [*command, "--large"])
+    assert shelf.of_job(job(), "exact", command) == small
+    assert shelf.of_job(job(), "exact", [*command, "--large"]) == large
+    assert shelf.of_job(job(), "exact", [*command, "--other"]) is None

@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from launching import begin, finish
 from paceline.launch.detach import Detached
 
 DEADLINE_S = 40.0
@@ -20,29 +19,12 @@ def paceline(tmp_path):
     """Starts the command, with a state folder of the test's own; what still runs in the end is killed."""
 
     def call(*words):
-        return subprocess.Popen(
-            [sys.executable, "-m", "paceline", *map(str, words)],
-            env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        return begin(*words, own_session=True, XDG_STATE_HOME=str(tmp_path))
 
     yield call
     for pid in tmp_path.glob("paceline/detached/*/pid"):
         if Detached(pid.parent).running:
             os.kill(int(pid.read_text()), signal.SIGKILL)
-
-
-def finish(process, code=0):
-    try:
-        output, errors = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code, output + errors
-    return output, errors
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline
-from paceline import find
+from paceline import cli, find
 from paceline.codec import feedback, half, topk
 from paceline.job import Job
 from paceline.session import World
@@ -273,3 +273,13 @@ def test_nodes_with_different_jobs_are_told_what_differs(tmp_path, field, other)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.count(f"the nodes were given different {field}: rank") == 2, done.stderr
+
+
+@pytest.mark.parametrize("words", [["run", __file__], ["train"], ["plan", __file__], ["verify", __file__], ["doctor"]])
+def test_hosts_given_one_by_one_are_one_list(words, monkeypatch, capsys, tmp_path):
+    """Of several -H the last one alone once counted, and training went on without the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["paceline", words[0], "-H", "bad!", "--hosts", "two,wor$e", *words[1:]])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "-H bad!,two,wor$e: 'bad!' is no host name; 'wor$e' is no host name" in capsys.readouterr().err

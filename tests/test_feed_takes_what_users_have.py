@@ -1,108 +1,24 @@
-"""Loaders, streams and processes that fetch: the same global batches for any number of ranks, from any step on."""
+"""Loaders and streams: the same global batches for any number of ranks, from any step on."""
 
 from __future__ import annotations
 
-import os
 import random
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     Sampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
-from paceline.data import workers
+from feeding import Counted, Noisy, run, seats, whole
 from paceline.data.feed import as_source, batches
 from paceline.data.order import Seat, permutation
-
-
-class Noisy(Dataset):
-    """Every sample draws from all three global generators."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, i: int):
-        noise = torch.rand(()), np.random.rand(), random.random()
-        return torch.tensor(i), torch.tensor([float(each) for each in noise])
-
-
-class Counted(IterableDataset):
-    """A stream that shuffles by the global generator, as streams do."""
-
-    def __init__(self, size: int, has_length: bool = False):
-        self.size = size
-        if has_length:
-            self.__class__ = CountedKnown
-
-    def __iter__(self):
-        assert get_worker_info() is None or get_worker_info().num_workers == 1
-        yield from ((i, torch.rand(())) for i in torch.randperm(self.size).tolist())
-
-
-class CountedKnown(Counted):
-    def __len__(self) -> int:
-        return self.size
-
-
-class Failing(Noisy):
-    def __getitem__(self, i: int):
-        if i == 5:
-            raise KeyError("sample 5 is broken")
-        return super().__getitem__(i)
-
-
-def seats(num_nodes: int) -> list[Seat]:
-    return [Seat(node, num_nodes) for node in range(num_nodes)]
-
-
-def run(dataset, batch_size=4, epochs=2, seat=None, **options):
-    """Every batch as (epoch, step, ends_epoch, samples of the seat)."""
-    seat = seat or Seat()
-    return [
-        (b.epoch, b.step, b.ends_epoch, [] if (rows := b.share(seat)) is None else rows[0].tolist())
-        for b in batches(dataset, batch_size, epochs, 7, seat, **options)
-    ]
-
-
-def whole(dataset, num_nodes, **options):
-    """What all nodes together read, batch by batch."""
-    of_node = [run(dataset, seat=seat, **options) for seat in seats(num_nodes)]
-    return [
-        (*together[0][:3], [sample for part in together for sample in part[3]])
-        for together in zip(*of_node, strict=True)
-    ]
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
-
-
-def wait_for(condition, seconds: float = 10) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
 
 # DataLoaders.
 
@@ -275,107 +191,6 @@ def test_streams_that_give_nothing_or_too_little_are_told():
     assert run(Counted(11), start=(0, 3)) == run(Counted(11), start=(1, 0))
 
 
-# Processes that fetch.
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_samples_made_by_processes_do_not_depend_on_who_makes_them(num_nodes):
-    def rows(num_workers, num_nodes):
-        parts = [list(batches(Noisy(11), 4, 2, 7, seat, workers=num_workers)) for seat in seats(num_nodes)]
-        shares = [
-            [b.share(s) for b, s in zip(together, seats(num_nodes), strict=True)]
-            for together in zip(*parts, strict=True)
-        ]
-        return [torch.cat([part[1] for part in each]) for each in shares]
-
-    one = rows(1, 1)
-    assert all(torch.equal(a, b) for a, b in zip(one, rows(2, num_nodes), strict=True))
-    assert len({row.tolist()[0] for part in one for row in part}) == 22  # no two samples of two epochs alike
-
-
-def test_a_batch_from_processes_can_be_dealt_again_and_asked_twice():
-    before = torch.get_rng_state()
-    for batch in batches(Noisy(11), 4, 1, 7, Seat(0, 2), workers=1):
-        mine, other, both = batch.share(Seat(0, 2)), batch.share(Seat(1, 2)), batch.share(Seat())
-        assert torch.equal(torch.cat([mine[1], other[1]]), both[1])
-        assert torch.equal(batch.share(Seat(0, 2))[1], mine[1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_batches_that_are_skipped_or_come_late_are_the_right_ones():
-    made = list(batches(Noisy(40), 4, 1, 7, Seat(), workers=2))
-    order = permutation(7, 0, 40)
-    for at in (3, 9, 9, 0, 5):
-        assert made[at].share(Seat())[0].tolist() == order[4 * at : 4 * at + 4].tolist()
-
-
-def test_resuming_with_processes_gives_the_same_rows():
-    def rows(**options):
-        return [batch.share(Seat())[1] for batch in batches(Noisy(11), 4, 2, 7, Seat(), workers=1, **options)]
-
-    every = rows()
-    assert all(torch.equal(a, b) for a, b in zip(rows(start=(0, 2)), every[2:], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(rows(start=(1, 1)), every[4:], strict=True))
-
-
-@pytest.mark.parametrize("room", [True, False])
-def test_rows_arrive_whole_with_and_without_shared_memory(monkeypatch, room):
-    items = [
-        {"a": torch.tensor(i, dtype=torch.bfloat16), "b": (torch.zeros(0), torch.full((2, 3), i > 1)), "c": str(i)}
-        for i in range(4)
-    ]
-    monkeypatch.setattr(workers, "_has_room", lambda: room)
-    (batch,) = batches(items, 4, 1, 0, Seat(), shuffle=False, workers=1)
-    rows = batch.share(Seat())
-    assert rows["a"].tolist() == [0, 1, 2, 3]
-    assert rows["a"].dtype == torch.bfloat16
-    assert rows["b"][0].shape == (4, 0)
-    assert rows["b"][1][:, 0, 0].tolist() == [False, False, True, True]
-    assert rows["c"] == ["0", "1", "2", "3"]
-    rows["b"][1].zero_()  # writable
-
-
-@pytest.mark.parametrize("dataset", [Noisy(100), Counted(100)])
-@pytest.mark.parametrize("ending", ["close", "exception", "exhausted"])
-def test_no_process_is_left_however_the_loop_ends(dataset, ending):
-    made = batches(dataset, 4, 1, 7, Seat(), workers=2)
-    if ending == "exhausted":
-        assert len([batch.share(Seat()) for batch in made]) == 25
-    else:
-        next(made).share(Seat())
-        assert children()
-        if ending == "exception":
-            with pytest.raises(ZeroDivisionError):
-                made.throw(ZeroDivisionError())
-        made.close()
-    assert wait_for(lambda: not children())
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_a_dataset_raises_arrives(num_workers):
-    with pytest.raises(KeyError, match="sample 5 is broken"):
-        run(Failing(11), workers=num_workers)
-    assert wait_for(lambda: not children())
-
-
-def test_wait_is_the_time_a_batch_was_waited_for():
-    class Slow(Noisy):
-        def __getitem__(self, i):
-            time.sleep(0.01)
-            return super().__getitem__(i)
-
-    for batch in batches(Slow(8), 4, 1, 0, Seat()):
-        assert batch.wait_s == 0
-        batch.share(Seat())
-        assert 0.04 <= batch.wait_s < 1
-    made = batches(Slow(40), 4, 1, 0, Seat(), workers=1)
-    late = next(made)
-    time.sleep(0.5)  # the process goes on meanwhile
-    late.share(Seat())
-    assert late.wait_s < 0.03
-    made.close()
-
-
 def test_positions_follow_each_other():
     made = list(batches(Noisy(11), 4, 2, 0, Seat()))
     assert [batch.next for batch in made] == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
@@ -387,39 +202,3 @@ def test_settings_out_of_range_are_told():
             next(batches(Noisy(3), 4, 1, 0, Seat(), **wrong))
     with pytest.raises(ValueError, match=r"epoch 0 has 3 batches of 4 samples, and step 4 was asked for"):
         next(batches(Noisy(11), 4, 1, 0, Seat(), start=(0, 4)))
-
-
-SCRIPT = """
-import os, socket, sys, time
-import torch
-from paceline.data.feed import batches
-from paceline.data.order import Seat
-mine = socket.socket(fileno=int(sys.argv[1]))
-torch.set_num_threads(2)
-torch.rand(500, 500) @ torch.rand(500, 500)
-class Slow:
-    def __len__(self): return 100
-    def __getitem__(self, i):
-        time.sleep(0.05)
-        return torch.tensor(i)
-made = batches(Slow(), 4, 1, 0, Seat(0, 2), workers=2)
-next(made).share(Seat(0, 2))
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_killed_trainer_is_noticed_at_once_though_its_processes_live_a_moment_longer(tmp_path: Path):
-    here, there = socket.socketpair()
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, str(there.fileno())]
-    with subprocess.Popen(command, pass_fds=[there.fileno()], env=environment, stdout=subprocess.PIPE) as trainer:
-        there.close()
-        assert trainer.stdout.readline() == b"ready\n"
-        readers = psutil.Process(trainer.pid).children()
-        assert len(readers) == 2
-        trainer.kill()
-        here.settimeout(2)
-        assert here.recv(1) == b""  # the end of the socket: nobody else holds it
-        here.close()
-    assert not psutil.wait_procs(readers, timeout=20)[1]

@@ -115,3 +115,19 @@ def test_another_number_of_nodes_owes_as_much(two_nodes):
         pace.save(two_nodes / "one", wait=False)
     again = read_newest(two_nodes / "one").state["memories"]
     assert all(torch.equal(again[0][index][0], residual) for index, residual in expected.items())
+
+
+@pytest.mark.parametrize(("codec", "other"), [("none", "'none'"), ("half", "'half'"), ("feedback/topk:keep=0.3", "")])
+def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, codec, other):
+    """How much of the gradient a codec sends may change: what it owes stays."""
+    with owed.join(codec) as pace:
+        assert pace.restore(two_nodes / "run")
+        assert pace.loop.num_steps == owed.MIDDLE
+        kept = [memory for memory in pace.exchange.memory.values() if memory is not None]
+        for batch in pace.batches(owed.data()):
+            assert pace.step(batch) > 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "still owed" in line]
+    assert bool(said) == bool(other) == (not kept)
+    assert (
+        not said or f"made with codec 'feedback/topk' (here {other}): what its codec still owed is left out" in said[0]
+    )

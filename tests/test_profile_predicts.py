@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.job import Job
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, part
@@ -281,7 +282,8 @@ def test_a_command_is_profiled_without_taking_a_step(tmp_path):
     assert profile.facts.state_bytes == 2 * profile.facts.gradient_bytes
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    assert profile.fingerprint == shelf.fingerprint(model, optimizer, 64, "exact")
+    inputs = [("torch.float32", (256,)), ("torch.int64", ())]
+    assert profile.fingerprint == shelf.fingerprint(Job(model, optimizer, None, 64), "exact", inputs)
     for row in ("sequential", f"threads:{machine.cores}"):
         assert 1e-4 < predicted_s(row, profile, machine.cores) < 1
     if machine.cores > 1:

@@ -16,7 +16,8 @@ ROOT = Path(paceline.__file__).parent
 
 # Who may import whom, lowest first: the first row that matches a module counts.
 RULES = {
-    "contract": (),
+    "values": (),
+    "contract": ("values",),
     "find": (),
     "job": (),
     "balance": (),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import receive, snapshot
-from test_send import ask, tree
+from sending import ask, tree
 
 needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git on this machine")
 

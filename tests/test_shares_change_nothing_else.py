@@ -214,6 +214,32 @@ def test_a_slowed_node_gets_fewer_rows_and_them_back_and_every_sample_counts_onc
     assert "node 1 was the slowest" in slowed["reason"]
 
 
+def test_nodes_that_average_every_other_step_deal_anew_too():
+    """Node 1 sleeps four times as long per row. Both deal alike, from the step after a meeting on."""
+
+    def work(link):
+        def loss(output, target):
+            time.sleep(0.0005 * (4 if link.rank else 1) * len(target))
+            return entropy(output, target)
+
+        rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="periodic:2", loss=loss)
+        rank.loop.balance, shares = Balance(24, [1, 1], [24, 24]), [(12, 12)]
+        made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.loop.seat)
+        for batch in made:
+            rank.loop.step(batch)
+            shares.append(rank.loop.seat.dealt(24))
+            if shares[-1] != shares[-2]:
+                break
+        made.close()
+        return shares
+
+    one, other = ranks.run(2, work)
+    assert one == other
+    assert one[-1][1] < 10, "the slow node has not given rows away"
+    steps = len(one) - 1
+    assert steps % 2 == 1
+
+
 # Where training begins.
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launching import launch
+import launching
+from launching import finish, launch
 from sshd import Sshd, unavailable
 from test_ipv6 import missing as no_ipv6
 
@@ -27,24 +28,7 @@ def sshd():
 
 
 def begin(sshd, *words, hosts="one,two", cwd=None, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "paceline", "run", "-H", hosts, *map(str, words)],
-        env={**os.environ, "PACELINE_SSH": sshd.ssh, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-    )
-
-
-def finish(process, code=0):
-    try:
-        output, errors = process.communicate(timeout=90)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == code, output + errors
-    return output, errors
+    return launching.begin("run", "-H", hosts, *words, cwd=cwd, **{"PACELINE_SSH": sshd.ssh, **environment})
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Whatever a host says, commands end in time, tell it in a line, and let nothing of it act on the terminal."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -10,11 +12,12 @@ import pytest
 from near import ON, Near
 from paceline import cli
 from paceline.launch import check as checking
-from paceline.launch import snapshot
+from paceline.launch import snapshot, ssh
 from paceline.launch.calls import MOST_BYTES, hear, kill
 from paceline.launch.check import check
 from paceline.launch.hosts import parse
-from paceline.launch.lines import shown
+from paceline.launch.lines import Lines, shown
+from paceline.launch.node import STARTED
 from paceline.launch.send import send
 from paceline.launch.visit import Visit
 
@@ -172,3 +175,40 @@ def test_a_doctor_that_is_ended_leaves_nothing(near):
         process.terminate()
         assert process.wait(30) == 143
     assert not os.path.exists(f"/proc/{(near.home / 'pid').read_text().strip()}")
+
+
+def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tmp_path):
+    (tmp_path / "sent").write_bytes(b"welcome\nno end" + STARTED + b"\nfirst\n" + STARTED + b"\n")
+    with open(tmp_path / "sent", "rb") as source, open(tmp_path / "out", "wb") as out:
+        lines = Lines("a", source.fileno(), out, mark=STARTED)
+        assert not lines.marked
+        while lines.pass_on():
+            pass
+    assert lines.marked
+    assert (tmp_path / "out").read_bytes() == b"[a] welcome\n[a] no end\n[a] first\n[a] " + STARTED + b"\n"
+
+
+def test_ctrl_c_is_not_kept_waiting_by_a_host_that_has_started_nothing(near, run, monkeypatch, tmp_path):
+    """Where a login hung after the check, Ctrl-C once gave it the five minutes that are for saving."""
+    monkeypatch.setattr(ssh, "START_S", 0.3)
+    hung, up, script = tmp_path / "hung", tmp_path / "up", tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys, time\nfrom pathlib import Path\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit('heard'))\n"
+        f"Path({str(up)!r}).touch()\ntime.sleep(60)"
+    )
+    way = near(f'case "$*" in *" b exec "*"launch import node"*) touch {hung}; exec sleep 60;; *) {ON};; esac')
+
+    def press():
+        end = time.monotonic() + 60
+        while not (hung.exists() and up.exists()) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    start = time.monotonic()
+    code, _, errors = run("run", "-H", "a", "-H", "b", "--ssh", way.ssh, script)
+    assert code == 130, errors
+    assert "paceline: cut off from b, which had started nothing yet\n" in errors
+    assert "[a] heard\n" in errors
+    assert time.monotonic() - start < 100

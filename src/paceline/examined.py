@@ -50,4 +50,7 @@ def _facts(pace: Any, batch: Any) -> examine.Examined:
         input_s,
         division(job.optimizer),
         lambda rows, passes: json.loads(timeline.record(pace.engine, job.model, rows, passes).to_json()),
+        job.accumulate,
+        job.precision,
+        job.batch_norm,
     )

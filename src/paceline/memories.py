@@ -45,6 +45,13 @@ def collect(exchange: Exchange, node: int, holds_link: bool, memory: Any) -> lis
     return memories
 
 
+def owes(memories: Sequence[Any]) -> bool:
+    """Whether anything is left in them that has not been sent."""
+    tensors: dict[str, Tensor] = {}
+    pack(list(memories), "memory", tensors)
+    return any(bool(tensor.any()) for tensor in tensors.values())
+
+
 def deal(codec: Codec, memories: Sequence[dict[int, Any]], node: int, num_nodes: int, device: torch.device) -> Any:
     """This node's part, by spec."""
     return {

@@ -105,7 +105,7 @@ class Pace:
         # a trial, a profile or a comparison: the user's run is neither read nor written
         self.watched = bool(self.stopwatch or self.form or self.witness)
         self.record = Record(folder if self.leader and not self.watched else None)
-        if self.leader and (stale := shelf.confirm(job.model, job.optimizer, job.batch_size)):
+        if self.leader and (stale := shelf.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
         together = world.num_nodes > 1 and exchange.consensus == "step" and not self.watched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,18 +80,30 @@ def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:
     """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
     # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
     same = json.loads(pace.exchange.gather(json.dumps(said["plan"] == pace.row).encode())[0])
-    methods = said.get("methods", pace.methods)
-    if methods["exchange"] != pace.methods["exchange"]:
-        return {}
-    world, exchange = pace.world, dict(said["exchange"])
+    methods, world, exchange = said.get("methods", pace.methods), pace.world, dict(said["exchange"])
     remembered = said.get("memories") or [exchange.get("memory")]
     exchange.pop("memory", None)
+    if pace.leader and methods != pace.methods and memories.owes(remembered):
+        _tell_left_out(pace, methods)
+    if methods["exchange"] != pace.methods["exchange"]:
+        return {}
     if not same or len(said.get("shares", pace.shares)) != world.num_nodes:
         exchange = {name: value for name, value in exchange.items() if name not in CHOSEN}
     if methods["codec"] == pace.methods["codec"] and remembered[0] and exchange:
         device = pace.engine.weights[0].device
         exchange["memory"] = memories.deal(pace.codec, remembered, world.node, world.num_nodes, device)
     return exchange
+
+
+def _tell_left_out(pace: Any, methods: Mapping[str, str]) -> None:
+    mine = pace.methods
+    other = [f"{kind} {was!r} (here {mine[kind]!r})" for kind, was in methods.items() if was != mine[kind]]
+    text = (
+        f"the checkpoint was made with {' and '.join(other)}: what its codec still owed is left out, which the same "
+        f"would go on with"
+    )
+    sys.stderr.write(f"paceline: {text}\n")
+    pace.record.write("hint", text=text)
 
 
 def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -200,7 +200,7 @@ def _default_row(world: World, job: Job) -> str:
         return f"processes:{world.local_size}"
     if cores == 1:
         return f"threads:{cores}"
-    made = shelf.by_fingerprint(shelf.fingerprint(job.model, job.optimizer, job.batch_size, "exact"))
+    made = shelf.of_job(job, "exact", sys.argv)
     if made is None and world.num_nodes > 1:
         return f"threads:{cores}"
     if made is None:

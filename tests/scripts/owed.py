@@ -20,7 +20,7 @@ def spec(count):
     return Spec(0, ("weight",), ((count,),))
 
 
-def join():
+def join(codec="feedback/topk:keep=0.1"):
     model = build(dtype=torch.float32)
     return paceline.join(
         model,
@@ -28,7 +28,7 @@ def join():
         F.cross_entropy,
         batch_size=BATCH,
         exchange="allreduce:forms=dense",
-        codec="feedback/topk:keep=0.1",
+        codec=codec,
         shares="equal",
         engine=os.environ.get("PACELINE_ENGINE") or "sequential",
     )
@@ -40,14 +40,17 @@ def memory(pace):
     return [pair[0] for pair in exchange.memory.values()] if hasattr(exchange, "memory") else []
 
 
+def data():
+    return TensorDataset(*rows(STEPS * BATCH, 1, torch.float32))
+
+
 def train(folder, restore=False):
     """Weights and what is owed, at the end."""
-    data = TensorDataset(*rows(STEPS * BATCH, 1, torch.float32))
     with join() as pace:
         if restore:
             assert pace.restore(folder)
             assert pace.loop.num_steps == MIDDLE
-        for batch in pace.batches(data):
+        for batch in pace.batches(data()):
             pace.step(batch)
             if pace.loop.num_steps == MIDDLE and not restore:
                 pace.save(folder, wait=False)

@@ -25,6 +25,9 @@ def bench(
     processes: Annotated[int, typer.Option(help="links: processes that add up, all on this machine.")] = 4,
     nodes: Annotated[int, typer.Option(help="cluster: how many, one core each.")] = 2,
     rate: Annotated[str | None, typer.Option(help="cluster: of each link: 10gbit, 1gbit, 100mbit, none.")] = None,
+    delay: Annotated[
+        float, typer.Option(help="cluster: of each link of --model's race, in ms one way, at 200mbit or less.")
+    ] = 0.0,
     model: Annotated[
         str | None, typer.Option(help="cluster: one race on it, such as alexnet, resnet50v2@128, transformer.")
     ] = None,
@@ -46,6 +49,8 @@ def bench(
 
     paceline bench cluster --model alexnet --rate 1gbit --against ddp,ddp-tuned,none
 
+    paceline bench cluster --model alexnet --rate 100mbit --delay 5
+
     paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
     from paceline.bench import cluster, links
@@ -57,12 +62,17 @@ def bench(
     turns = Pace(1 if rounds is None else rounds, steps)
 
     def several(names: list[str], _: int, show: Callable[[str], None]) -> Iterator[Any]:
+        if delay and not model:
+            raise ValueError(
+                f"--delay {delay:g} is of the race that --model asks for; give both, or --only latency without it"
+            )
         if not model:
             return cluster.run(names, turns, show)
         if names:
             raise ValueError(f"--model asks for one race and --only {only} for others; give one of them")
         link, peers = namespaces.check_rate(rate), tuple(filter(None, against.split(",")))
-        return asked(model, batch_per_node, nodes, link, peers, fidelity, turns, show)
+        late_ms = namespaces.check_delay(delay, link)
+        return asked(model, batch_per_node, nodes, link, peers, fidelity, turns, show, late_ms)
 
     suites: dict[str, tuple[Any, Any]] = {
         "local": (one_machine.run, one_machine.write),

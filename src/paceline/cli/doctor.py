@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console
+from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console, listed
 from paceline.launch.doctor import Examination, examine
 from paceline.launch.findings import IN_THE_WAY, NOTED, SLOW
 from paceline.launch.hosts import Way, parse
@@ -19,7 +19,7 @@ TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers
 
 
 def doctor(
-    hosts: HostsOption = None,
+    named: HostsOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
     port: Annotated[
@@ -40,6 +40,7 @@ def doctor(
     """
     if not 0 <= port < 65536:
         raise ValueError(f"--port takes a number from 1 to 65535, or 0 for any, got {port}")
+    hosts = listed(named)
     nodes = parse(hosts) if hosts else None
     with Console(stderr=True).status("asking") as status:
         found = examine(nodes, Way(ssh_command, python or sys.executable), address or "", port, status.update)

@@ -33,7 +33,10 @@ SharesOption = Annotated[
 ]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
 HostsOption = Annotated[
-    str | None, typer.Option("-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:4,hostB:2.")
+    list[str] | None,
+    typer.Option(
+        "-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:4,hostB:2; several times."
+    ),
 ]
 EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: variables that go along, A,B.")]
 PythonOption = Annotated[
@@ -55,3 +58,8 @@ NodesOption = Annotated[
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Goes on without this terminal; `paceline attach` follows it.")
 ]
+
+
+def listed(hosts: list[str] | None) -> str | None:
+    """-H given several times is one list."""
+    return ",".join(hosts) if hosts else None

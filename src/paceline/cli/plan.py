@@ -21,6 +21,7 @@ from paceline.cli.options import (
     ReproducibleOption,
     SshOption,
     console,
+    listed,
 )
 from paceline.cli.start import check_alone, check_script, show
 from paceline.launch import ssh
@@ -46,7 +47,7 @@ def plan(
     reproducible: ReproducibleOption = False,
     budget: Annotated[float | None, typer.Option(help="Seconds; then only the most promising are tried.")] = None,
     rows: Annotated[str | None, typer.Option(help="Only these, separated by spaces or commas.")] = None,
-    hosts: HostsOption = None,
+    named: HostsOption = None,
     what_if: Annotated[
         list[str] | None, typer.Option(help="Predicted only: nodes=8,link=10gbit,latency=5ms; several times.")
     ] = None,
@@ -71,6 +72,7 @@ def plan(
 
     paceline plan --nodes 2 --link 1gbit --model alexnet
     """
+    hosts = listed(named)
     if budget is not None and not budget > 0:
         raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out for all rows")
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     SendOption,
     SharesOption,
     SshOption,
+    listed,
 )
 from paceline.cli.start import check_alone, check_script, leave, ready, span, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
@@ -36,7 +37,7 @@ def run(
     shares: SharesOption = None,
     reproducible: ReproducibleOption = False,
     out: OutOption = None,
-    hosts: HostsOption = None,
+    named: HostsOption = None,
     nodes: NodesOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
@@ -60,7 +61,7 @@ def run(
 
     paceline run -H hostA,hostB --send --detach train.py
     """
-    command = [script, *context.args]
+    command, hosts = [script, *context.args], listed(named)
     check_script(command)
     plan = steady(plan, reproducible)
     wanted(shares or "measured")

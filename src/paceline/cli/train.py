@@ -26,6 +26,7 @@ from paceline.cli.options import (
     SendOption,
     SharesOption,
     SshOption,
+    listed,
 )
 from paceline.cli.start import check_alone, leave, ready, row, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
@@ -65,7 +66,7 @@ def train(
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
-    hosts: HostsOption = None,
+    named: HostsOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
@@ -86,6 +87,7 @@ def train(
 
     paceline train -H hostA,hostB --send --data ./photos --detach
     """
+    hosts = listed(named)
     asked: dict[str, Any] = {**locals(), "json": as_json}
     given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
     settings = Settings(**given)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline import find
-from paceline.cli.options import AddressOption, EnvOption, HostsOption, PythonOption, SshOption, console
+from paceline.cli.options import AddressOption, EnvOption, HostsOption, PythonOption, SshOption, console, listed
 from paceline.cli.start import check_alone, check_script
 from paceline.launch.hosts import Way
 
@@ -24,7 +24,7 @@ def verify(
     float32: Annotated[
         bool, typer.Option("--float32", help="Compare in float32, for what float64 cannot run.")
     ] = False,
-    hosts: HostsOption = None,
+    named: HostsOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
@@ -42,7 +42,7 @@ def verify(
     """
     from paceline import verify as verification
 
-    command = [script, *context.args]
+    command, hosts = [script, *context.args], listed(named)
     check_script(command)
     dtype = "float32" if float32 else "float64"
     if engine:

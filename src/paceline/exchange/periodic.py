@@ -8,6 +8,7 @@ is the identity; the mean over ranks, weighted by their samples, is conserved.
 
 from __future__ import annotations
 
+import statistics
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,8 @@ from paceline import contract
 from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.meeting import Meeting
 
-SAID = struct.Struct("<dB")  # samples since the last average; a signal that asks to stop
+# samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
+SAID = struct.Struct("<dBdd")
 
 
 class Exchange(Meeting):
@@ -45,7 +47,12 @@ class Exchange(Meeting):
         self.specs, self.link = specs, link
         self.step, self.samples = 0, 0.0
         self._asked = self._told = 0
+        self._forget()
         self.pieces: dict[int, Piece] = {}
+
+    def _forget(self) -> None:
+        self._spent: list[tuple[float, float]] = []  # (busy, fixed) of each step since the last average
+        self._paces: tuple[tuple[float, float], ...] = ()  # of each node, a step on average, once told
 
     def forms(self) -> Sequence[str]:
         return [DENSE] * len(self.specs)
@@ -60,15 +67,20 @@ class Exchange(Meeting):
         self.samples += ballot.weight
         self.step += 1
         if self.link.size > 1:
-            # whoever is asked to stop tells the others with the next average: all stop after the same step
+            # what is told with an average counts for all from the next step on: who is asked to stop, who is slow
             self._asked, ballot.stop = ballot.stop or self._asked, self._told
+            self._spent.append((ballot.busy, ballot.fixed))
+            ballot.paces, self._paces = self._paces, ()
         return Agreement(Verdict.APPLY, pieces, ballot)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.step % self.period or self.link.size == 1:
             return
-        said = [SAID.unpack(words) for words in self.gather(SAID.pack(self.samples, self._asked))]
-        everyone, self._told = sum(samples for samples, _ in said), max(asked for _, asked in said)
+        pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
+        said = [SAID.unpack(words) for words in self.gather(SAID.pack(self.samples, self._asked, *pace))]
+        everyone, self._told = sum(samples for samples, *_ in said), max(asked for _, asked, *_ in said)
+        self._forget()
+        self._paces = tuple((busy, fixed) for *_, busy, fixed in said)
         share = self.samples / everyone if everyone else 1 / self.link.size
         handles = []
         for i, weight in enumerate(weights):
@@ -88,6 +100,7 @@ class Exchange(Meeting):
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.samples = state["step"], state["samples"]
+        self._forget()
 
     def rebuild(self, link: contract.Link) -> None:
         self.link = link

@@ -22,11 +22,12 @@ def shown(text: str) -> str:
 class Lines:
     """From a file descriptor to a file; ``last`` is how the last line that says something begins.
 
-    With ``result``, a last line that is a JSON object goes there instead, without a name.
+    With ``result``, a last line that is a JSON object goes there instead, without a name. Where a line ends with
+    ``mark``, that is left out, and `marked` from then on.
     """
 
-    def __init__(self, name: str, source: int, out: BinaryIO, result: BinaryIO | None = None):
-        self.last = ""
+    def __init__(self, name: str, source: int, out: BinaryIO, result: BinaryIO | None = None, mark: bytes = b""):
+        self.last, self.marked, self._mark = "", not mark, mark
         self._head, self._source, self._out, self._rest = f"[{name}] ".encode(), source, out, bytearray()
         self._result, self._held = result, list[bytes]()
 
@@ -37,14 +38,25 @@ class Lines:
         self._rest += first  # a line that has not ended yet is not searched again with each part of it that comes
         if end or len(self._rest) > LONGEST or (not data and self._rest):
             *lines, rest = bytes(self._rest), *others.split(b"\n")
+            lines = lines if self.marked else self._unmarked(lines)
             self._rest = bytearray(rest)
             telling = next((line for line in reversed(lines) if line.strip()), None)
             if telling is not None:
                 self.last = telling[:MOST].decode(errors="replace")
-            self._write(lines)
+            if lines:
+                self._write(lines)
         if not data:
             self._finish()
         return bool(data)
+
+    def _unmarked(self, lines: list[bytes]) -> list[bytes]:
+        """What a login says without an end may stand before the mark."""
+        found = next((i for i, line in enumerate(lines) if line.endswith(self._mark)), None)
+        if found is None:
+            return lines
+        self.marked = True
+        before = lines[found].removesuffix(self._mark)
+        return [*lines[:found], *([before] if before else []), *lines[found + 1 :]]
 
     def _write(self, lines: list[bytes]) -> None:
         if self._result:

@@ -3,6 +3,7 @@
 Its `main` is what ssh starts; the rest comes through stdin, because anybody can read command
 lines. The first line is a JSON object: node, sizes, host, port, engine, command, folder, environment. Each later
 line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone.
+Once it has its orders it says so on stdout, in a line that the launcher keeps to itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from typing import Any
 
 from paceline.launch import local, outlet, receive
+
+STARTED = b"\x06paceline has started\x06"
 
 
 class Orders:
@@ -58,6 +61,7 @@ def _obey() -> int:
     orders = Orders()
     try:
         said = orders.first()
+        os.write(1, STARTED + b"\n")
         os.chdir(said["folder"])
         with receive.hold(said["folder"]):
             return local.start(

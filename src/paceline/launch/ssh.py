@@ -14,14 +14,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+from paceline.launch.calls import kill
 from paceline.launch.check import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
 from paceline.launch.lines import Lines, shown
 from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes
+from paceline.launch.node import STARTED
 
 NODE = f"{OWN_PATH}; from paceline.launch import node; sys.exit(node.main())"
 GLANCE_S = 0.1
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
+START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
 LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH", "PACELINE_LOCAL_SIZES")  # they are about this machine
 
@@ -50,8 +53,9 @@ def start(
 
     ``engine``: the row of every node, or of each; "" for a node's default. ``meeting``: what `check` found. With
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
-    passed on to every process of every node, once, which then have PATIENCE_S; a second one gives them GRACE_S, as a
-    node's failure does. With ``least`` a failure ends nothing as long as so many nodes run.
+    passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
+    yet; a second one gives them GRACE_S, as a node's failure does. With ``least`` a failure ends nothing as long as so
+    many nodes run.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
@@ -112,7 +116,7 @@ class Node:
         assert self.process.stderr
         self.stdin = self.process.stdin
         out = sys.stderr if result else sys.stdout
-        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result if first else None)
+        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result if first else None, STARTED)
         self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
         self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
 
@@ -135,7 +139,7 @@ def _watch(nodes: Sequence[Node], received: Sequence[int], least: int) -> Node |
     """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first, where
     fewer than ``least`` did not."""
     first: Node | None = None
-    told, end = 0, float("inf")
+    told, end, late = 0, float("inf"), float("inf")
     sys.stdout.flush()
     with selectors.DefaultSelector() as selector:
         for node in nodes:
@@ -160,10 +164,22 @@ def _watch(nodes: Sequence[Node], received: Sequence[int], least: int) -> Node |
             if first or received:
                 allowed_s = GRACE_S if first or told > 1 else PATIENCE_S
                 end = min(end, time.monotonic() + allowed_s + MARGIN_S)
+            if received:
+                late = min(late, time.monotonic() + START_S)
+            running = [node for node in nodes if node.process.poll() is None]
+            if time.monotonic() > late and (hung := [node for node in running if not node.output.marked]):
+                _say_cut_off(hung, "had started nothing yet")
+                for node in hung:
+                    kill(node.process)
+                    node.process.wait()
             if time.monotonic() > end:
-                left = ", ".join(node.host.name for node in nodes if node.process.poll() is None)
-                print(f"paceline: cut off from {left}, which did not end in time", file=sys.stderr)
+                _say_cut_off(running, "did not end in time")
                 return first
+
+
+def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
+    left = ", ".join(node.host.name for node in nodes)
+    print(f"paceline: cut off from {left}, which {why}", file=sys.stderr)
 
 
 def _first_failed(nodes: Sequence[Node], least: int) -> Node | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline import contract
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
-from paceline.probe.layers import Layers, autocast, now, part, typical
+from paceline.probe.layers import Layers, autocast, now, part, shapes, typical
 from paceline.probe.profile import Profile, Setting
 from paceline.probe.rows import Facts, candidates, split
 from paceline.probe.survey import survey
@@ -52,6 +52,9 @@ class Examined:
     input_s: float = 0.0
     division: str = ""
     record: Callable[[Any, int], dict[str, Any]] | None = None  # of rows, by so many passes: a timeline
+    accumulate: int = 1
+    precision: str | None = None
+    batch_norm: str = "local"
 
 
 def answer(form: Path, job: Examined) -> None:
@@ -141,7 +144,7 @@ class _Examination:
         update_s = self._update_s(facts)
         return Profile(
             replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
-            shelf.fingerprint(job.model, job.optimizer, job.batch_size, self.level),
+            shelf.fingerprint(job, self.level, shapes(job.batch, job.rows)),
             job.steps,
             self.absorbs,
             str(base),

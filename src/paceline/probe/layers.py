@@ -154,6 +154,12 @@ def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
     return taken.to(memory_format=torch.channels_last) if images else taken
 
 
+def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Of each tensor: its type, and the shape of a row, or of itself where it has none per sample."""
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+    return [(str(t.dtype), tuple(t.shape[1:] if t.dim() and len(t) == rows else t.shape)) for t in tensors]
+
+
 def _device(values: Sequence[Any]) -> str:
     return next((v.device.type for v in values if isinstance(v, Tensor)), "cpu")
 

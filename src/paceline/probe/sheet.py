@@ -1,15 +1,14 @@
 """A plan on paper: every row with prediction beside measurement, the choice and its reason, as TOML and JSON.
 
 Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``hosts`` (the rows
-of the hosts of -H that have another, by name), ``reason``,
-``fidelity``, ``batch_size``, ``fingerprint`` (of model, optimizer, batch and fidelity), ``date``, ``machine``,
-``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as "processes:2+channels_last"), ``predicted_s``
-and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row,
-by measurement where both have one), ``peak_bytes`` (of all processes, shared memory once), ``fidelity``,
-``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes divide its work: "slices" or
-"whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how many of them to use), ``hosts`` (the
-row of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that is not known is left out of TOML and
-null in JSON.
+of the hosts of -H that have another, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job
+and its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as
+"processes:2+channels_last"), ``predicted_s`` and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples
+per second), ``speedup`` (over the first row, by measurement where both have one), ``peak_bytes`` (of all processes,
+shared memory once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how
+processes divide its work: "slices" or "whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how
+many of them to use), ``hosts`` (the row of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that
+is not known is left out of TOML and null in JSON.
 """
 
 from __future__ import annotations

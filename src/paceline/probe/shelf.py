@@ -1,6 +1,6 @@
 """Plans that were made before, on disk: found again by what is trained, or by the command that trains it.
 
-    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by model, optimizer, batch and fidelity; needs the model
+    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by what `join` is told, fidelity, and shapes of inputs; needs the model
     plans/jobs/KEY.json                        by command; needs neither the model nor torch
     plans/hosts/KEY.toml                       over several machines: by their names, the command and fidelity
 
@@ -19,13 +19,25 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.probe.sheet import Plan, write_whole
 from paceline.probe.survey import Machine, survey
 
 if TYPE_CHECKING:
     import torch
+
+
+class Trained(Protocol):
+    """What `join` is told, as far as a step depends on it."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch_size: int
+    clip: float | None
+    accumulate: int
+    precision: str | None
+    batch_norm: str
 
 
 # settings of the main job that a step depends on
@@ -63,19 +75,24 @@ def versions() -> dict[str, str]:
     return found
 
 
-def fingerprint(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch_size: int, fidelity: str) -> str:
-    """Equal for jobs that one plan serves: shapes and types count, values do not."""
+def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None) -> str:
+    """Equal for jobs that one plan serves: shapes and types count, values do not.
+
+    ``inputs``: of a row (`layers.shapes`), which nobody knows before the first batch; what they add follows a dash.
+    """
     parameters = [
-        (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in model.named_parameters()
+        (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in job.model.named_parameters()
     ]
-    modules = [type(module).__name__ for module in model.modules()]
+    modules = [type(module).__name__ for module in job.model.modules()]
     options = [
         sorted(
             (key, value) for key, value in group.items() if isinstance(value, bool) or key in ("momentum", "dampening")
         )
-        for group in optimizer.param_groups
+        for group in job.optimizer.param_groups
     ]
-    return _hash(parameters, modules, type(optimizer).__name__, options, batch_size, fidelity)
+    how = job.batch_size, job.clip is not None, job.accumulate, job.precision, job.batch_norm
+    mark = _hash(parameters, modules, type(job.optimizer).__name__, options, how, fidelity)
+    return mark if inputs is None else f"{mark}-{_hash(list(inputs))}"
 
 
 def by_fingerprint(mark: str, machine: Machine | None = None) -> Plan | None:
@@ -83,6 +100,21 @@ def by_fingerprint(mark: str, machine: Machine | None = None) -> Plan | None:
         return Plan.read(_path(mark, machine or survey()))
     except (ValueError, OSError):
         return None
+
+
+def of_job(job: Trained, fidelity: str, command: Sequence[str]) -> Plan | None:
+    """For a job whose inputs nobody has seen yet: the plan made for it, whatever they were. Where plans for unlike
+    inputs choose unlike rows, the one made for this command, if any."""
+    machine, kept = survey(), []
+    with contextlib.suppress(OSError):
+        place = _path(f"{fingerprint(job, fidelity)}-*", machine)
+        for path in sorted(place.parent.glob(place.name)):
+            with contextlib.suppress(ValueError):
+                kept.append(Plan.read(path))
+    if len({plan.chosen for plan in kept}) < 2:
+        return kept[-1] if kept else None
+    own, _ = cached(command, fidelity, machine)
+    return own if own in kept else None
 
 
 def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None) -> tuple[Plan | None, str]:
@@ -153,17 +185,17 @@ def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
     return {"PACELINE_PROMISE": json.dumps([plan.fingerprint, plan.fidelity, entry])}
 
 
-def confirm(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> str:
+def confirm(job: Trained) -> str:
     """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
     promised = os.environ.get("PACELINE_PROMISE")
     if not promised:
         return ""
     mark, fidelity, entry = json.loads(promised)
-    if mark == fingerprint(model, optimizer, batch_size, fidelity):
+    if mark.partition("-")[0] == fingerprint(job, fidelity):
         return ""
     with contextlib.suppress(OSError):
         Path(entry).unlink(missing_ok=True)
-    return "the cached plan is stale: it was made for another model, optimizer or batch size"
+    return "the cached plan is stale: it was made for another model, optimizer, batch size, precision or accumulation"
 
 
 def _path(mark: str, machine: Machine) -> Path:

@@ -24,6 +24,7 @@ from paceline.probe.survey import survey
 # not part of the table, which takes 45 minutes: only when they are asked for
 MORE: dict[str, tasks.Task] = {
     "predict": predicted.against_measured,
+    "latency": predicted.late,
     "scaling": scaling.curves,
     "fashion": fashion.to_goal,
 }

@@ -25,7 +25,9 @@ GLANCE_S = 0.05
 LAST_LINES = 12
 
 
-def drive(nodes: int, command: Sequence[str], folder: Path, limit_s: float, show: Show) -> list[dict[str, Any]]:
+def drive(
+    nodes: int, command: Sequence[str], folder: Path, limit_s: float, show: Show, delay_ms: float = 0.0
+) -> list[dict[str, Any]]:
     """What every node has written, after ``command FOLDER`` has ended on all of them.
 
     Raises ValueError where no cluster can be made, a node fails, or all together need more than ``limit_s``.
@@ -34,7 +36,7 @@ def drive(nodes: int, command: Sequence[str], folder: Path, limit_s: float, show
         raise ValueError(f"`paceline bench cluster` makes its nodes on this machine, as network namespaces: {why}")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
-        cluster = stack.enter_context(Cluster(nodes))
+        cluster = stack.enter_context(Cluster(nodes, delay_ms=delay_ms))
         processes = [_start(cluster, node, command, folder) for node in range(nodes)]
         end = time.monotonic() + limit_s
         served = 0

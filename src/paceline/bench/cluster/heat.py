@@ -57,7 +57,8 @@ def run(race: Race, pace: Pace, show: Show, files: Sequence[Path] = ()) -> Resul
             for file in files:
                 shutil.copy(file, folder)
             command = ["-m", "paceline.bench.cluster.node"]
-            one = result(race, drive(race.nodes, command, Path(folder), race.limit_s + SETUP_S, show))
+            limit_s = race.limit_s + SETUP_S
+            one = result(race, drive(race.nodes, command, Path(folder), limit_s, show, race.delay_ms))
         if whole:
             whole.add(one)
         else:
@@ -81,5 +82,5 @@ def light(task: str, got: Result, phase: int, mine: str, most_mb: float) -> Find
 
 def where(got: Result, phase: int) -> str:
     race = got.race
-    link = race.phases[phase].rate or "same host"
+    link = f"{race.phases[phase].rate or 'same host'}{race.late}"
     return f"{race.model} b{race.batch}, {race.nodes} nodes, {link}"

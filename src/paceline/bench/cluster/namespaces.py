@@ -1,17 +1,27 @@
-"""Several machines on one: network namespaces on a bridge, each with a rate-limited cable and one core.
+"""Several machines on one: network namespaces on a bridge, each with one core and a cable, shaped and late as asked.
 
 Needs root, `ip` and `tc`. Everything it makes carries its process id; what a killed one left is swept.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from paceline.bench.cluster.delay import Cables
+
+PR_SET_PDEATHSIG = 1
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+MOST_LATE_MS, MOST_LATE_BITS = 1000.0, 200e6  # what a process can hold up, frame by frame, at the rate of the link
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unavailable() -> str:
@@ -43,13 +53,36 @@ def check_rate(rate: str | None) -> str | None:
     return rate
 
 
-class Cluster:
-    """``rate``: of every cable, both directions, in tc's words ("1gbit"), or None for an unlimited one."""
+def bits_per_s(rate: str) -> float:
+    """In tc's words."""
+    return float(rate[:-4]) * UNITS[rate[-4:]]
 
-    def __init__(self, num_nodes: int, rate: str | None = None):
-        self.num_nodes, self.rate = num_nodes, rate
+
+def check_delay(delay_ms: float, rate: str | None) -> float:
+    """Of a link, one way, where it has this rate. Raises ValueError."""
+    if not 0 <= delay_ms <= MOST_LATE_MS:
+        raise ValueError(
+            f"a delay of {delay_ms:g} ms is none of a link's; give 0 to {MOST_LATE_MS:g} ms one way, such as 5"
+        )
+    if delay_ms and (rate is None or bits_per_s(rate) > MOST_LATE_BITS):
+        raise ValueError(
+            f"a delay is made by a process that holds every frame, sure up to {MOST_LATE_BITS / 1e6:g} Mbit/s, "
+            f"and the link's rate is {rate or 'not limited'}; give --rate {MOST_LATE_BITS / 1e6:g}mbit or less with it"
+        )
+    return delay_ms
+
+
+class Cluster:
+    """``rate``: of every cable, both directions, in tc's words ("1gbit"), or None for an unlimited one.
+
+    ``delay_ms``: from any node to any other, one way, half of it in each of the two cables between them.
+    """
+
+    def __init__(self, num_nodes: int, rate: str | None = None, delay_ms: float = 0.0):
+        self.num_nodes, self.rate, self.delay_ms = num_nodes, rate, delay_ms
         self.mark = f"pl{os.getpid()}"
         self.processes: list[subprocess.Popen[Any]] = []
+        self._cables = Cables(delay_ms / 2e3)
 
     def name(self, node: int) -> str:
         return f"{self.mark}-{node}"
@@ -62,6 +95,7 @@ class Cluster:
         try:
             self._make()
         except BaseException as error:
+            self._cables.close()
             _remove(self.mark)
             if isinstance(error, subprocess.CalledProcessError):
                 said = error.stderr.strip() or error
@@ -74,15 +108,25 @@ class Cluster:
         _do("ip", "link", "add", bridge, "type", "bridge")
         _do("ip", "link", "set", bridge, "up")
         for node in range(self.num_nodes):
-            name, cable = self.name(node), f"{self.mark}v{node}"
+            name = self.name(node)
             _do("ip", "netns", "add", name)
-            _do("ip", "link", "add", cable, "type", "veth", "peer", "name", "e0", "netns", name)
-            _do("ip", "link", "set", cable, "master", bridge, "up")
+            self._lay(name, f"{self.mark}v{node}", f"{self.mark}w{node}")
+            _do("ip", "link", "set", f"{self.mark}v{node}", "master", bridge, "up")
             _do("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "e0")
             _do("ip", "-n", name, "link", "set", "e0", "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
+        if self.delay_ms:
+            self._cables.start()
         rate, self.rate = self.rate, None
         self.shape(rate)
+
+    def _lay(self, name: str, near: str, far: str) -> None:
+        """A cable with one end ``near`` and the other in the namespace, as e0, where ``far`` is free as its name."""
+        if not self.delay_ms:
+            _do("ip", "link", "add", near, "type", "veth", "peer", "name", "e0", "netns", name)
+            return
+        self._cables.lay(near, far)
+        _do("ip", "link", "set", far, "netns", name, "name", "e0")
 
     def shape(self, rate: str | None) -> None:
         """Another rate for every cable from now on, also while bytes are on their way."""
@@ -101,6 +145,7 @@ class Cluster:
             if process.poll() is None:
                 process.kill()
             process.communicate()
+        self._cables.close()
         _remove(self.mark)
 
     def start(
@@ -111,7 +156,10 @@ class Cluster:
         port: int = 29500,
         **more: Any,
     ) -> subprocess.Popen[Any]:
-        """A process on a node, under its own host name, pinned to one core, with a launcher's environment."""
+        """A process on a node, under its own host name, pinned to one core, with a launcher's environment.
+
+        It ends with the thread that has started it.
+        """
         said = {
             "RANK": str(node),
             "WORLD_SIZE": str(self.num_nodes),
@@ -124,9 +172,22 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
         core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
-        words = ["ip", "netns", "exec", self.name(node), "unshare", "--uts", "sh", "-c"]
+        words = [
+            "ip",
+            "netns",
+            "exec",
+            self.name(node),
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+        ]
         words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(core), *command]
-        process = subprocess.Popen(words, env={**os.environ, **said, **(environment or {})}, **more)
+        own = {**os.environ, **said, **(environment or {})}
+        process = subprocess.Popen(words, env=own, preexec_fn=_end_with(os.getpid()), **more)  # noqa: PLW1509 - see there
         self.processes.append(process)
         return process
 
@@ -137,6 +198,17 @@ class Cluster:
 
     def pull_cable(self, node: int) -> None:
         _do("ip", "link", "set", f"{self.mark}v{node}", "down")
+
+
+def _end_with(maker: int) -> Callable[[], None]:
+    """What a process does before it becomes another program: one system call, safe beside threads."""
+
+    def prepare() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != maker:
+            os._exit(128 + signal.SIGKILL)
+
+    return prepare
 
 
 def _burst(rate: str) -> str:
@@ -155,14 +227,14 @@ def sent_bytes(table: str | None = None, interface: str = "e0") -> int:
 def _remove(mark: str) -> None:
     for name in re.findall(rf"^({mark}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    for link in re.findall(rf"\b({mark}(?:b|v\d+))\b", _do("ip", "-o", "link")):
+    for link in re.findall(rf"\b({mark}(?:b|[vw]\d+))\b", _do("ip", "-o", "link")):
         subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
 
 
 def _sweep() -> None:
     """Clusters whose maker is gone."""
     marks = set(re.findall(r"^(pl(\d+))-\d+", _do("ip", "netns", "list"), re.MULTILINE))
-    marks |= set(re.findall(r"\b(pl(\d+))(?:b|v\d+)\b", _do("ip", "-o", "link")))
+    marks |= set(re.findall(r"\b(pl(\d+))(?:b|[vw]\d+)\b", _do("ip", "-o", "link")))
     for mark, pid in marks:
         if not Path(f"/proc/{pid}").exists():
             _remove(mark)

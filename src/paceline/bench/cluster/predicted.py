@@ -14,13 +14,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 import paceline
 from paceline.bench.cluster.driver import Desk, drive
-from paceline.bench.cluster.heat import SETUP_S, Pace, run
+from paceline.bench.cluster.heat import SETUP_S, Pace, run, where
+from paceline.bench.cluster.namespaces import bits_per_s
 from paceline.bench.cluster.race import Entry, Phase, Race
 from paceline.bench.cluster.work import Work
 from paceline.bench.finding import Finding, Show
@@ -30,56 +32,67 @@ from paceline.probe.line import Line
 from paceline.probe.overlap import predict
 from paceline.probe.wire import Wires, measure
 
-# model, rows per node, nodes, rates; for the first, three of our own choosing after those of the table
-Cell = tuple[str, int, int, tuple[str, ...]]
-CELLS: tuple[Cell, ...] = (
-    ("alexnet", 32, 2, ("10gbit", "1gbit", "100mbit", "2gbit", "300mbit", "50mbit")),
-    ("vgg16", 8, 2, ("1gbit", "100mbit")),
-    ("resnet50v2@128", 8, 2, ("1gbit", "100mbit")),
-    ("transformer", 8, 2, ("10gbit", "1gbit", "100mbit")),
-    ("alexnet", 16, 4, ("1gbit",)),
-    ("alexnet", 16, 8, ("1gbit",)),
+
+class Cell(NamedTuple):
+    """``rows`` per node; ``delay_ms``: of the links, one way."""
+
+    model: str
+    rows: int
+    nodes: int
+    rates: tuple[str, ...]
+    delay_ms: float = 0.0
+
+
+# of the table, the first with three rates of our own choosing after its own
+CELLS = (
+    Cell("alexnet", 32, 2, ("10gbit", "1gbit", "100mbit", "2gbit", "300mbit", "50mbit")),
+    Cell("vgg16", 8, 2, ("1gbit", "100mbit")),
+    Cell("resnet50v2@128", 8, 2, ("1gbit", "100mbit")),
+    Cell("transformer", 8, 2, ("10gbit", "1gbit", "100mbit")),
+    Cell("alexnet", 16, 4, ("1gbit",)),
+    Cell("alexnet", 16, 8, ("1gbit",)),
 )
+LATE = tuple(Cell("alexnet", 32, 2, ("200mbit", "100mbit"), delay_ms) for delay_ms in (1.0, 5.0, 20.0))
 TURNS, PASSES = 8, 3
 MEDIAN, P90 = 0.10, 0.20
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
-def against_measured(pace: Pace, show: Show, cells: Sequence[Cell] = CELLS) -> Iterator[Finding]:
+def against_measured(pace: Pace, show: Show, cells: Sequence[Cell] = CELLS, task: str = "predict") -> Iterator[Finding]:
     """Steps of rows that never ran, predicted, then measured, at up to six rates: 12 minutes."""
     lines = ["| work | predicted s | measured s | error |", "|---|---|---|---|"]
     errors = []
-    for model, batch, nodes, rates in cells:
-        expected = predictions(model, batch, nodes, rates, show)
-        phases = tuple(Phase(rate, TURNS) for rate in rates)
-        got = run(Race(model, batch, nodes, (Entry("paceline"),), phases, 180.0), pace, show)
-        for number, rate in enumerate(rates):
+    for cell in cells:
+        expected = predictions(cell, show)
+        phases = tuple(Phase(rate, TURNS) for rate in cell.rates)
+        entries = (Entry("paceline"),)
+        race = Race(cell.model, cell.rows, cell.nodes, entries, phases, 180.0, delay_ms=cell.delay_ms)
+        got = run(race, pace, show)
+        for number, rate in enumerate(cell.rates):
             step_s = got.laps[number]["paceline"].step_s
             errors.append(expected[rate] / step_s - 1)
-            what = f"{model} b{batch}, {nodes} nodes, {rate}"
-            lines.append(f"| {what} | {expected[rate]:.3f} | {step_s:.3f} | {errors[-1]:+.1%} |")
+            lines.append(f"| {where(got, number)} | {expected[rate]:.3f} | {step_s:.3f} | {errors[-1]:+.1%} |")
     size = sorted(map(abs, errors))
     middle, most = statistics.median(size), size[min(len(size) - 1, int(0.9 * len(size)))]
-    yield Finding("predict", f"{len(errors)} rows, predicted and measured", "see below", "-", True, "\n".join(lines))
+    yield Finding(task, f"{len(errors)} rows, predicted and measured", "see below", "-", True, "\n".join(lines))
     what = f"predicted against measured, {len(errors)} rows"
-    yield Finding("predict", f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
-    yield Finding("predict", f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
+    yield Finding(task, f"{what}: median error", f"{middle:.1%}", f"<= {MEDIAN:.0%}", middle <= MEDIAN)
+    yield Finding(task, f"{what}: 90th percentile", f"{most:.1%}", f"<= {P90:.0%}", most <= P90)
 
 
-def predictions(model: str, batch: int, nodes: int, rates: Sequence[str], show: Show) -> dict[str, float]:
+def late(pace: Pace, show: Show) -> Iterator[Finding]:
+    """AlexNet over links of 1, 5 and 20 ms one way, predicted, then measured, at two rates: 8 minutes."""
+    yield from against_measured(pace, show, LATE, "latency")
+
+
+def predictions(cell: Cell, show: Show) -> dict[str, float]:
     """Seconds per step at each rate."""
-    show(f"{model} b{batch} on {nodes} nodes: recording a step of each, and the wire")
+    show(f"{cell.model} b{cell.rows} on {cell.nodes} nodes: recording a step of each, and the wire")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        (Path(folder) / "job.json").write_text(json.dumps([model, batch]))
-        said = drive(nodes, ["-m", __name__], Path(folder), SETUP_S, show)
+        (Path(folder) / "job.json").write_text(json.dumps([cell.model, cell.rows]))
+        said = drive(cell.nodes, ["-m", __name__], Path(folder), SETUP_S, show, cell.delay_ms)
     lines = [Line.of(one["timeline"], absorbs=True) for one in said]
-    among = Wires.of(said[0]["wires"]).among(range(nodes))
-    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in rates}
-
-
-def bits_per_s(rate: str) -> float:
-    """In tc's words."""
-    return float(rate[:-4]) * UNITS[rate[-4:]]
+    among = Wires.of(said[0]["wires"]).among(range(cell.nodes))
+    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in cell.rates}
 
 
 def main(folder: str) -> None:

@@ -51,6 +51,7 @@ class Race:
     """``batch``: rows per node. ``limit_s``: for all phases; a phase is cut short where its part is used up.
 
     ``held``: a node's number and the fraction of a core that it is held to, from the first phase on.
+    ``delay_ms``: of the links, one way.
     """
 
     model: str
@@ -60,6 +61,12 @@ class Race:
     phases: tuple[Phase, ...]
     limit_s: float = 600.0
     held: tuple[int, float] | None = None
+    delay_ms: float = 0.0
+
+    @property
+    def late(self) -> str:
+        """How late the links are, to be added to their rate."""
+        return f", {self.delay_ms:g} ms one way" if self.delay_ms else ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -131,7 +138,7 @@ class Result:
         columns = [*COLUMNS, f"{lead} is faster by (90 %)"]
         lines = [
             f"{race.model}, {race.batch} rows per node and step, {race.nodes} nodes, links of "
-            f"{phase.rate or 'no limited rate'}",
+            f"{phase.rate or 'no limited rate'}{race.late}",
             "",
             f"| {' | '.join(columns)} |",
             f"|{'---|' * len(columns)}",

@@ -10,7 +10,6 @@ bytes per second that went through say so.
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from paceline.bench.finding import Finding, Show
 from paceline.contract import DENSE
 from paceline.engine.sequential import Engine
 from paceline.engine.timeline import Timeline, record
+from paceline.probe import fresh
 
 # model, rows, the most nodes (memory: 16 dense gradients of the largest are 10 GiB)
 MODELS = (("alexnet", 32, 16), ("vgg16", 8, 16), ("resnet50v2", 8, 16), ("gpt2-size@256", 1, 8))
@@ -33,6 +33,7 @@ NODES = (2, 4, 8, 16)
 RATES = ("10gbit", "1gbit")
 TURNS, PASSES = 5, 3
 FASTER = 10.0  # than one of this machine's cores: a small accelerator
+RECORD_S = 600.0
 
 
 def curves(
@@ -100,9 +101,13 @@ def all_dense(line: Timeline) -> Timeline:
 def keep(model: str, batch: int, file: Path) -> None:
     """Records in a process of its own, on one thread. Raises ValueError."""
     command = [sys.executable, "-m", __name__, model, str(batch), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"a step of {model} could not be recorded: {done.stderr.strip().splitlines()[-1]}")
+    ended = fresh.run(command, {}, RECORD_S)
+    if ended.code:
+        raise ValueError(f"a step of {model} could not be recorded: {ended.last_words}")
+    if ended.code is None:
+        raise ValueError(
+            f"a step of {model} was not recorded within {RECORD_S:.0f} s; give fewer rows, or another model"
+        )
 
 
 def main(model_name: str, batch: str, file: str) -> None:

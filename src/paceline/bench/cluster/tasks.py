@@ -184,6 +184,7 @@ def asked(
     fidelity: str,
     pace: Pace,
     show: Show,
+    delay_ms: float = 0.0,
 ) -> Iterator[Finding]:
     """The race that the command line describes. Raises ValueError."""
     if fidelity not in ("exact", "rounded"):
@@ -191,7 +192,7 @@ def asked(
     row = ROUNDED if fidelity == "rounded" else "sequential"
     mine = OURS_ROUNDED if fidelity == "rounded" else OURS
     entries = *(Entry(name, name, row) for name in against), mine
-    got = run(Race(model, batch, nodes, entries, (Phase(rate),), 1800.0), pace, show)
+    got = run(Race(model, batch, nodes, entries, (Phase(rate),), 1800.0, delay_ms=delay_ms), pace, show)
     yield table("asked", got)
     for name in against:
         ratio: Spread = got.ratio(0, name, mine.name)
