@@ -17,7 +17,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the longest files first: where two processes share the tests, neither is left with them at the end
 LONGEST = (
-    *("commands", "mpi", "faults", "interrupts", "shares_over_gloo", "resume", "engines_are_transparent", "ssh_starts"),
+    *(
+        "commands",
+        "mpi",
+        "faults",
+        "stalls",
+        "interrupts",
+        "shares_over_gloo",
+        "resume",
+        "engines_are_transparent",
+        "ssh_starts",
+    ),
     *(
         "plan_over_hosts",
         "joining",
@@ -53,6 +63,9 @@ DEAR = (
     *(f"every_class_of_fault_has_struck[{first}]" for first in (20_000, 30_000, 40_000, 50_000)),
     *("outlived.py::test_wherever_a_node_dies", "processes_dies_as_one[1]", "outlived.py::test_with_too_few_left"),
     "outlived.py::test_batch_norm_over_everyone",
+    *("stalls.py::test_the_others_go_on_without", "stalls.py::test_a_stopped_process_that_goes_on", "test_cable.py::"),
+    *("stalls.py::test_an_undisturbed_run", "stalls.py::test_a_hang_inside_a_node"),
+    "stragglers.py::test_a_node_whose_core_others_take",
 )
 
 

@@ -50,7 +50,7 @@ def wait_until_gone(pids):
 def traces():
     """What a run could leave on this machine: shared memory, sockets with a name, temporary folders."""
     found = {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir() if "paceline" in path.name}
-    sockets = re.findall(r"@paceline-\S+", Path("/proc/net/unix").read_text())
+    sockets = re.findall(r"@paceline-(?!live-)\S+", Path("/proc/net/unix").read_text())
     return found | set(sockets)
 
 

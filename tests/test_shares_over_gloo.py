@@ -44,6 +44,8 @@ def test_a_slow_node_gives_rows_away_and_gets_some_back(ran, engine, loop):
     assert shares[first][1] < 11, "the slow node has not given rows away"
     assert shares[-1][1] > shares[first][1], "it has not got any back"
     changes = [now for before, now in itertools.pairwise(shares) if now != before]
+    named = [event for event in read(ran[engine] / loop) if event["event"] == "straggler"]
+    assert any(event.get("node") == 1 for event in named)
     told = [event for event in read(ran[engine] / loop) if event["event"] == "shares"]
     assert [tuple(event["new"]) for event in told] == changes
     # kept, equal when another training begins, and again as kept

@@ -9,10 +9,12 @@ constant known before the step (1 / expected weight); what was agreed is correct
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -123,6 +125,11 @@ class Engine:
         raise NotImplementedError
 
     @property
+    def pids(self) -> Sequence[int]:
+        """The processes of this node, as far as this one knows them."""
+        return (os.getpid(),)
+
+    @property
     def division(self) -> str:
         """How the optimizer's work is divided on this node: "one process", "slices" or "whole tensors"."""
         return "one process"
@@ -202,6 +209,7 @@ class Link:
     sent_bytes: int = 0
     threads: Threads = Threads()
     origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before
+    whereabouts: Any = None  # what this process is at, as others are told of it
 
     def lane(self, name: str) -> Link:
         """The same ranks with an order of their own."""
@@ -234,6 +242,19 @@ class Link:
     def cost(self, operation: str, num_bytes: int) -> Cost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
         raise NotImplementedError
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Within, this process waits for others."""
+        within: AbstractContextManager[None] = self.whereabouts.waiting(what) if self.whereabouts else nullcontext()
+        return within
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        """What each rank is at, as it said last; nothing where ranks do not tell each other."""
+        return {}
+
+    def ask(self, rank: int) -> str:
+        """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
+        return ""
 
     def stand_by(self, least: int = 1) -> None:
         """From now on a loss can be survived by `rebuild`, with ``least`` ranks or more. Every rank calls it.

@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.balance import Balance
+from paceline.balance import Balance, Change
 from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, NotFinite, Piece, Rule, Verdict
 from paceline.drift import Drift
 from paceline.report.record import Record
 from paceline.scaler import Scaler
+from paceline.stragglers import Stragglers
+from paceline.whereabouts import Whereabouts
 
 MAX_REDOS = 20
 
@@ -45,10 +47,13 @@ class Loop:
         scaler: Scaler | None = None,
         balance: Balance | None = None,
         drift: Drift | None = None,
+        whereabouts: Whereabouts | None = None,
+        stragglers: Stragglers | None = None,
     ):
         self.engine, self.exchange, self.seat, self.record = engine, exchange, seat, record
         self.clip, self.schedule, self.scaler, self.rejoin = clip, schedule, scaler or Scaler(1.0), rejoin
         self.who, self.num_steps, self.balance, self.drift = who, 0, balance, drift
+        self.whereabouts, self.stragglers = whereabouts or Whereabouts(), stragglers
         self._update_s = 0.0
         self._torn = False  # a step began and was not agreed on
         self._why: list[str] = []
@@ -58,12 +63,16 @@ class Loop:
     def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
         start, self._spent = time.perf_counter(), dict[str, float]()
+        self.whereabouts.begin(self.num_steps)
         sent_bytes = self.exchange.link.sent_bytes
         try:
             agreement = self._step(batch, gradient or self.engine.gradient)
         except LinkError as error:
             raise LinkError(f"{self.who} at step {self.num_steps}: {error}", error.peer) from error
         ballot = agreement.ballot
+        seconds = time.perf_counter() - start
+        sent_bytes = self.exchange.link.sent_bytes - sent_bytes
+        self.whereabouts.end(seconds, max(self._spent["wait_seconds"], getattr(batch, "wait_s", 0.0)))
         means = zip(self.engine.terms, ballot.terms, strict=False)  # a process without rows knows no names
         self.terms = {name: total / ballot.weight if ballot.weight else math.nan for name, total in means}
         self.record.write(
@@ -71,10 +80,10 @@ class Loop:
             step=self.num_steps,
             loss=ballot.loss_sum / ballot.weight if ballot.weight else None,
             weight=ballot.weight,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             compute_seconds=ballot.seconds,
             **self._spent,
-            **({"sent_bytes": self.exchange.link.sent_bytes - sent_bytes} if self.exchange.link.size > 1 else {}),
+            **({"sent_bytes": sent_bytes} if self.exchange.link.size > 1 else {}),
             verdict=agreement.verdict.value,
             drift=agreement.drift,
             norm=self.engine.norm,
@@ -85,14 +94,21 @@ class Loop:
             self.record.write("forms", step=self.num_steps, forms=list(self.exchange.forms()), why=why)
             self._why = why
         self.num_steps += 1
-        if self.balance and getattr(batch, "dealt", False):
-            change = self.balance.after(self.seat.dealt(int(batch.weight)), ballot.paces)
-            if change:
-                # everyone was told the same, and so deals the next step alike
-                self.seat = dataclasses.replace(self.seat, shares=change.new)
-                self.exchange.dealt(max(change.new) / sum(change.new))
-                self.record.write("shares", step=self.num_steps, **dataclasses.asdict(change))
+        if (self.balance or self.stragglers) and getattr(batch, "dealt", False):
+            rows = self.seat.dealt(int(batch.weight))
+            if self.stragglers:
+                self.stragglers.after(self.num_steps, rows, ballot.paces, sum(ballot.took), sent_bytes)
+            if self.balance and (change := self.balance.after(rows, ballot.paces)):
+                self._deal(change)
         return agreement
+
+    def _deal(self, change: Change) -> None:
+        """Everyone was told the same, and so deals the next step alike."""
+        self.seat = dataclasses.replace(self.seat, shares=change.new)
+        self.exchange.dealt(max(change.new) / sum(change.new))
+        self.record.write("shares", step=self.num_steps, **dataclasses.asdict(change))
+        if self.stragglers:
+            self.stragglers.dealt(self.num_steps, change.old, change.new, change.per_s)
 
     def _step(self, batch: Any, gradient: Gradient) -> Agreement:
         agreement, kept = self._agree(batch, gradient)
@@ -102,7 +118,9 @@ class Loop:
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
-            if not self.engine.update(agreement, Rule(scale, self.clip, check=True, step=self.num_steps)):
+            with self.whereabouts.at("updating the weights"):
+                applied = self.engine.update(agreement, Rule(scale, self.clip, check=True, step=self.num_steps))
+            if not applied:
                 agreement.verdict = Verdict.SKIP
                 if not self.scaler.can_shrink:
                     raise self._lost(batch, ballot, kept, "gradient")
@@ -125,17 +143,20 @@ class Loop:
         for _ in range(MAX_REDOS):
             self._torn = True
             kept, begin = self.engine.snapshot(), time.perf_counter()
-            share = batch.share(self.seat)
+            with self.whereabouts.at("waiting for its data"):
+                share = batch.share(self.seat)
             self._spent["wait_seconds"] = time.perf_counter() - begin
             self.engine.place(self.seat, self.num_steps)
             self.exchange.before(self.engine.weights)
             forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:
-                ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
+                with self.whereabouts.at("computing the gradient"):
+                    ballot = gradient(share, self.scaler.scale / batch.weight, forms, offer)
             except LinkError as error:
                 self.engine.rollback(kept)
                 begin = time.perf_counter()
-                agreement = self.exchange.recover(error)
+                with self.whereabouts.at("meeting those who are left"):
+                    agreement = self.exchange.recover(error)
             except BaseException as error:
                 self.engine.rollback(kept)
                 self._torn = not isinstance(error, NotFinite)  # which everyone raises
@@ -145,7 +166,8 @@ class Loop:
                 ballot.fixed = self._update_s
                 own_s = ballot.seconds - (self.engine.waited_s - waited)
                 ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)
-                agreement = self.exchange.agree(ballot)
+                with self.whereabouts.at("agreeing on the step", waits=True):
+                    agreement = self.exchange.agree(ballot)
                 self._torn = False
             self._spent["exchange_seconds"] = time.perf_counter() - begin
             if agreement.verdict is not Verdict.REDO:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
+from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
 from paceline.probe import shelf
@@ -38,7 +40,10 @@ from paceline.probe.witness import Witness
 from paceline.report.record import Record
 from paceline.saving import FAILED, Saving
 from paceline.scaler import Scaler
+from paceline.signs import Signs
+from paceline.stragglers import Stragglers
 from paceline.tracing import Tracer
+from paceline.whereabouts import Whereabouts, say
 from paceline.world import World
 
 if TYPE_CHECKING:
@@ -75,6 +80,8 @@ class Pace:
             compare(link, job, engine, exchange, codec)
             exchange.thin = thin(link, engine)
         ledger = self.ledger = Ledger(link or _alone())
+        self.whereabouts: Whereabouts = ledger.whereabouts or Whereabouts()
+        ledger.whereabouts = self.whereabouts
         seat = seating.place(job, world, engine.num_shares)
         surviving: Surviving | None = None
         if world.least:
@@ -87,6 +94,7 @@ class Pace:
         else:
             exchange.link = contract.Link()
             exchange.link.size = world.num_nodes
+            exchange.link.whereabouts = self.whereabouts
         self.exchange = engine.relay(exchange)
         if job.batch_norm == "sync":
             engine.sync_norm(ledger if link else None)
@@ -125,7 +133,15 @@ class Pace:
             drift=Drift(engine, self.exchange, self.record, self.leader, divided=max(world.sizes) > 1)
             if together
             else None,
+            whereabouts=self.whereabouts,
+            stragglers=self._stragglers() if self.leader and link else None,
         )
+        self.whereabouts.notice = self._notice
+        self._signs = Signs(self.whereabouts, lambda: engine.pids).start() if link and not self.watched else None
+        asked = (folder or os.environ.get("PACELINE_RUN")) and not self.watched
+        self._live = Live(partial(tell, self)) if asked else None
+        if world.local_size > 1 and world.local_rank == 0:
+            self.whereabouts.siblings = lambda: stacks(engine.pids[1:])
         self.exchange.regrouped = self._regroup
         if surviving:
             surviving.rows, surviving.begun = lambda: self.shares[self.world.node], True
@@ -146,6 +162,14 @@ class Pace:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         return f"rank {world.node} of {world.num_nodes} on {host}{part}"
+
+    def _stragglers(self) -> Stragglers | None:
+        return None if self.watched else Stragglers(self.record, self.ledger.everyone, self.job.shares == "measured")
+
+    def _notice(self, text: str) -> None:
+        """Something lasts longer than it should."""
+        say(text)
+        self.record.write("late", step=self.loop.num_steps, text=text)
 
     def _regroup(self, news: contract.Regroup) -> None:
         """Nodes were lost: this process has another seat from now on, and may lead."""
@@ -187,6 +211,7 @@ class Pace:
         self.leader = True
         if self.loop.drift:
             self.loop.drift.leads = True
+        self.loop.stragglers = self._stragglers()
         if self.folder and not self.watched:
             from paceline.report.usage import Usage
 
@@ -397,7 +422,8 @@ class Pace:
         while True:
             regroups = self.exchange.regroups
             self.exchange.spread(self.engine.buffers)
-            found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
+            with self.whereabouts.at("evaluating"):
+                found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
             if self.exchange.regroups == regroups:  # else some samples were a lost node's
                 return found
 
@@ -413,7 +439,8 @@ class Pace:
         Raises CheckpointError (an OSError).
         """
         run = self._run_folder(folder, "save")
-        return None if self.watched else self._saving.save(run, wait)
+        with self.whereabouts.at("saving"):
+            return None if self.watched else self._saving.save(run, wait)
 
     row = ""  # the plan's row that this run obeys
 
@@ -479,6 +506,12 @@ class Pace:
         """Once nothing is being written any more; what could not be."""
         if self._interrupt:
             self._interrupt.close()
+        if self._live:
+            self._live.close()
+        if self._signs:
+            self._signs.stop()
+        if self.loop.stragglers:
+            self.loop.stragglers.close()
         unwritten = self._saving.end(wait)
         if self._usage:
             self._usage.stop()

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console, listed
+from paceline.launch import now
 from paceline.launch.doctor import Examination, examine
 from paceline.launch.findings import IN_THE_WAY, NOTED, SLOW
 from paceline.launch.hosts import Way, parse
@@ -26,9 +27,15 @@ def doctor(
         int, typer.Option(envvar="MASTER_PORT", help="Which the first host must be able to take; 0: any.")
     ] = 0,
     ssh_command: SshOption = "ssh",
+    run: Annotated[
+        str | None, typer.Option(help="Of a run that trains here: its folder, or the id of a detached one.")
+    ] = None,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: where each stands in its code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
     """What is wrong with these hosts and the network between them, or with this machine, and how to mend it.
+
+    With --run: what each node of a run is at just now, for how long, and for whom it waits.
 
     Exit code 0 where nothing stands in the way of a run, 1 else.
 
@@ -37,7 +44,14 @@ def doctor(
     paceline doctor
 
     paceline doctor -H hostA,hostB
+
+    paceline doctor --run runs/mine --stacks
     """
+    if run is not None:
+        _now(run, stacks, as_json)
+        return
+    if stacks:
+        raise ValueError("--stacks are those of a run; give --run with its folder or its id")
     if not 0 <= port < 65536:
         raise ValueError(f"--port takes a number from 1 to 65535, or 0 for any, got {port}")
     hosts = listed(named)
@@ -50,6 +64,15 @@ def doctor(
         for line in lines(found):
             console.print(shown(line), markup=False)
     raise typer.Exit(0 if found.ready else 1)
+
+
+def _now(run: str, stacks: bool, as_json: bool) -> None:
+    answers = now.ask(run, stacks)
+    if as_json:
+        print(json.dumps(answers, indent=2))
+    else:
+        for line in now.lines(answers):
+            print(shown(line))
 
 
 def lines(found: Examination) -> list[str]:

@@ -132,6 +132,8 @@ def start_over_ssh(
     environment = ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
         environment["PACELINE_SHARES"] = shares
+    if detach.RUN in os.environ:
+        environment[detach.RUN] = os.environ[detach.RUN]
     if settings:
         data = Path(settings.data) if settings.data else None
     home = Path()

@@ -12,12 +12,15 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from paceline.contract import LinkError
+from paceline.engine.doubt import Doubt, other_end
 
 JOIN_S = 60.0
-PATIENCE_S = 1800.0
+PATIENCE_S = 1800.0  # for a process that computes
+GLANCE_S = 1.0  # between two looks at one that is waited for
 MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
 
 
@@ -46,6 +49,8 @@ class Crew:
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
         self.lines: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self.doubts = Doubt(rank, self.pids, 2 * JOIN_S)
         address = f"\0paceline-{name}"
         end = time.monotonic() + JOIN_S
         try:
@@ -57,8 +62,9 @@ class Crew:
         except BaseException:
             self.close()
             raise
+        self.doubts.patience_s = PATIENCE_S
         for line in self.lines.values():
-            line.settimeout(PATIENCE_S)
+            line.settimeout(GLANCE_S)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
 
     def _gather(self, address: str, end: float) -> None:
@@ -93,7 +99,7 @@ class Crew:
             hello = line.recv(HELLO.size + 2)
         except OSError:
             hello = b""
-        if _user_of(line) != os.getuid() or hello[:1] != b"h" or len(hello) != HELLO.size + 1:
+        if other_end(line)[1] != os.getuid() or hello[:1] != b"h" or len(hello) != HELLO.size + 1:
             line.close()
             return
         rank, size = HELLO.unpack_from(hello, 1)
@@ -109,7 +115,7 @@ class Crew:
                 line.send(b"E" + wrong.encode())
             line.close()
             raise self._lost(f"{wrong}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
-        self.lines[rank] = line
+        self.lines[rank], self.pids[rank] = line, other_end(line)[0]
 
     def _reach(self, address: str, end: float) -> None:
         while True:
@@ -125,13 +131,13 @@ class Crew:
                         f"local rank {self.rank} of {self.size} found no local rank 0 within {JOIN_S:.0f} s"
                     ) from None
                 time.sleep(0.01)
-        if (user := _user_of(line)) != os.getuid():
+        if (user := other_end(line)[1]) != os.getuid():
             line.close()
             raise CrewError(
                 f"the run named {self.name!r} on this machine is another user's (uid {user}); start this one with "
                 f"another MASTER_PORT"
             )
-        self.lines[0] = line
+        self.lines[0], self.pids[0] = line, other_end(line)[0]
         self.send(0, b"h", HELLO.pack(self.rank, self.size))
 
     def _welcome(self) -> None:
@@ -145,7 +151,9 @@ class Crew:
 
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
         try:
-            self.lines[peer].send(kind + body)
+            self._patiently(peer, f"sending {KINDS.get(kind, repr(kind))}", lambda: self.lines[peer].send(kind + body))
+        except CrewError:
+            raise
         except OSError as error:
             why = f"local rank {self.rank} lost local rank {peer} of this node ({error})"
             raise self._lost(self._last_word(peer) or why) from None
@@ -157,7 +165,11 @@ class Crew:
 
     def _recv(self, peer: int, doing: str, num_files: int) -> tuple[bytes, bytes, list[int]]:
         try:
-            message, files, _, _ = socket.recv_fds(self.lines[peer], MESSAGE_BYTES, num_files)
+            line = self.lines[peer]
+            receive = lambda: socket.recv_fds(line, MESSAGE_BYTES, num_files)  # noqa: E731
+            message, files, _, _ = self._patiently(peer, doing, receive)
+        except CrewError:
+            raise
         except OSError as error:
             message, files, why = b"", [], str(error)
             if isinstance(error, ConnectionResetError) and (word := self._last_word(peer)):
@@ -169,6 +181,22 @@ class Crew:
         if message[:1] == b"E":
             raise CrewError(message[1:].decode())
         return message[:1], message[1:], files
+
+    def _patiently(self, peer: int, doing: str, act: Callable[[], Any]) -> Any:
+        """``act``, which gives up after a glance, until it succeeds. Raises what it raises, and CrewError."""
+        with contextlib.suppress(TimeoutError):
+            return act()
+        start = time.monotonic()
+        with self.doubts.whereabouts.at(f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"):
+            while True:
+                self.doubt(peer, doing, time.monotonic() - start)
+                with contextlib.suppress(TimeoutError):
+                    return act()
+
+    def doubt(self, peer: int, doing: str, waited_s: float) -> None:
+        """While ``peer`` is waited for. Raises CrewError where that has become pointless."""
+        if why := self.doubts.about(peer, doing, waited_s):
+            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
 
     def _last_word(self, peer: int) -> str:
         """Why the other end gave up, if it said so: a reset comes before what was said."""
@@ -244,7 +272,7 @@ class Crew:
     def peek(self, peer: int) -> bytes:
         """The kind of the message that comes next; empty if none can come any more, which `recv` will explain."""
         with contextlib.suppress(OSError):
-            return self.lines[peer].recv(1, socket.MSG_PEEK)
+            return bytes(self._patiently(peer, "hearing it", lambda: self.lines[peer].recv(1, socket.MSG_PEEK)))
         return b""
 
     def _lost(self, why: str) -> CrewError:
@@ -284,9 +312,3 @@ class Crew:
     def close(self) -> None:
         for line in self.lines.values():
             line.close()
-
-
-def _user_of(line: socket.socket) -> int:
-    """The user id of the process at the other end: pid, uid, gid."""
-    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(uid)

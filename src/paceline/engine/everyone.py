@@ -70,7 +70,9 @@ class Everyone:
     def _begin(self, present: bool) -> None:
         if self._stale and self.crew:
             self.crew.close()
+            doubts = self.crew.doubts
             self.crew = Crew(self.crew.rank, self.crew.size, f"{self.crew.name}+")
+            self.crew.doubts = doubts
         self._stale = False
         rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
         self._here = [rank for rank, (here,) in enumerate(rows) if here]

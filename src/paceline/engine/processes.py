@@ -94,8 +94,14 @@ class Engine(sequential.Engine):
     def division(self) -> str:
         return self.shares.division
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return os.getpid(), *self.crew.pids.values()
+
     def sync_norm(self, link: contract.Link | None) -> None:
-        self._sum_norms(Everyone(Crew(*self.seat, f"{self.crew.name}-norm"), link))
+        crew = Crew(*self.seat, f"{self.crew.name}-norm")
+        crew.doubts = self.crew.doubts
+        self._sum_norms(Everyone(crew, link))
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
         self.alone, self.redoes = exchange.link.size == 1, exchange.survives

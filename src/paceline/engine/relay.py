@@ -12,15 +12,16 @@ from __future__ import annotations
 import selectors
 import struct
 import threading
+import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Regroup, Spec, Verdict, framed, unframed
-from paceline.engine.crew import PATIENCE_S, Crew, CrewError
+from paceline.engine.crew import GLANCE_S, Crew, CrewError
 from paceline.engine.places import Places
 
 
@@ -30,7 +31,9 @@ class _Relay(contract.Exchange):
     def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
         self.exchange, self.crew, self.places, self.specs, self.link = exchange, crew, places, specs, exchange.link
         self.fidelity, self.consensus, self.survives = exchange.fidelity, exchange.consensus, exchange.survives
+        crew.doubts.whereabouts = exchange.link.whereabouts or crew.doubts.whereabouts
         self.alone = exchange.link.size == 1
+        crew.doubts.tells = crew.rank == 0 or (self.alone and crew.rank == 1)  # else it waits for who waits itself
         self._forms: list[str] = []
         self._overflow: set[int] = set()
 
@@ -116,7 +119,8 @@ class Leader(_Relay):
     def agree(self, ballot: Ballot) -> Agreement:
         assert self._inbox
         try:
-            ballots = [self._vote(ballot), *self._inbox.finish()]
+            with self.crew.doubts.whereabouts.at("waiting for the other processes of this node"):
+                ballots = [self._vote(ballot), *self._inbox.finish()]
             agreement = self._alone(ballots) if self.alone else self.exchange.agree(Ballot.merge(ballots))
         except contract.LinkError as error:
             self.crew.say_why(error)
@@ -322,8 +326,13 @@ class _Inbox:
         with selectors.DefaultSelector() as eyes:
             for peer, line in crew.lines.items():
                 eyes.register(line, selectors.EVENT_READ, peer)
+            heard_s = time.monotonic()
             while len(self.ballots) < self.size - 1:
-                for key, _ in eyes.select(PATIENCE_S) or self._in_vain():
+                ready = eyes.select(GLANCE_S)
+                for peer in () if ready else set(crew.lines) - set(self.ballots):
+                    crew.doubt(peer, "computing the step", time.monotonic() - heard_s)
+                for key, _ in ready:
+                    heard_s = time.monotonic()
                     kind, body = crew.recv(key.data, "computing the step")
                     if kind == b"p":
                         self.mark(key.data, *struct.unpack("<Ii", body))
@@ -331,10 +340,6 @@ class _Inbox:
                         crew.check(key.data, kind, b"v", "computing the step")
                         self.ballots[key.data] = Ballot.unpack(body)
                         eyes.unregister(key.fileobj)
-
-    def _in_vain(self) -> NoReturn:
-        missing = sorted(set(self.leader.crew.lines) - set(self.ballots))
-        raise CrewError(f"local ranks {missing} of this node said nothing for {PATIENCE_S:.0f} s")
 
     def finish(self) -> list[Ballot]:
         """The others' ballots, in local rank order."""

@@ -206,6 +206,7 @@ class _Coming(contract.Coming):
         return self.exchange._flow is not None and self.exchange._flow.has(self.flight, self.spec.index)
 
     def wait(self) -> Piece:
-        piece, pending = self.exchange.receive(self.flight, self.spec)
+        with self.exchange.link.waiting("what the last step agreed on"):
+            piece, pending = self.exchange.receive(self.flight, self.spec)
         self.exchange.remember([(piece, pending)])
         return piece

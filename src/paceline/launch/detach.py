@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
+RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
 GLANCE_S = 0.05
 PR_SET_PDEATHSIG = 1
@@ -125,6 +126,7 @@ def leave(words: Sequence[str]) -> Detached | None:
     """Starts this very command once more, detached, and returns that; None in the one that was started so."""
     if mine := os.environ.pop(VARIABLE, None):
         _mine.append(Path(mine))
+        os.environ[RUN] = Path(mine).name
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
         return None
     _forget()

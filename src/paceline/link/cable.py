@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 
 SILENT_S = 6  # without an answer, or without one to what was sent
 ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 4
+INFO_BYTES = 104  # of struct tcp_info, in which are: segments without an answer, milliseconds since the last one
+UNACKED = LAST_ACK = struct.Struct("I")
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
     """The connections made within, by whatever library, end with an error when the other end cannot be reached."""
-    before = _sockets()
+    before = sockets()
     yield
     if sys.platform != "linux":
         return
-    for descriptor, kind in _sockets().items():
+    for descriptor, kind in sockets().items():
         if before.get(descriptor) == kind:
             continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
@@ -36,7 +39,7 @@ def watched() -> Iterator[None]:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
-def _sockets() -> dict[int, str]:
+def sockets() -> dict[int, str]:
     """This process's, by descriptor."""
     found = {}
     with contextlib.suppress(OSError):  # where there is no /proc
@@ -46,3 +49,15 @@ def _sockets() -> dict[int, str]:
                 if kind.startswith("socket:"):
                     found[int(name)] = kind
     return found
+
+
+def unanswered() -> str:
+    """An address that has not confirmed what this process sent it for SILENT_S, by whatever library; empty if none."""
+    for descriptor in sockets():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
+            if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
+                told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+                waiting, silent_ms = UNACKED.unpack_from(told, 24)[0], LAST_ACK.unpack_from(told, 56)[0]
+                if waiting and told[2] > 1 and silent_ms > 1000 * SILENT_S:  # told[2]: times that it was sent again
+                    return str(line.getpeername()[0])
+    return ""

@@ -39,6 +39,7 @@ class Chosen(Link):
     def __init__(self, link: Link, collective: Collective):
         self.link, self.collective = link, collective
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
+        self.whereabouts = link.whereabouts
         self._last: _Sum | None = None
 
     @property
@@ -79,6 +80,12 @@ class Chosen(Link):
             return self.link.cost(operation, num_bytes)
         itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
         return self.collective.cost(self.size, num_bytes, itemsize, tuple(self.hosts))
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.link.everyone()
+
+    def ask(self, rank: int) -> str:
+        return self.link.ask(rank)
 
     def stand_by(self, least: int = 1) -> None:
         self.link.stand_by(least)

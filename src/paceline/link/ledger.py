@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Ledger(Link):
         self.link, self.name = link, name
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
         self.threads = link.threads
+        self.whereabouts = link.whereabouts
         self.watch: Callable[[Sending], None] | None = None
         self._first = first or self
         self._lanes: list[Link] = []
@@ -91,6 +93,12 @@ class Ledger(Link):
         self.rank, self.size, self.generation = self.link.rank, self.link.size, self.link.generation
         self.hosts = self.link.hosts
         return self
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.link.everyone()
+
+    def ask(self, rank: int) -> str:
+        return self.link.ask(rank)
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         return self.link.cost(operation, num_bytes)

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
+from paceline.link.cable import SILENT_S, unanswered
 from paceline.link.library import library
 from paceline.link.progress import Flight
 from paceline.link.pulse import Pulse
+from paceline.whereabouts import Whereabouts
 
 JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
@@ -58,6 +60,7 @@ class Link(contract.Link):
                 f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=torch"
             )
         self.pulse: Pulse | None = None
+        self.whereabouts = Whereabouts()
         self.hosts = [f"the node of rank {r}" for r in range(size)]
         self._library.unclosed.add(self)
         self._comm = self._duplicate(world, "joining the others")
@@ -66,7 +69,7 @@ class Link(contract.Link):
         if size > 1:
             try:
                 address = _address(host, names) if rank == 0 else ""
-                self.pulse = Pulse(rank, size, _Bulletin(self), address)
+                self.pulse = Pulse(rank, size, _Bulletin(self), address, self.whereabouts)
             except OSError as error:
                 if isinstance(error, LinkError):
                     raise
@@ -202,6 +205,22 @@ class Link(contract.Link):
             f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}"
         )
 
+    def cut_off(self, what: str, waited_s: float, address: str) -> LinkError:
+        """The error for a node that does not answer this one any more, though rank 0 may hear both."""
+        peer = self.pulse.verdict(1.0) if self.pulse else None
+        if peer is not None:
+            return self.lost(what, waited_s)
+        return LinkError(
+            f"no answer from {address} during {what} (waited {waited_s:.1f} s) for {SILENT_S} s, though rank 0 may "
+            f"hear it; look at the network between the two"
+        )
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.pulse.everyone() if self.pulse else {}
+
+    def ask(self, rank: int) -> str:
+        return self.pulse.ask(rank) if self.pulse else ""
+
     def close(self) -> None:
         if self.pulse and self.pulse.dead:
             return
@@ -220,10 +239,15 @@ class _Handle(contract.Handle):
         return self.flight is None or self.flight.ended.is_set()
 
     def wait(self, deadline_s: float | None = None) -> Any:
-        patience_s = PATIENCE_S if deadline_s is None else deadline_s
+        with self.link.whereabouts.waiting(self.what):
+            return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
+
+    def _wait(self, patience_s: float) -> Any:
         start, flight, pulse = time.monotonic(), self.flight, self.link.pulse
         while flight and not self.link._library.progress.wait(flight, min(GLANCE_S, patience_s)):
             waited_s = time.monotonic() - start
+            if waited_s > SILENT_S and (address := unanswered()) and not self.done():
+                raise self.link.cut_off(self.what, waited_s, address)
             if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)) and not self.done():
                 raise self.link.lost(self.what, waited_s)
             if waited_s >= patience_s and not self.done():

@@ -1,16 +1,18 @@
-"""Who is alive: a beat per second between rank 0 and everyone, on sockets of its own.
+"""Who is alive, and what each is at: a beat per second between rank 0 and everyone, on sockets of its own.
 
-A dense exchange may take minutes, so silence in an operation says nothing. A closed socket (the
-process died) or LIMIT_S without a beat (the machine or its cable died) does. Rank 0 tells the others.
+A dense exchange may take minutes, so silence in an operation says nothing. A closed socket (the process died) does, and
+so does a peer without a beat: for LIMIT_S where its machine does not confirm what it is sent (the machine or its cable
+died), for as long as a late step where it does (the process is stalled). Rank 0 tells the others.
 
-    rank -> 0:  '.' alive   'q' leaving in peace
-    0 -> rank:  '.' alive   'q' leaving in peace   'x' + two bytes: that rank is dead
+    rank -> 0:  'h' alive: what it is at   'q' leaving in peace   '?' where does that rank stand   'a' a stack
+    0 -> rank:  'h' alive: what everyone is at   'q', '?', 'a' likewise   'x' that rank is dead: how
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import secrets
 import selectors
 import socket
@@ -21,26 +23,42 @@ from collections import defaultdict
 from typing import Any, cast
 
 from paceline.contract import LinkError
+from paceline.link import waits
+from paceline.link.words import Words
+from paceline.whereabouts import LEAST_S, Whereabouts
 
 BEAT_S = 1.0
 GLANCE_S = 0.1  # how soon the end of this process is noticed
-LIMIT_S = 5.0
+LIMIT_S = LEAST_S
+GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
+ANSWER_S = 2.5
 JOIN_S = 60.0
 TOKEN = 16  # bytes
 MAX_STRANGERS = 64
+RANK = struct.Struct("<H")
+SILENT = "has been silent for {:.0f} s"
+STALLED = "is stalled: its machine answers, its process has not for {:.0f} s (stopped, swapped out, or starved)"
 
 
 class Pulse:
-    """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + 2 BEAT_S."""
+    """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + 2 BEAT_S, a stalled one within
+    ``whereabouts.limit_s`` + 2 BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
 
-    def __init__(self, rank: int, size: int, store: Any, address: str):
+    def __init__(self, rank: int, size: int, store: Any, address: str, whereabouts: Whereabouts | None = None):
         self.rank, self.size = rank, size
+        self.whereabouts = whereabouts or Whereabouts()
         self.dead: dict[int, str] = {}
         self.left: set[int] = set()
+        self.stacks: dict[int, str] = {}  # as last answered
         self._closing = threading.Event()
         self._changed = threading.Condition()
-        self._peers: dict[int, socket.socket] = {}
-        self._heard: defaultdict[int, bytes] = defaultdict(bytes)  # of a word that has not arrived whole
+        self._peers: dict[int, Words] = {}
+        self._heard: dict[int, float] = {}
+        self._told: dict[int, dict[str, Any]] = {}
+        self._wanted: list[int] = []  # stacks that other threads ask for
+        self._askers: defaultdict[int, set[int]] = defaultdict(set)
+        self._questions: list[int] = []
+        self._noticed_s: float | None = None  # the wait that people have been told of
         if rank == 0:
             self._gather(store, address)
         else:
@@ -93,7 +111,7 @@ class Pulse:
         del strangers[line]
         rank = int.from_bytes(said[TOKEN:], "little")
         if hmac.compare_digest(said[:TOKEN], token) and len(said) == TOKEN + 2 and rank in missing:
-            self._peers[rank] = line
+            self._peers[rank] = Words(line)
             missing.discard(rank)
         else:
             line.close()
@@ -108,56 +126,73 @@ class Pulse:
             raise LinkError(
                 f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0
             ) from error
-        self._peers[0] = hub
+        self._peers[0] = Words(hub)
 
     def _run(self) -> None:
-        heard = dict.fromkeys(self._peers, time.monotonic())
-        eyes = selectors.DefaultSelector()
-        for peer, line in self._peers.items():
-            line.setblocking(False)
-            eyes.register(line, selectors.EVENT_READ, peer)
-        next_beat = time.monotonic()
-        while not self._closing.is_set() and eyes.get_map():
-            for key, _ in eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic()))):
-                if self._hear(key.data):
-                    heard[key.data] = time.monotonic()
-                else:
-                    eyes.unregister(key.fileobj)
-            if time.monotonic() < next_beat:
-                continue
-            next_beat = time.monotonic() + BEAT_S
-            for peer, line in self._peers.items():
-                if peer in self.dead or peer in self.left:
-                    continue
-                with contextlib.suppress(OSError):
-                    line.send(b".")
-                silent_s = time.monotonic() - heard[peer]
-                if silent_s > LIMIT_S:
-                    self._bury(peer, f"has been silent for {silent_s:.0f} s")
-                    eyes.unregister(line)
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        with selectors.DefaultSelector() as eyes:
+            for peer, words in self._peers.items():
+                words.line.setblocking(False)
+                eyes.register(words.line, selectors.EVENT_READ, peer)
+            next_beat = time.monotonic()
+            while not self._closing.is_set() and eyes.get_map():
+                for key, _ in eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic()))):
+                    if not self._hear(key.data):
+                        eyes.unregister(key.fileobj)
+                while self._wanted:
+                    self._ask(self._wanted.pop())
+                if (late_s := time.monotonic() - next_beat) >= 0:
+                    next_beat = time.monotonic() + BEAT_S
+                    # who has stood still itself has not listened, and judges nobody
+                    for peer in self._beat(judge=late_s < BEAT_S):
+                        eyes.unregister(self._peers[peer].line)
+                    self._mind_the_wait()
+
+    def _beat(self, judge: bool) -> list[int]:
+        """A sign of life to everyone; the peers that have been without one for too long, who are dead from now on."""
+        now, buried = time.monotonic(), []
+        news = json.dumps(self.everyone() if self.rank == 0 else self.whereabouts.tell()).encode()
+        alive = [peer for peer in self._peers if peer not in self.dead and peer not in self.left]
+        for peer in alive:
+            words, silent_s = self._peers[peer], now - self._heard[peer]
+            # asked before another beat is on its way
+            stalled = words.arrived
+            if not words.stuck:
+                words.say(b"h", news)
+            if judge and silent_s > (max(LIMIT_S, self.whereabouts.limit_s) if stalled else LIMIT_S):
+                self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
+                buried.append(peer)
+        return buried
 
     def _hear(self, peer: int) -> bool:
         """Reads what a peer says; False once it will say no more."""
+        said, more = self._peers[peer].hear()
+        if said:
+            self._heard[peer] = time.monotonic()
         try:
-            words = self._peers[peer].recv(4096)
-        except BlockingIOError:
-            return True
-        except OSError:
-            words = b""
-        said = self._heard[peer] + words
-        while said:
-            if said[:1] == b"q":
-                self.left.add(peer)
-            elif said[:1] == b"x":
-                if len(said) < 3:
-                    break
-                self._bury(struct.unpack("<H", said[1:3])[0], "died (rank 0 said so)")
-                said = said[2:]
-            said = said[1:]
-        self._heard[peer] = said
-        if not words and peer not in self.left:
+            for kind, body in said:
+                self._take(peer, kind, body)
+        except (ValueError, struct.error):
+            self._bury(peer, "spoke nonsense in place of heartbeats")
+            more = False
+        if not more and peer not in self.left:
             self._bury(peer, "closed its connection: the process died")
-        return bool(words) and peer not in self.left
+        return more and peer not in self.left
+
+    def _take(self, peer: int, kind: bytes, body: bytes) -> None:
+        if kind == b"q":
+            self.left.add(peer)
+        elif kind == b"h":
+            told = json.loads(body)
+            if not isinstance(told, dict):
+                raise ValueError("no object")
+            self._told.update({int(rank): each for rank, each in told.items()} if peer == 0 else {peer: told})
+        elif kind == b"x" and peer == 0:
+            self._bury(RANK.unpack_from(body)[0], f"{body[RANK.size :].decode()} (rank 0 said so)")
+        elif kind == b"?":
+            self._asked(peer, *RANK.unpack(body))
+        elif kind == b"a":
+            self._answered(RANK.unpack_from(body)[0], body[RANK.size :])
 
     def _bury(self, peer: int, how: str) -> None:
         with self._changed:
@@ -166,15 +201,80 @@ class Pulse:
             self.dead[peer] = how
             self._changed.notify_all()
         if self.rank == 0:
-            for line in self._peers.values():
-                with contextlib.suppress(OSError):
-                    line.send(b"x" + struct.pack("<H", peer))
+            for words in self._peers.values():
+                words.say(b"x", RANK.pack(peer) + how.encode())
 
     def verdict(self, grace_s: float) -> int | None:
         """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self.dead), grace_s)
         return next(iter(self.dead), None)
+
+    # what everyone is at
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        """By rank: what it said of itself last (`Whereabouts.tell`), and ``silent_s``, for how long it has not."""
+        now, found = time.monotonic(), {rank: dict(told) for rank, told in sorted(self._told.items())}
+        for peer, heard_s in self._heard.items():
+            if peer in found:
+                found[peer]["silent_s"] = round(now - heard_s, 1)
+                found[peer]["way_s"] = self._peers[peer].way_s
+        found[self.rank] = {**self.whereabouts.tell(), "silent_s": 0.0}
+        return {rank: told for rank, told in sorted(found.items()) if rank not in self.left}
+
+    def ask(self, rank: int, limit_s: float = ANSWER_S) -> str:
+        """Where that rank stands in its code; empty where it does not say so in time. Any thread's but the pulse's."""
+        with self._changed:
+            self.stacks.pop(rank, None)
+            self._wanted.append(rank)
+            self._changed.wait_for(lambda: rank in self.stacks or self._closing.is_set(), limit_s)
+            return self.stacks.get(rank, "")
+
+    def _ask(self, rank: int) -> None:
+        if rank == self.rank:
+            self._answered(rank, self.whereabouts.stacks().encode())
+        elif words := self._peers.get(rank if self.rank == 0 else 0):
+            words.say(b"?", RANK.pack(rank))
+
+    def _asked(self, peer: int, rank: int) -> None:
+        if rank == self.rank:
+            self._peers[peer].say(b"a", RANK.pack(rank) + self.whereabouts.stacks().encode())
+        elif self.rank == 0 and rank in self._peers:
+            self._askers[rank].add(peer)
+            self._peers[rank].say(b"?", RANK.pack(rank))
+
+    def _answered(self, rank: int, stack: bytes) -> None:
+        with self._changed:
+            self.stacks[rank] = stack.decode(errors="replace")
+            self._changed.notify_all()
+        for peer in self._askers.pop(rank, ()):
+            self._peers[peer].say(b"a", RANK.pack(rank) + stack)
+
+    def _mind_the_wait(self) -> None:
+        """Tells people, once, of a wait that has lasted too long, with the stacks of those who are not there."""
+        since_s = self.whereabouts.since()
+        if since_s is None or since_s == self._noticed_s or self.dead:
+            return
+        everyone = self.everyone()
+        absent = waits.missing(everyone, self.rank)
+        silent = any(not waits.answers(everyone[rank]) for rank in absent)
+        limit_s = min(LIMIT_S, self.whereabouts.limit_s) if silent else self.whereabouts.limit_s
+        # a loss is told by itself within these seconds
+        limit_s += GRACE_S if absent else NOBODY_S
+        waited_s = time.monotonic() - since_s
+        if waited_s < limit_s:
+            self._questions = []
+            return
+        if not self._questions:
+            self._questions = absent
+            for rank in absent:
+                self.stacks.pop(rank, None)
+                self._ask(rank)
+        if waited_s < limit_s + ANSWER_S and any(rank not in self.stacks for rank in absent):
+            return
+        self._noticed_s, self._questions = since_s, []
+        words = [waits.line(everyone, self.rank, self.size, absent), *waits.stacks(everyone, absent, self.stacks)]
+        self.whereabouts.notice("\n".join(words))
 
     def abandon(self) -> None:
         """Ends without a word, so that whoever is still in an operation of this link learns that it is dead."""
@@ -183,17 +283,18 @@ class Pulse:
         with self._changed:
             self.dead.setdefault(self.rank, "gave this link up")
             self._changed.notify_all()
-        for line in self._peers.values():
-            line.close()
+        self._hang_up()
 
     def close(self) -> None:
         """Leaves in peace. Once."""
         if self._closing.is_set():
             return
         self._closing.set()
-        for line in self._peers.values():
-            with contextlib.suppress(OSError):
-                line.send(b"q")
         self._thread.join(2 * BEAT_S)
-        for line in self._peers.values():
-            line.close()
+        for words in self._peers.values():
+            words.say(b"q")
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for words in self._peers.values():
+            words.line.close()

@@ -55,14 +55,15 @@ class Place:
         return cls(name, host, address, int(port))
 
     def look(self) -> str:
-        """Whether its process lives, as far as can be told from here."""
+        """Whether its process lives, as far as can be told from here. A kernel answers for a stopped one as well, and
+        does not greet."""
         try:
-            knock(self.address, self.port, KNOCK_S).close()
+            with knock(self.address, self.port, KNOCK_S) as line:
+                return HERE if line.recv(1) else SILENT
         except (ConnectionRefusedError, ConnectionResetError):
             return GONE
         except OSError:
             return SILENT
-        return HERE
 
 
 class Survivors:

@@ -32,6 +32,7 @@ from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
 from paceline.link.route import REACH_S, Member
 from paceline.link.survivors import Place, Survivors
+from paceline.whereabouts import Whereabouts
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -46,6 +47,7 @@ class Link(contract.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
 
     def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
+        self.whereabouts = Whereabouts()
         self._begin(*join(rank, size, host, port, generation), generation)
 
     def _begin(self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int) -> None:
@@ -55,7 +57,7 @@ class Link(contract.Link):
         address = members[self.rank].address
         self._survivors: Survivors | None = None
         self._device = dist.ProcessGroupGloo.create_device(hostname=address)
-        self.pulse = Pulse(self.rank, self.size, store, address) if self.size > 1 else None
+        self.pulse = Pulse(self.rank, self.size, store, address, self.whereabouts) if self.size > 1 else None
         self._meeting.alert = self._look_at_pulse
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
@@ -83,6 +85,7 @@ class Link(contract.Link):
         for _ in range(MAX_MEETINGS):
             meeting, generation, ranks = self._survivors.meet()
             link = object.__new__(Link)
+            link.whereabouts = self.whereabouts
             try:
                 store = dist.PrefixStore(f"paceline/{generation}", meeting)
                 link._begin(meeting, store, introduce(meeting, store), generation)
@@ -250,6 +253,12 @@ class Link(contract.Link):
             (each for each in self.members if f"[{each.address}]" in words or f" {each.address}:" in words), None
         )
 
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.pulse.everyone() if self.pulse else {}
+
+    def ask(self, rank: int) -> str:
+        return self.pulse.ask(rank) if self.pulse else ""
+
     def close(self) -> None:
         if self.pulse and not self.pulse.dead:
             self.pulse.close()
@@ -264,8 +273,11 @@ class _Handle(contract.Handle):
         return bool(self.work.is_completed())
 
     def wait(self, deadline_s: float | None = None) -> Any:
+        with self.link.whereabouts.waiting(self.what):
+            return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
+
+    def _wait(self, patience_s: float) -> Any:
         start = time.monotonic()
-        patience_s = PATIENCE_S if deadline_s is None else deadline_s
         while True:
             try:
                 self.work.wait(timedelta(seconds=min(GLANCE_S, patience_s)))

@@ -1,0 +1,81 @@
+"""Words over a socket that waits for nobody: a kind, a length, a body. What has not gone or come whole is kept.
+
+kind (1 byte)   length (4 bytes)   body
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
+
+HEAD = struct.Struct("<cI")
+MAX_BYTES = 1 << 20  # of a body
+BITE = 1 << 16
+ROUND_TRIP = struct.Struct("I")  # tcpi_rtt, in microseconds
+
+
+class Words:
+    """``line`` must be set not to block."""
+
+    def __init__(self, line: socket.socket):
+        self.line = line
+        self._out, self._in = bytearray(), bytearray()
+
+    def say(self, kind: bytes, body: bytes = b"") -> None:
+        self._out += HEAD.pack(kind, len(body)) + body
+        self.push()
+
+    def push(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._out:
+                del self._out[: self.line.send(self._out)]
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something has not even left this process."""
+        return bool(self._out)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the machine at the other end has confirmed all that was said: its kernel does, whatever its process
+        is at."""
+        left = array.array("i", [0])
+        try:
+            fcntl.ioctl(self.line, termios.TIOCOUTQ, left)
+        except OSError:
+            return False
+        return not self._out and left[0] == 0
+
+    @property
+    def way_s(self) -> float:
+        """There and back, as the kernel has measured it; 0: it does not say."""
+        with contextlib.suppress(OSError, struct.error):
+            return (
+                float(ROUND_TRIP.unpack_from(self.line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 68)[0])
+                / 1e6
+            )
+        return 0.0
+
+    def hear(self) -> tuple[list[tuple[bytes, bytes]], bool]:
+        """(the words that have come whole, whether more can come). Nonsense ends it."""
+        try:
+            heard = self.line.recv(BITE)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            heard = b""
+        self._in += heard
+        found: list[tuple[bytes, bytes]] = []
+        while len(self._in) >= HEAD.size:
+            kind, length = HEAD.unpack_from(self._in)
+            if length > MAX_BYTES:
+                return found, False
+            if len(self._in) < HEAD.size + length:
+                break
+            found.append((kind, bytes(self._in[HEAD.size : HEAD.size + length])))
+            del self._in[: HEAD.size + length]
+        return found, bool(heard)

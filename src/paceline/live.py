@@ -1,0 +1,117 @@
+"""A run as it is now, asked from another terminal: each of its processes answers on a socket of its machine.
+
+A Linux abstract socket leaves nothing behind. Nobody is answered but processes of the same user, and of root, and
+nobody else is asked.
+
+    who asks -> process: one JSON object in a line      process -> who asks: one JSON object, and the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+PREFIX = "paceline-live-"
+LIMIT_S, SOON_S = 3.0, 1.0
+MOST_BYTES = 1 << 12  # of a question
+
+Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Live:
+    """Answers from a thread of its own until `close`."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(f"\0{PREFIX}{os.getpid()}-{secrets.token_hex(4)}")
+        self._server.listen()
+        threading.Thread(target=self._run, name="paceline live", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                line, _ = self._server.accept()
+            except OSError:
+                return
+            with line, contextlib.suppress(OSError, ValueError):
+                line.settimeout(LIMIT_S)
+                if _user(line) in (0, os.getuid()):
+                    question = json.loads(line.makefile("rb").readline(MOST_BYTES))
+                    line.sendall(json.dumps(self._answer(question)).encode())
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # ends the wait for the next
+        self._server.close()
+
+
+def tell(pace: Any, question: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process says of its `Pace`; asked for ``stacks``, with its own and those of the ranks that are named."""
+    world, mine = pace.world, pace.whereabouts.tell()
+    everyone = pace.ledger.everyone() or {world.node: mine}
+    said = {
+        "run": os.environ.get("PACELINE_RUN", ""),
+        "folder": str(pace.folder.absolute().resolve()) if pace.folder else "",
+        "command": sys.argv,
+        "pid": os.getpid(),
+        "node": world.node,
+        "num_nodes": world.num_nodes,
+        "local_rank": world.local_rank,
+        "local_size": world.local_size,
+        "mine": mine,
+        "everyone": everyone,
+    }
+    if (ranks := question.get("stacks")) is not None:
+        others = {rank: pace.ledger.ask(rank) for rank in everyone if rank in ranks}
+        said["stacks"] = {
+            pace.loop.who: pace.whereabouts.stack(),
+            **{f"rank {rank} on {everyone[rank]['host']}": stack for rank, stack in others.items()},
+        }
+    return said
+
+
+def names() -> list[str]:
+    """Of all that answer on this machine."""
+    return sorted(set(re.findall(rf"@({PREFIX}\S+)", Path("/proc/net/unix").read_text())))
+
+
+def ask(name: str, limit_s: float = LIMIT_S, **question: Any) -> dict[str, Any] | None:
+    """None where nobody answers in time, or another user does."""
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(limit_s)
+        line.connect(f"\0{name}")
+        if os.getuid() and _user(line) != os.getuid():
+            return None
+        line.sendall(json.dumps(question).encode() + b"\n")
+        answer = json.loads(line.makefile("rb").read())
+        return answer if isinstance(answer, dict) else None
+    return None
+
+
+def stacks(pids: Collection[int]) -> str:
+    """Where these processes of this machine stand, as far as they answer within a second."""
+    end, found = time.monotonic() + SOON_S, ""
+    for name in names():
+        if int(name.removeprefix(PREFIX).partition("-")[0]) in pids:
+            answer = ask(name, max(0.1, end - time.monotonic()), stacks=[])
+            for who, stack in (answer or {}).get("stacks", {}).items():
+                found += f"{who}:\n{stack}"
+    return found
+
+
+def _user(line: socket.socket) -> int:
+    """The user id at the other end."""
+    _, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)

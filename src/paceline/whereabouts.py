@@ -1,0 +1,121 @@
+"""What this process is at: said by the thread that trains, read by others at any time for those who wait for it.
+
+A wait may last as long as ten recent steps, but LEAST_S in any case and MOST_S at most, before people are told of it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LEAST_S, MOST_S = 5.0, 60.0
+UNKNOWN_S = 30.0  # before a step has been measured
+BETWEEN_S = 12.0  # between steps, where one process may do what the others wait for
+TIMES, RECENT = 10.0, 64  # steps
+FRAMES = 16  # of a stack, the innermost
+OUTSIDE = "outside of a step, in the script's own code"
+
+
+class Whereabouts:
+    """``step``: its number. *Units*: ``step_s``, ``input_s``: seconds of the last step, and those in which it waited
+    for its data. ``signs``: what this machine shows that makes it slow. ``notice`` is told what people should know."""
+
+    def __init__(self) -> None:
+        self.host = os.environ.get("PACELINE_HOST", socket.gethostname())
+        self.step, self.step_s, self.input_s = 0, 0.0, 0.0
+        self.signs: Sequence[str] = ()
+        self.notice: Callable[[str], None] = say
+        self.siblings: Callable[[], str] = str  # the stacks of the other processes of this node
+        self._thread = threading.get_ident()
+        self._inside = False
+        self._now = (OUTSIDE, time.monotonic(), False)
+        self._wire = ""
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._limit_s = UNKNOWN_S
+
+    # said by the thread that trains
+
+    def begin(self, step: int) -> None:
+        self.step, self._inside, self._thread = step, True, threading.get_ident()
+
+    def end(self, seconds: float, input_s: float) -> None:
+        self._inside, self.step_s, self.input_s = False, seconds, input_s
+        self._recent.append(seconds)
+        ordered = sorted(self._recent)
+        self._limit_s = min(MOST_S, max(LEAST_S, TIMES * ordered[int(0.95 * (len(ordered) - 1))]))
+        self._now = OUTSIDE, time.monotonic(), False
+
+    def at(self, what: str, waits: bool = False) -> At:
+        """``with whereabouts.at("computing the gradient"):``. ``waits``: for other nodes."""
+        return At(self, what, waits)
+
+    def waiting(self, what: str) -> At:
+        """As `at`, for an operation among nodes, which another thread may wait for, too."""
+        if threading.get_ident() != self._thread:
+            self._wire = what
+        return At(self, what, True)
+
+    # read by any thread
+
+    @property
+    def limit_s(self) -> float:
+        """How long something may take that usually takes a step at most."""
+        return self._limit_s if self._inside else max(self._limit_s, BETWEEN_S)
+
+    def tell(self) -> dict[str, Any]:
+        what, since_s, waits = self._now
+        wire = f": {self._wire}" if waits and self._inside and self._wire and self._wire != what else ""
+        return {
+            "host": self.host,
+            "step": self.step,
+            "doing": what + wire,
+            "for_s": round(time.monotonic() - since_s, 2),
+            "waits": waits,
+            "step_s": round(self.step_s, 6),
+            "input_s": round(self.input_s, 6),
+            "signs": list(self.signs),
+        }
+
+    def since(self) -> float | None:
+        """Since when, on `time.monotonic`, it has waited for other nodes; None where it does not."""
+        _, since_s, waits = self._now
+        return since_s if waits else None
+
+    def stack(self) -> str:
+        """Of the thread that trains, the innermost frame last."""
+        frame = sys._current_frames().get(self._thread)
+        return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
+
+    def stacks(self) -> str:
+        """Of all processes of this node, as far as they are known here."""
+        return self.stack() + self.siblings()
+
+
+class At:
+    """Within, the thread that trains is at ``what``; other threads are not asked."""
+
+    __slots__ = ("_before", "_what", "_where")
+
+    def __init__(self, where: Whereabouts, what: str, waits: bool):
+        self._where, self._what = where, (what, waits)
+        self._before: tuple[str, float, bool] | None = None
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._where._thread:
+            self._before, self._where._now = self._where._now, (self._what[0], time.monotonic(), self._what[1])
+
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            self._where._now = self._before[0], time.monotonic(), self._before[2]
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")  # in one piece: others write to the same terminal
+    sys.stderr.flush()

@@ -1,0 +1,98 @@
+"""A run answers who asks from another terminal, nobody of another user, and leaves nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import live
+from paceline.launch import now
+from paceline.live import Live
+from paceline.whereabouts import Whereabouts
+
+
+@pytest.fixture
+def served():
+    """A name that echoes questions."""
+    before = set(live.names())
+    server = Live(lambda question: {"asked": question})
+    (name,) = set(live.names()) - before
+    yield name
+    server.close()
+
+
+def test_it_answers_and_goes_on_after_nonsense(served):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.connect(f"\0{served}")
+        line.sendall(b"nonsense\n")
+        assert line.makefile("rb").read() == b""
+    for _ in range(3):
+        assert live.ask(served, stacks=[1, 2]) == {"asked": {"stacks": [1, 2]}}
+
+
+def test_after_its_end_nothing_is_left():
+    before = set(live.names())
+    server = Live(lambda question: {})
+    (name,) = set(live.names()) - before
+    server.close()
+    end = time.monotonic() + 10
+    while name in live.names():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert live.ask(name) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a moment")
+def test_another_user_is_not_answered(served):
+    asks = (
+        "import os, socket, sys\nos.setuid(65534)\n"
+        "line = socket.socket(socket.AF_UNIX)\nline.settimeout(20)\nline.connect('\\0' + sys.argv[1])\n"
+        "try:\n    line.sendall(b'{}\\n')\n    print(line.recv(9))\nexcept OSError:\n    print(b'')"
+    )
+    done = subprocess.run([sys.executable, "-c", asks, served], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "b''\n"
+
+
+def test_who_does_not_answer_is_not_waited_for(tmp_path):
+    """A stopped process's kernel still takes the question."""
+    script = (
+        "import time\nfrom paceline.live import Live\nserver = Live(lambda question: {})\n"
+        "print('here', flush=True)\ntime.sleep(100)"
+    )
+    source = str(Path(live.__file__).parent.parent)
+    asked = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
+    )
+    try:
+        assert asked.stdout.readline() == b"here\n"
+        (name,) = (name for name in live.names() if name.startswith(f"{live.PREFIX}{asked.pid}-"))
+        assert live.ask(name) == {}
+        os.kill(asked.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        assert live.ask(name, 0.3) is None
+        assert time.monotonic() - start < 10
+    finally:
+        asked.kill()
+        asked.communicate()
+
+
+def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_path):
+    mine = Whereabouts()
+    told = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
+    told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.tell(), "everyone": {0: mine.tell()}}
+    server = Live(lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})})
+    try:
+        for name in (str(tmp_path), "1121-1"):
+            head, state, *stack = now.lines(now.ask(name, stacks=True))
+            assert head == "1121-1000-ab: train.py, 1 node"
+            assert state.startswith(f"rank 0 on {mine.host}, at step 0: outside of a step, in the script's own code")
+            assert stack == ["", "rank 0:", "  here"]
+        with pytest.raises(ValueError, match=r"no process of run '0304' answers.*running here: .*1121-1000-ab"):
+            now.ask("0304")
+    finally:
+        server.close()

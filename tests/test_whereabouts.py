@@ -1,0 +1,132 @@
+"""What a process is at is what its training thread said last, and how long it may wait follows its own steps."""
+
+import threading
+import time
+
+import pytest
+
+from paceline import whereabouts
+from paceline.link import waits
+from paceline.whereabouts import BETWEEN_S, LEAST_S, MOST_S, OUTSIDE, UNKNOWN_S, Whereabouts
+
+
+def in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_innermost_counts_and_afterwards_the_one_around_it():
+    mine = Whereabouts()
+    assert (mine.tell()["doing"], mine.since()) == (OUTSIDE, None)
+    with mine.at("computing"):
+        with mine.at("agreeing", waits=True):
+            told = mine.tell()
+            assert (told["doing"], told["waits"]) == ("agreeing", True)
+            assert 0 <= time.monotonic() - mine.since() < 5
+        assert (mine.tell()["doing"], mine.tell()["waits"], mine.since()) == ("computing", False, None)
+    assert mine.tell()["doing"] == OUTSIDE
+
+
+def test_other_threads_only_add_what_is_on_the_wire():
+    mine = Whereabouts()
+    mine.begin(7)
+
+    def other():
+        with mine.at("something of its own"), mine.waiting("sum of bucket 3 (4.0 MB)"):
+            assert mine.tell()["doing"] == "agreeing: sum of bucket 3 (4.0 MB)"
+
+    with mine.at("agreeing", waits=True):
+        in_thread(other)
+    assert (mine.tell()["step"], mine.tell()["doing"]) == (7, OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit_s"), [((), UNKNOWN_S), ([0.1] * 9, LEAST_S), ([2.0] * 80, 20.0), ([9.0] * 30, MOST_S)]
+)
+def test_a_wait_may_last_as_long_as_ten_steps(steps, limit_s):
+    mine = Whereabouts()
+    for number, seconds in enumerate(steps):
+        mine.begin(number)
+        mine.end(seconds, 0.0)
+    assert mine.limit_s == pytest.approx(max(limit_s, BETWEEN_S))
+    mine.begin(len(steps))
+    assert mine.limit_s == pytest.approx(limit_s)
+
+
+def test_one_slow_step_of_many_changes_nothing_and_old_ones_are_forgotten():
+    mine = Whereabouts()
+    for seconds in (*[5.0] * 70, *[0.1] * 70, 5.0):
+        mine.begin(0)
+        mine.end(seconds, 0.0)
+    mine.begin(0)
+    assert mine.limit_s == LEAST_S
+
+
+def test_the_stack_is_that_of_the_thread_that_trains():
+    mine, asked, told = Whereabouts(), threading.Event(), []
+
+    def asleep():
+        mine.begin(0)
+        asked.set()
+        time.sleep(1.0)
+
+    def ask():
+        assert asked.wait(10)
+        told.append(mine.stack())
+
+    trains = threading.Thread(target=asleep)
+    trains.start()
+    in_thread(ask)
+    trains.join(10)
+    assert "in asleep" in told[0]
+    assert "time.sleep(1.0)" in told[0]
+
+
+def test_it_costs_next_to_nothing():
+    """A step says some ten times what it is at; a hundred times cost less than a millisecond."""
+    mine = Whereabouts()
+    best_s = float("inf")
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in range(100):
+            with mine.at("computing"):
+                pass
+        best_s = min(best_s, time.perf_counter() - start)
+    assert best_s < 1e-3
+
+
+def told(doing, waits, silent_s=0.0, step=4):
+    return {
+        "host": f"host of {doing}",
+        "step": step,
+        "doing": doing,
+        "for_s": 6.0,
+        "waits": waits,
+        "step_s": 0.1,
+        "silent_s": silent_s,
+    }
+
+
+def test_who_is_missing_is_who_does_not_wait_or_does_not_answer():
+    everyone = {0: told("agreeing", True), 1: told("computing", False), 2: told("agreeing", True, silent_s=4.0)}
+    assert waits.missing(everyone, 0) == [1, 2]
+    line = waits.line(everyone, 0, 3, [1, 2])
+    assert "rank 0 of 3 on host of agreeing at step 4 has waited 6 s for others in agreeing; not there: rank 1" in line
+    assert "computing, for 6.0 s; a step took 0.1 s" in line
+    assert "rank 2 on host of agreeing, silent for 4 s" in line
+    stacks = waits.stacks(everyone, [1, 2], {1: '  File "a.py", line 1, in asleep\n'})
+    assert stacks[1:2] == ['  File "a.py", line 1, in asleep']
+    assert stacks[-1].endswith(waits.UNANSWERED)
+
+
+def test_where_all_wait_the_network_is_to_blame():
+    everyone = {rank: told("agreeing", True) for rank in range(3)}
+    assert waits.missing(everyone, 1) == []
+    assert "look at the network between them" in waits.line(everyone, 1, 3, [])
+
+
+def test_notices_go_to_the_screen_in_one_piece(capsys):
+    whereabouts.say("one\ntwo")
+    assert capsys.readouterr().err == "paceline: one\ntwo\n"
