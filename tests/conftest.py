@@ -66,6 +66,7 @@ DEAR = (
     *("stalls.py::test_the_others_go_on_without", "stalls.py::test_a_stopped_process_that_goes_on", "test_cable.py::"),
     *("stalls.py::test_an_undisturbed_run", "stalls.py::test_a_hang_inside_a_node"),
     "stragglers.py::test_a_node_whose_core_others_take",
+    "encryption.py::test_a_node_dies",
 )
 
 

@@ -267,6 +267,25 @@ def in_processes(link, size):
     return faults
 
 
+def over_loopback(link, size):
+    """The same, with ranks as threads that have a network between them."""
+    os.environ["PACELINE_SECRET"] = "of this test"
+    port, faults = free_port(), [dict.fromkeys(LAWS, "it did not end")] * size
+
+    def one(rank):
+        try:
+            faults[rank] = try_all(find("link", link, rank, size, "127.0.0.1", port))
+        except Exception:
+            faults[rank] = dict.fromkeys(LAWS, traceback.format_exc())
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    return {name: f"rank {rank}:\n{fault}" for rank in range(size) for name, fault in faults[rank].items()}
+
+
 def under_mpirun(link, size):
     """The same, started by mpirun, which says what all of them print."""
     if reason := mpirun.unavailable():
@@ -281,9 +300,13 @@ def under_mpirun(link, size):
 
 
 def one_rank(link, size, port, rank):
-    """What each process does. After a broken link the laws that are left cannot be tried, and say so."""
+    """What each process does."""
+    print(json.dumps(try_all(find("link", link, int(rank), int(size), "127.0.0.1", int(port)))))
+
+
+def try_all(whole):
+    """{law: what went wrong} on this rank. After a broken link the laws that are left cannot be tried, and say so."""
     faults = {}
-    whole = find("link", link, int(rank), int(size), "127.0.0.1", int(port))
     for name, law in LAWS.items():
         try:
             law(whole.lane(name))
@@ -293,11 +316,11 @@ def one_rank(link, size, port, rank):
             faults |= dict.fromkeys(list(LAWS)[list(LAWS).index(name) :], traceback.format_exc())
             break
     whole.close()
-    print(json.dumps(faults))
+    return faults
 
 
 # How a link's ranks are made, and how many; any other link is made like a network's.
-WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (3, 4))}
+WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (3, 4)), "tls": (over_loopback, (2, 3))}
 NETWORK = (in_processes, (1, 2, 3))
 
 
@@ -379,6 +402,7 @@ if __name__ == "__main__":
 
 def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
     """Story: a wait expired, the operation ended, and its success was told as the loss of a peer."""
+    from paceline import contract
     from paceline.link.torch import _Handle
 
     class Work:
@@ -393,5 +417,5 @@ def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
             return True
 
     work = Work()
-    assert _Handle(None, work, "sum", lambda: "the sum").wait() == "the sum"
+    assert _Handle(contract.Link(), work, "sum", lambda: "the sum").wait() == "the sum"
     assert work.waits == 2

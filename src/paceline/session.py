@@ -24,6 +24,7 @@ from paceline.find import find, parse
 from paceline.job import Job
 from paceline.link.chosen import choose
 from paceline.link.collective import Collective
+from paceline.link.proof import secret_of_environment
 from paceline.pace import Pace
 from paceline.probe import clock, shelf
 from paceline.world import World
@@ -54,6 +55,7 @@ def join(
     most_rows: int | None = None,
     overlap: str | None = None,
     reproducible: bool | int = False,
+    encrypt: bool | None = None,
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
@@ -81,6 +83,7 @@ def join(
     reproducible        the final weights are the same bits for any number of nodes, and whatever nodes are lost, on
                         like processors: the batch is computed in 8 shares, or as many as given, whose gradients are
                         added up in a fixed order; as engine="virtual:8", exchange="tree"
+    encrypt             everything between nodes is encrypted, by TLS 1.3; else PACELINE_ENCRYPT, which --encrypt sets
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
@@ -105,6 +108,8 @@ def join(
         most_rows,
     )
     world = World.of_environment()
+    hidden = _encrypted(encrypt)
+    secret_of_environment()  # what this process starts from now on need not know it
     row = engine or os.environ.get("PACELINE_ENGINE") or ("virtual" if reproducible else _default_row(world, job))
     if reproducible:
         row = _reproducible(row, reproducible)
@@ -145,7 +150,9 @@ def join(
             f"or codec 'none'"
         )
     if world.num_nodes > 1 and world.local_rank == 0:
-        link = find("link", _link(world, model), world.node, world.num_nodes, world.host, world.port, next(_joins))
+        link = find(
+            "link", _link(world, model, hidden), world.node, world.num_nodes, world.host, world.port, next(_joins)
+        )
         link = choose(link, adding)
     folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
@@ -162,6 +169,7 @@ def join(
         num_nodes=world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,
+        **({"encrypted": True} if link and hidden else {}),
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
@@ -180,11 +188,24 @@ def _reproducible(row: str, asked: bool | int) -> str:
     return "+".join([engine, *words])
 
 
-def _link(world: World, model: torch.nn.Module) -> str:
-    """PACELINE_LINK, else "mpi" where mpirun started one process per node and a model on the CPU, else "torch"."""
-    if asked := os.environ.get("PACELINE_LINK"):
-        if asked not in ("mpi", "torch"):
-            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use mpi or torch, or unset it")
+def _encrypted(asked: bool | None) -> bool:
+    said = os.environ.get("PACELINE_ENCRYPT", "")
+    if said not in ("", "0", "1"):
+        raise ValueError(f"PACELINE_ENCRYPT={said!r} is neither 1 nor 0; set it to one of these, or unset it")
+    return said == "1" if asked is None else asked
+
+
+def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
+    """PACELINE_LINK, else "tls" where all is encrypted, else "mpi" where mpirun started one process per node and a
+    model on the CPU, else "torch"."""
+    asked = os.environ.get("PACELINE_LINK")
+    if hidden:
+        if asked not in (None, "", "tls"):
+            raise ValueError(f"PACELINE_LINK={asked!r} does not encrypt, as asked for; unset it, or use tls")
+        return "tls"
+    if asked:
+        if asked not in ("mpi", "tls", "torch"):
+            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use mpi, tls or torch, or unset it")
         return asked
     started = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
     possible = all(parameter.device.type == "cpu" for parameter in model.parameters())

@@ -55,6 +55,10 @@ NodesOption = Annotated[
     str | None,
     typer.Option(help="Fewest and most, as 2:4: others may be lost, and training goes on. Without -H: so many here."),
 ]
+EncryptOption = Annotated[
+    bool,
+    typer.Option("--encrypt", help="All that goes between nodes is encrypted, by TLS 1.3, without any setting up."),
+]
 DetachOption = Annotated[
     bool, typer.Option("--detach", help="Goes on without this terminal; `paceline attach` follows it.")
 ]

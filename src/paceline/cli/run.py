@@ -12,6 +12,7 @@ from paceline.balance import wanted
 from paceline.cli.options import (
     AddressOption,
     DetachOption,
+    EncryptOption,
     EnvOption,
     FidelityOption,
     HostsOption,
@@ -25,7 +26,7 @@ from paceline.cli.options import (
     SshOption,
     listed,
 )
-from paceline.cli.start import check_alone, check_script, leave, ready, span, start, start_over_ssh, steady
+from paceline.cli.start import check_alone, check_script, hide, leave, ready, span, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
 
 
@@ -45,6 +46,7 @@ def run(
     ssh_command: SshOption = "ssh",
     send: SendOption = False,
     data: Annotated[str | None, typer.Option(help="With --send: a folder that goes along besides the tree.")] = None,
+    encrypt: EncryptOption = False,
     detach: DetachOption = False,
 ) -> None:
     """Starts a script everywhere it should run.
@@ -59,6 +61,8 @@ def run(
 
     paceline run -H hostA,hostB,hostC --nodes 2:3 train.py
 
+    paceline run -H hostA,hostB --encrypt train.py
+
     paceline run -H hostA,hostB --send --detach train.py
     """
     command, hosts = [script, *context.args], listed(named)
@@ -66,6 +70,7 @@ def run(
     plan = steady(plan, reproducible)
     wanted(shares or "measured")
     check_alone(hosts, send, data, detach)
+    hide(encrypt)
     least, most = span(nodes, hosts)
     if detach:
         leave(["run", *command])

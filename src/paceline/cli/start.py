@@ -20,6 +20,7 @@ from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import shown
 from paceline.launch.send import send as deliver
+from paceline.link.identity import check as check_encryption
 from paceline.plan import Plan
 from paceline.probe import shelf
 from paceline.probe.rows import ROUNDED, split
@@ -239,6 +240,13 @@ def check_alone(hosts: str | None, send: bool = False, data: str | None = None, 
         raise ValueError(
             f"--data {data} goes along with --send alone; give --send, or leave it to the script's own words"
         )
+
+
+def hide(asked: bool) -> None:
+    """With --encrypt: whatever is started from here on encrypts. Raises ValueError where it cannot."""
+    if asked:
+        check_encryption()
+        os.environ["PACELINE_ENCRYPT"] = "1"
 
 
 def span(nodes: str | None, hosts: str | None) -> tuple[int, int]:

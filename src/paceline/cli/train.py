@@ -15,6 +15,7 @@ from paceline.cli.options import (
     AddressOption,
     DataOption,
     DetachOption,
+    EncryptOption,
     EnvOption,
     FidelityOption,
     HostsOption,
@@ -28,7 +29,7 @@ from paceline.cli.options import (
     SshOption,
     listed,
 )
-from paceline.cli.start import check_alone, leave, ready, row, start, start_over_ssh, steady
+from paceline.cli.start import check_alone, hide, leave, ready, row, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
 from paceline.settings import Settings
 
@@ -72,6 +73,7 @@ def train(
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
     send: SendOption = False,
+    encrypt: EncryptOption = False,
     detach: DetachOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
@@ -104,6 +106,7 @@ def train(
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
     plan = steady(plan, reproducible)
     check_alone(hosts, send, None, detach)
+    hide(encrypt)
     if detach:
         leave(["train", settings.model_name])
     if "RANK" in os.environ:

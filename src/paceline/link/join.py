@@ -15,22 +15,32 @@ from paceline.contract import LinkError
 from paceline.link import route
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
-from paceline.link.proof import secret_of_environment
+from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.route import Door, Member
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 JOIN_S = 60.0
 
-_points: dict[tuple[str, int], MeetingPoint] = {}  # of this process: a run may join more than once
+_points: dict[tuple[str, int, bool], MeetingPoint] = {}  # of this process: a run may join more than once
 
 
 def join(
-    rank: int, size: int, host: str, port: int, generation: int = 0, patience_s: float = JOIN_S
+    rank: int,
+    size: int,
+    host: str,
+    port: int,
+    generation: int = 0,
+    patience_s: float = JOIN_S,
+    secret: bytes | None = None,
 ) -> tuple[Meeting, Any, list[Member]]:
-    """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank."""
-    point, place, number = _place(rank, size, host, port, patience_s)
-    meeting = Meeting(place, number, secret_of_environment(), rank, size, patience_s, point)
+    """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
+
+    ``secret``: PACELINE_SECRET where none is given.
+    """
+    secret = secret_of_environment() if secret is None else secret
+    point, place, number = _place(rank, size, host, port, secret, patience_s)
+    meeting = Meeting(place, number, secret, rank, size, patience_s, point)
     try:
         store = dist.PrefixStore(f"paceline/{generation}", meeting)
         return meeting, store, introduce(meeting, store)
@@ -39,25 +49,29 @@ def join(
         raise
 
 
-def _place(rank: int, size: int, host: str, port: int, patience_s: float) -> tuple[MeetingPoint | None, str, int]:
+def _place(
+    rank: int, size: int, host: str, port: int, secret: bytes, patience_s: float
+) -> tuple[MeetingPoint | None, str, int]:
     """Where the meeting is: at MASTER_PORT; or where that is taken by torch's own store, which then says where."""
     here = f"rank {rank} of {size} on {socket.gethostname()}"
     patience = timedelta(seconds=patience_s)
     board = _board(here, size, host, port, patience)
+    hides = isinstance(secret, Hiding)
+    key = "meeting, hidden" if hides else "meeting"
     if rank == 0:
-        if (host, port) not in _points:
-            point = MeetingPoint(route.resolve(host), 0 if board else port, secret_of_environment())
+        if (host, port, hides) not in _points:
+            point = MeetingPoint(route.resolve(host), 0 if board else port, secret)
             atexit.register(point.close)
-            _points[host, port] = point
-        point = _points[host, port]
+            _points[host, port, hides] = point
+        point = _points[host, port, hides]
         if board:
-            board.set("meeting", f"{point.address} {point.port}")
+            board.set(key, f"{point.address} {point.port}")
         return point, point.address, point.port
     if not board:
         return None, route.resolve(host), port
     try:
-        board.wait(["meeting"], patience)
-        place, number = board.get("meeting").decode().split()
+        board.wait([key], patience)
+        place, number = board.get(key).decode().split()
     except (RuntimeError, ValueError) as error:
         raise LinkError(
             f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it says"

@@ -67,7 +67,7 @@ class Meeting(Store):
     ):
         super().__init__()
         self.host, self.port, self.rank, self.size, self.patience_s = host, port, rank, size, patience_s
-        self.point = point
+        self.point, self.secret = point, secret
         self.alert: Callable[[], None] = _calm
         self._lock = threading.Lock()
         self._heard = bytearray()
@@ -131,7 +131,7 @@ class Meeting(Store):
             whose = "refused this process" if answer == REFUSED else "did not prove that it belongs to this run"
             raise LinkError(
                 f"{self.here}: rank 0 at {self.host}:{self.port} {whose}: their PACELINE_SECRET differ; start all "
-                f"ranks of a run with the same, or all without"
+                f"ranks of a run with the same, or all without, and all or none with --encrypt (PACELINE_ENCRYPT)"
             )
         return Seal(secret, GUEST, self.rank, nonces)
 

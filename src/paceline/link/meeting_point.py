@@ -27,6 +27,7 @@ from paceline.link.proof import (
     SIZE,
     VERSION,
     Distrust,
+    Hiding,
     Seal,
     prove,
     same,
@@ -164,7 +165,7 @@ class MeetingPoint:
         _, rank, nonce, proof = HELLO.unpack_from(guest.heard)
         nonces = guest.nonce + nonce
         if not same(proof, prove(self._secret, GUEST, rank, nonces)):
-            self._note(guest, f"it calls itself rank {rank}, and its PACELINE_SECRET is not that of this run")
+            self._note(guest, f"it calls itself rank {rank}, and {self._unlike(rank, nonces, proof)}")
             guest.leaving = True
             self._say(guest, REFUSED)
             return
@@ -172,6 +173,14 @@ class MeetingPoint:
         guest.deadline = NEVER
         self._say(guest, prove(self._secret, SERVER, rank, nonces))
         guest.seal = Seal(self._secret, SERVER, rank, nonces)
+
+    def _unlike(self, rank: int, nonces: bytes, proof: bytes) -> str:
+        hides = isinstance(self._secret, Hiding)
+        other = bytes(self._secret) if hides else Hiding(self._secret)
+        if same(proof, prove(other, GUEST, rank, nonces)):
+            mine, theirs = ("with", "without") if hides else ("without", "with")
+            return f"it was started {theirs} --encrypt (PACELINE_ENCRYPT), and this run {mine}"
+        return "its PACELINE_SECRET is not that of this run"
 
     def _note(self, guest: _Guest, why: str) -> None:
         note = f"refused {guest.host} at the meeting point {self.address}:{self.port}: {why}"

@@ -69,7 +69,7 @@ class Link(contract.Link):
         if size > 1:
             try:
                 address = _address(host, names) if rank == 0 else ""
-                self.pulse = Pulse(rank, size, _Bulletin(self), address, self.whereabouts)
+                self.pulse = Pulse(rank, size, _Bulletin(self), address, whereabouts=self.whereabouts)
             except OSError as error:
                 if isinstance(error, LinkError):
                     raise

@@ -7,7 +7,8 @@
     then each way:    length, body, seal
 
 Proofs and seals are HMAC-SHA256 over the version, the speaker's part, the rank and both nonces; a seal's key is of
-this conversation and of one direction, and its frames are counted. Nothing is hidden: who listens on the wire can read.
+this conversation and of one direction, and its frames are counted. Who listens on the wire can read, unless the secret
+is a `Hiding` one: then bodies are encrypted, too, by AES-256-GCM with a key and a count of their own kind.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 VERSION = 1
 MAGIC = b"paceline"
@@ -33,9 +35,21 @@ class Distrust(ValueError):
     """What came is not what a member would have sent."""
 
 
+class Hiding(bytes):
+    """A secret in whose conversations bodies are encrypted. Proofs by it are none by the bare one, nor the reverse."""
+
+
+_taken: list[bytes] = []
+
+
 def secret_of_environment() -> bytes:
-    """PACELINE_SECRET, which a launcher sets. Without it the secret is empty, and anyone may join."""
-    return os.environ.get("PACELINE_SECRET", "").encode()
+    """PACELINE_SECRET, which a launcher sets. Without it the secret is empty, and anyone may join.
+
+    It is taken out of the environment and kept here: what this process starts from now on does not get it.
+    """
+    if (said := os.environ.pop("PACELINE_SECRET", None)) is not None:
+        _taken[:] = [said.encode()]
+    return _taken[0] if _taken else b""
 
 
 def exactly(line: socket.socket, count: int) -> bytes:
@@ -54,7 +68,8 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 def prove(secret: bytes, part: bytes, rank: int, nonces: bytes) -> bytes:
-    return _mac(secret, HEADER, b"proof", part, struct.pack("<H", rank), nonces)
+    what = b"proof of a hidden one" if isinstance(secret, Hiding) else b"proof"
+    return _mac(secret, HEADER, what, part, struct.pack("<H", rank), nonces)
 
 
 def same(proof: bytes, other: bytes) -> bool:
@@ -64,18 +79,23 @@ def same(proof: bytes, other: bytes) -> bool:
 class Seal:
     """One side of a conversation: wraps what it says, and opens what it hears, each once and in order."""
 
-    def __init__(self, secret: bytes, part: bytes, rank: int, nonces: bytes):
-        def key(speaker: bytes) -> bytes:
-            return _mac(secret, HEADER, b"seal", speaker, struct.pack("<H", rank), nonces)
+    def __init__(self, secret: bytes, part: bytes, rank: int, nonces: bytes, most_bytes: int = MAX_BYTES):
+        self.most_bytes = most_bytes
 
-        self._says, self._hears = key(part), key(SERVER if part == GUEST else GUEST)
+        def keys(what: bytes) -> tuple[bytes, bytes]:
+            about = struct.pack("<H", rank), nonces
+            other = SERVER if part == GUEST else GUEST
+            return _mac(secret, HEADER, what, part, *about), _mac(secret, HEADER, what, other, *about)
+
+        self._says, self._hears = keys(b"seal")
+        self._hides, self._shows = (Veil(secret, key) for key in keys(b"veil"))
         self._num_said = self._num_heard = 0
 
     def wrap(self, fields: Sequence[bytes]) -> bytes:
-        """Raises ValueError for more than MAX_BYTES."""
-        body = pack(fields)
-        if len(body) > MAX_BYTES:
-            raise ValueError(f"the meeting point takes at most {MAX_BYTES} bytes at a time, got {len(body)}")
+        """Raises ValueError for more than ``most_bytes``."""
+        body = self._hides.hide(pack(fields), self._num_said)
+        if len(body) > self.most_bytes:
+            raise ValueError(f"the other side takes at most {self.most_bytes} bytes at a time, got {len(body)}")
         seal = _mac(self._says, struct.pack("<Q", self._num_said), body)
         self._num_said += 1
         return struct.pack("<I", len(body)) + body + seal
@@ -85,16 +105,42 @@ class Seal:
         if len(heard) < 4:
             return None
         (size,) = struct.unpack_from("<I", heard)
-        if size > MAX_BYTES:
+        if size > self.most_bytes:
             raise Distrust(f"a frame of {size} bytes")
         if len(heard) < 4 + size + SIZE:
             return None
         body, seal = bytes(heard[4 : 4 + size]), bytes(heard[4 + size : 4 + size + SIZE])
         if not same(seal, _mac(self._hears, struct.pack("<Q", self._num_heard), body)):
             raise Distrust("a frame with a wrong seal")
+        fields = unpack(self._shows.show(body, self._num_heard))
         self._num_heard += 1
         del heard[: 4 + size + SIZE]
-        return unpack(body)
+        return fields
+
+
+class Veil:
+    """Hides what is said under a `Hiding` secret, and nothing under another. ``key``: 32 bytes, of one direction of one
+    conversation, in which no number comes twice."""
+
+    def __init__(self, secret: bytes, key: bytes):
+        self._cipher: Any = None
+        if isinstance(secret, Hiding):
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+            self._cipher = AESGCM(key)
+
+    def hide(self, words: bytes, number: int) -> bytes:
+        if self._cipher is None:
+            return words
+        hidden: bytes = self._cipher.encrypt(struct.pack("<QI", number, 0), words, None)
+        return hidden
+
+    def show(self, words: bytes, number: int) -> bytes:
+        """Of what has been proved to be a member's."""
+        if self._cipher is None:
+            return words
+        shown: bytes = self._cipher.decrypt(struct.pack("<QI", number, 0), words, None)
+        return shown
 
 
 def pack(fields: Sequence[bytes]) -> bytes:

@@ -11,7 +11,6 @@ died), for as long as a late step where it does (the process is stalled). Rank 0
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import secrets
 import selectors
@@ -24,6 +23,7 @@ from typing import Any, cast
 
 from paceline.contract import LinkError
 from paceline.link import waits
+from paceline.link.proof import SIZE, prove, same
 from paceline.link.words import Words
 from paceline.whereabouts import LEAST_S, Whereabouts
 
@@ -33,7 +33,8 @@ LIMIT_S = LEAST_S
 GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
 ANSWER_S = 2.5
 JOIN_S = 60.0
-TOKEN = 16  # bytes
+NONCE = 16  # bytes
+BEAT = b"beat"  # whose proof is no guest's at the meeting point
 MAX_STRANGERS = 64
 RANK = struct.Struct("<H")
 SILENT = "has been silent for {:.0f} s"
@@ -44,8 +45,16 @@ class Pulse:
     """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + 2 BEAT_S, a stalled one within
     ``whereabouts.limit_s`` + 2 BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
 
-    def __init__(self, rank: int, size: int, store: Any, address: str, whereabouts: Whereabouts | None = None):
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Any,
+        address: str,
+        secret: bytes = b"",
+        whereabouts: Whereabouts | None = None,
+    ):
+        self.rank, self.size, self._secret = rank, size, secret
         self.whereabouts = whereabouts or Whereabouts()
         self.dead: dict[int, str] = {}
         self.left: set[int] = set()
@@ -67,14 +76,14 @@ class Pulse:
         self._thread.start()
 
     def _gather(self, store: Any, address: str) -> None:
-        token = secrets.token_bytes(TOKEN)
+        nonce = secrets.token_bytes(NONCE)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
         end = time.monotonic() + JOIN_S
         with socket.create_server((address, 0), family=family) as server, selectors.DefaultSelector() as eyes:
             server.setblocking(False)
             eyes.register(server, selectors.EVENT_READ)
-            store.set("pulse", f"{address} {server.getsockname()[1]} {token.hex()}")
+            store.set("pulse", f"{address} {server.getsockname()[1]} {nonce.hex()}")
             while missing := set(range(1, self.size)) - set(self._peers):
                 if (left_s := end - time.monotonic()) <= 0:
                     who = ", ".join(f"rank {rank}" for rank in sorted(missing))
@@ -88,7 +97,7 @@ class Pulse:
                             strangers[line] = b""
                         else:
                             line = cast(socket.socket, key.fileobj)
-                            if line in strangers and self._meet(line, strangers, token, missing):
+                            if line in strangers and self._meet(line, strangers, nonce, missing):
                                 eyes.unregister(line)
                     while len(strangers) > MAX_STRANGERS:
                         eyes.unregister(oldest := next(iter(strangers)))
@@ -98,19 +107,19 @@ class Pulse:
             line.close()
 
     def _meet(
-        self, line: socket.socket, strangers: dict[socket.socket, bytes], token: bytes, missing: set[int]
+        self, line: socket.socket, strangers: dict[socket.socket, bytes], nonce: bytes, missing: set[int]
     ) -> bool:
         """Whether it has said all that it may: a peer from now on, or sent away."""
         words = b""
         with contextlib.suppress(ConnectionError):
-            words = line.recv(TOKEN + 2 - len(strangers[line]))
+            words = line.recv(SIZE + 2 - len(strangers[line]))
         strangers[line] += words
         said = strangers[line]
-        if words and len(said) < TOKEN + 2:
+        if words and len(said) < SIZE + 2:
             return False
         del strangers[line]
-        rank = int.from_bytes(said[TOKEN:], "little")
-        if hmac.compare_digest(said[:TOKEN], token) and len(said) == TOKEN + 2 and rank in missing:
+        rank = int.from_bytes(said[SIZE:], "little")
+        if rank in missing and same(said[:SIZE], prove(self._secret, BEAT, rank, nonce)):
             self._peers[rank] = Words(line)
             missing.discard(rank)
         else:
@@ -118,10 +127,11 @@ class Pulse:
         return True
 
     def _reach(self, store: Any) -> None:
-        address, port, token = store.get("pulse").decode().split()
+        address, port, nonce = store.get("pulse").decode().split()
         try:
             hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
-            hub.sendall(bytes.fromhex(token) + struct.pack("<H", self.rank))
+            proof = prove(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
+            hub.sendall(proof + struct.pack("<H", self.rank))
         except OSError as error:
             raise LinkError(
                 f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0

@@ -28,6 +28,7 @@ from paceline.link.cable import SILENT_S, watched
 from paceline.link.join import introduce, join
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
+from paceline.link.ports import shut_after
 from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
 from paceline.link.route import REACH_S, Member
@@ -46,9 +47,16 @@ QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which take
 class Link(contract.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
 
+    carrier = "gloo"
+
     def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
         self.whereabouts = Whereabouts()
-        self._begin(*join(rank, size, host, port, generation), generation)
+        self._begin(*join(rank, size, host, port, generation, secret=self.secret()), generation)
+
+    @staticmethod
+    def secret() -> bytes:
+        """What the ranks prove to each other."""
+        return secret_of_environment()
 
     def _begin(self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int) -> None:
         self.rank, self.size, self.generation, self.sent_bytes = meeting.rank, meeting.size, generation, 0
@@ -56,25 +64,30 @@ class Link(contract.Link):
         self.hosts = [member.host for member in members]
         address = members[self.rank].address
         self._survivors: Survivors | None = None
-        self._device = dist.ProcessGroupGloo.create_device(hostname=address)
-        self.pulse = Pulse(self.rank, self.size, store, address, self.whereabouts) if self.size > 1 else None
+        self.pulse: Pulse | None = None
+        if self.size > 1:
+            self.pulse = Pulse(self.rank, self.size, store, address, meeting.secret, self.whereabouts)
         self._meeting.alert = self._look_at_pulse
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
-        for thing in (self._device, self._store, self._meeting):
+        for thing in (self._store, self._meeting):
             _outlive(thing)
+        self._introduce()
         self._group = self._make_group("control")
         self._meeting.patience_s = PATIENCE_S  # from here on the pulse tells who is lost
 
+    def _introduce(self) -> None:
+        """What all must know of each other before they are connected."""
+
     def stand_by(self, least: int = 1) -> None:
         address = self.members[self.rank].address
-        point = MeetingPoint(address, 0, secret_of_environment())
+        point = MeetingPoint(address, 0, self._meeting.secret)
         atexit.register(point.close)
         mine = Place(secrets.token_hex(8), self.hosts[self.rank], address, point.port)
         self._store.set(f"place/{self.rank}", mine.write())
         told = self._store.multi_get([f"place/{rank}" for rank in range(self.size)])
         places = [Place.read(text) for text in told]
-        self._survivors = Survivors(self.rank, places, self.generation, point, secret_of_environment(), least)
+        self._survivors = Survivors(self.rank, places, self.generation, point, self._meeting.secret, least)
 
     def rebuild(self) -> Link:
         """The old groups are left alone: who waits in them learns from the pulse that they are dead."""
@@ -84,7 +97,7 @@ class Link(contract.Link):
             self.pulse.abandon()
         for _ in range(MAX_MEETINGS):
             meeting, generation, ranks = self._survivors.meet()
-            link = object.__new__(Link)
+            link = object.__new__(type(self))
             link.whereabouts = self.whereabouts
             try:
                 store = dist.PrefixStore(f"paceline/{generation}", meeting)
@@ -105,22 +118,31 @@ class Link(contract.Link):
             raise self.lost("the making of a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [self._device]
-        options._timeout = timedelta(seconds=PATIENCE_S)
-        options._threads = 2
         store = dist.PrefixStore(name, self._store)
         store.set(f"here/{self.rank}", "")
         store.multi_get([f"here/{rank}" for rank in range(self.size)])
         try:
             with watched():
                 # from here on all are at it; gloo by itself would try for five times its timeout
-                group = _Promise(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, options)).wait(REACH_S)
+                group = _Promise(lambda: self._connect(store)).wait(REACH_S)
         except RuntimeError as error:
-            raise LinkError(self._unmet(name, f"gloo did not connect them ({_first_line(error)})")) from error
+            raise LinkError(self._unmet(name, f"{self.carrier} did not connect them ({_first_line(error)})")) from error
         self._groups.append(group)
         self._try_out(group, name)
         return group
+
+    def _connect(self, store: Any) -> Any:
+        """Through a device of its own, where nobody else comes once all are connected."""
+        address = self.members[self.rank].address
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._threads = 2
+        with shut_after(address) as opened:
+            device = dist.ProcessGroupGloo.create_device(hostname=address)
+            _outlive(device)
+            opened()
+            options._devices = [device]
+            return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
     def _try_out(self, group: Any, name: str) -> None:
         """One small sum, before anything depends on it."""
@@ -143,7 +165,7 @@ class Link(contract.Link):
         )
 
     def lane(self, name: str) -> Link:
-        lane = object.__new__(Link)
+        lane = object.__new__(type(self))
         lane.__dict__.update(self.__dict__, sent_bytes=0)
         lane._group = self._make_group(name)
         return lane

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ def drive(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
         cluster = stack.enter_context(Cluster(nodes, delay_ms=delay_ms))
-        processes = [_start(cluster, node, command, folder) for node in range(nodes)]
+        secret = secrets.token_hex(32)
+        processes = [_start(cluster, node, command, folder, secret) for node in range(nodes)]
         end = time.monotonic() + limit_s
         served = 0
         while any(process.poll() is None for process in processes):
@@ -55,9 +57,9 @@ def drive(
         return [json.loads((folder / f"{node}.json").read_text()) for node in range(nodes)]
 
 
-def _start(cluster: Cluster, node: int, command: Sequence[str], folder: Path) -> subprocess.Popen[Any]:
+def _start(cluster: Cluster, node: int, command: Sequence[str], folder: Path, secret: str) -> subprocess.Popen[Any]:
     with (folder / f"{node}.err").open("w") as errors:
-        environment = {"PACELINE_FOLDER": "", "PACELINE_ENGINE": ""}
+        environment = {"PACELINE_FOLDER": "", "PACELINE_ENGINE": "", "PACELINE_SECRET": secret}
         return cluster.start(node, [sys.executable, *command, str(folder)], environment, stdout=errors, stderr=errors)
 
 
