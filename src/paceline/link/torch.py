@@ -295,7 +295,7 @@ class _Handle(contract.Handle):
         return bool(self.work.is_completed())
 
     def wait(self, deadline_s: float | None = None) -> Any:
-        with self.link.whereabouts.waiting(self.what):
+        with self.link.waiting(self.what):
             return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
 
     def _wait(self, patience_s: float) -> Any:
