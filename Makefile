@@ -11,7 +11,7 @@ help:
 	@echo "make train   set up, then train the embedded sample the fastest way this machine allows"
 	@echo "make test    set up, then run the tests"
 	@echo "make test-all the same and those that show on other numbers what others show, too"
-	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., an hour or so"
+	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"
 	@echo "make check   format, lint and type check"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -29,7 +29,7 @@ test-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 chaos: $(VENV)/.ready
-	$(BIN)/python -m paceline.bench.simulated --count 100000 --processes 2 --record $(RECORD)
+	$(BIN)/python -m paceline.bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

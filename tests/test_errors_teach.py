@@ -253,6 +253,16 @@ def test_a_codec_that_would_be_ignored_is_refused():
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
+def test_where_nodes_may_be_lost_weights_must_be_everyones_after_each_step(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "PACELINE_NODES": "1:2"}.items():
+        monkeypatch.setenv(name, value)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = {"batch_size": 2, "engine": "sequential", "exchange": "periodic:4"}
+    with pytest.raises(ValueError, match=r"an exchange that agrees each step, such as allreduce; got .* 'periodic:4'"):
+        paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
+
+
 @pytest.mark.parametrize(
     ("field", "other"), [("batch_size", "batch_size=12"), ("model", "batch_size=8"), ("clip", "clip=1.0")]
 )

@@ -77,9 +77,9 @@ RULES = {
         *("schedule", "lars", "network", "settings"),
     ),
     "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
-    "bench.schedule": (
+    "bench.simulated*": (
         *("contract", "loop", "engine.*", "exchange.*", "codec.*", "link.*", "data.*", "report.record"),
-        *("elastic.*", "seating"),
+        *("elastic.*", "seating", "balance", "drift", "probe.survey", "bench.simulated.*"),
     ),
     "bench*": (
         "contract",

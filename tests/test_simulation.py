@@ -1,89 +1,78 @@
-"""Trainings in virtual time, on which faults strike at every message: the laws hold, and a planted fault is seen."""
+"""Trainings in virtual time, on which faults strike at every message: the laws hold, and a seed tells everything."""
 
 import dataclasses
 from collections import Counter
 
 import pytest
 
-from paceline.bench import schedule
-from paceline.bench.schedule import KINDS, Rank, Schedule, play
-from paceline.bench.simulated import Tally, main
-from paceline.contract import Agreement, LinkError, Verdict
-from paceline.elastic.survive import Surviving
-from paceline.link.faults import CLASSES, DEATH, Net
+from paceline.bench.simulated.__main__ import main
+from paceline.bench.simulated.play import play
+from paceline.bench.simulated.schedule import Schedule, cases
+from paceline.bench.simulated.tally import Tally, tally
+from paceline.bench.simulated.ways import WAYS
+from paceline.contract import LinkError
+from paceline.link.faults import CLASSES, LONG, PARTITION, Net
 from paceline.link.virtual import World
 
-COUNT = 100  # on a busy machine a schedule may take a fifth of a second
+COUNT = 150  # on a busy machine a schedule may take a tenth of a second
 
 
-@pytest.mark.parametrize("first", [0, 10_000, 20_000, 30_000, 40_000, 50_000])
+@pytest.mark.parametrize("first", range(0, 80_000, 10_000))
 def test_no_schedule_breaks_a_law_and_every_class_of_fault_has_struck(first):
     found = Tally.of(range(first, first + COUNT))
     assert found.violations == {}
     assert set(found.ranks) >= {2, 3, 4}
-    assert all(found.fired[kind] for kind in CLASSES), found.fired
+    assert set(found.ways) == set(WAYS)
+    assert all(found.struck[kind] for kind in CLASSES), found.struck
     assert found.meetings > COUNT / 4
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_an_undisturbed_schedule_applies_every_step_and_nobody_meets(way, size):
+    schedule = Schedule(3, size, {}, way)
+    outcome = play(schedule)
+    assert outcome.violations == []
+    assert (outcome.fired, outcome.num_meetings, outcome.left_out) == (Counter(), 0, 0)
+    assert sum("has applied" in line for line in outcome.history) == size * schedule.steps
+    if size > 1:
+        assert outcome.num_messages == WAYS[way].num_messages(size, schedule.steps)
+
+
 def test_a_schedule_is_a_function_of_its_seed():
-    for seed in (0, 7, 23, 104):
+    for seed in (0, 7, 23, 104, 210):
         one, other = play(Schedule.of(seed)), play(Schedule.of(seed))
         assert one.history == other.history
         assert one.history
     assert play(Schedule.of(7)).history != play(Schedule.of(8)).history
 
 
-def test_an_undisturbed_schedule_applies_every_step_and_nobody_meets():
-    outcome = play(dataclasses.replace(Schedule.of(3), size=3, faults={}))
-    assert outcome.violations == []
-    assert (outcome.fired, outcome.num_meetings, outcome.left_out) == (Counter(), 0, 0)
-    assert outcome.num_messages == 3 * (3 * schedule.STEPS + 1)
-
-
-def test_the_first_faults_leave_out_no_message_and_no_kind():
-    """Of an undisturbed run with two ranks: each message is struck by each kind."""
-    expected = 2 * (3 * schedule.STEPS + 1)
+def test_the_first_faults_leave_out_no_message_no_kind_no_size_and_no_way():
+    """Of undisturbed runs of three steps, in so many seeds; a hundred thousand go round twice."""
+    wanted = set(cases())
+    assert {size for size, *_ in wanted} == set(range(2, 9))
+    assert len(wanted) == len(cases()) < 25_000
     struck = set()
-    for seed in range(60 * expected * len(KINDS)):
+    for seed in range(0, 2 * len(wanted), 2):
         one = Schedule.of(seed)
-        if one.size == 2:
-            struck |= set(one.faults.items())
-    assert struck >= {(number, kind) for number in range(expected) for kind in KINDS}
+        struck |= {(one.size, one.way, message, kind) for message, kind in one.faults.items()}
+        assert one.samples == 36
+    assert struck >= wanted
 
 
-def deaths(num_seeds=150):
-    """Schedules of three ranks in which one dies, at each message in turn."""
-    expected = 3 * (3 * schedule.STEPS + 1)
-    return [Schedule(seed, 3, {seed % expected: DEATH}) for seed in range(num_seeds)]
-
-
-def broken(schedules):
-    return any(play(each).violations for each in schedules)
-
-
-def test_those_who_are_left_forget_what_some_have_applied(monkeypatch):
-    """Planted: after a loss the step is always computed again, though a rank that is left has applied it."""
-    compare = Surviving._compare
-    monkeypatch.setattr(Surviving, "_compare", lambda self: (None, compare(self)[1]))
-    assert broken(deaths())
-
-
-def test_a_rank_that_leaves_before_all_know(monkeypatch):
-    """Planted: whoever has applied the last step goes, and takes the knowledge along."""
-    monkeypatch.setattr(Rank, "part", lambda self: None)
-    assert broken(deaths())
-
-
-def test_a_refused_step_that_is_not_taken_back(monkeypatch):
-    """Planted: those who are left go on with the next batch."""
-    monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Verdict.SKIP))
-    assert broken(deaths(40))
-
-
-def test_a_sample_that_is_dealt_twice(monkeypatch):
-    """Planted: the seat among those who are left is the old one."""
-    monkeypatch.setattr(Rank, "regroup", lambda self, news: None)
-    assert broken(deaths(40))
+def test_of_two_parts_that_do_not_hear_each_other_one_goes_on():
+    """Whatever the parts, and whenever it begins: never two, and where anybody lives on, it is the larger one."""
+    split = 0
+    for seed in range(40):
+        schedule = Schedule(seed, 2 + seed % 4, {seed % 20: PARTITION})
+        outcome = play(schedule)
+        assert outcome.violations == []
+        split += bool(outcome.left_out)
+        assert not outcome.given_up
+        assert 2 * outcome.left_out <= schedule.size
+        if outcome.left_out:
+            assert outcome.fired[LONG[PARTITION]]
+    assert split > 5
 
 
 def test_who_waits_without_end_is_told():
@@ -107,7 +96,7 @@ def test_virtual_time_takes_no_time_and_keeps_its_order():
     world, seen = World(2), []
 
     def sleeper(seconds):
-        world.wait(lambda: False, seconds)
+        world.sleep(seconds)
         seen.append((world.now(), seconds))
 
     for seconds in (3600.0, 60.0, 86400.0):
@@ -116,22 +105,52 @@ def test_virtual_time_takes_no_time_and_keeps_its_order():
     assert seen == [(60.0, 60.0), (3600.0, 3600.0), (86400.0, 86400.0)]
 
 
-def test_who_comes_too_late_to_a_meeting_is_told():
-    net, said = Net(5, {}), []
-    net.stalled[1] = 100.0
-    links = net.links(2)
+def test_who_is_notified_goes_on_and_nobody_else():
+    world, seen = World(3), []
+    condition, other = world.Condition(), world.Condition()
+
+    def waits(name, where):
+        came = where.wait_for(lambda: "said" in seen, 10.0)
+        seen.append((name, came, world.now()))
+
+    def says():
+        world.sleep(1.0)
+        seen.append("said")
+        condition.notify_all()
+
+    for rank, work in enumerate([lambda: waits("told", condition), lambda: waits("untold", other), says]):
+        world.start(rank, work)
+    world.run()
+    assert seen == ["said", ("told", True, 1.0), ("untold", True, 10.0)]
+
+
+def met(net, size):
+    """What each rank heard when all came to meet: the size of the next generation, or why not."""
+    said = {}
 
     def one(link):
         try:
-            said.append((link.rank, link.rebuild().size))
+            said[link.rank] = link.rebuild().size
         except LinkError as error:
-            said.append((link.rank, str(error)))
+            said[link.rank] = str(error)
 
-    for link in links:
+    for link in net.links(size):
         net.start(link.rank, lambda link=link: one(link))
     net.run()
-    assert (0, 1) in said
-    assert (1, "rank 1 came too late: ranks [0] went on without it") in said
+    return said
+
+
+def test_who_comes_too_late_to_a_meeting_is_told():
+    net = Net(5, {})
+    net.stall(1, 100.0)
+    assert met(net, 2) == {0: 1, 1: "rank 1 came too late: ranks [0] went on without it"}
+
+
+def test_the_smaller_part_is_told_that_it_is():
+    net = Net(5, {})
+    net.stall(0, 100.0)
+    net.stall(1, 100.0)
+    assert met(net, 3)[2].startswith("rank 2 is cut off from ranks [0, 1]")
 
 
 def test_one_is_played_again_with_its_history(capsys):
@@ -142,8 +161,19 @@ def test_one_is_played_again_with_its_history(capsys):
 
 
 def test_many_are_recorded(tmp_path, capsys):
-    assert main(["--count", "20", "--record", str(tmp_path / "chaos")]) == 0
+    assert main(["--count", "20", "--first", "40", "--record", str(tmp_path / "chaos")]) == 0
     text = (tmp_path / "chaos" / "README.md").read_text()
     assert text.startswith("# Simulated faults: 20 schedules, 0 broke a law")
+    assert "the seeds are 40 to 59" in text
     assert all(f"| {kind} |" in text for kind in CLASSES)
     assert "20 schedules" in capsys.readouterr().out
+
+
+def test_two_processes_play_what_one_does():
+    assert tally(0, 24, processes=2) == Tally.of(range(24))
+
+
+def test_when_time_is_up_no_seed_is_left_out_between():
+    found = tally(0, 10_000, seconds=1e-9)
+    assert found.schedules == 0
+    assert dataclasses.asdict(found) == dataclasses.asdict(Tally())

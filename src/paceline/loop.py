@@ -56,6 +56,7 @@ class Loop:
         self.whereabouts, self.stragglers = whereabouts or Whereabouts(), stragglers
         self._update_s = 0.0
         self._torn = False  # a step began and was not agreed on
+        self._weighed = balance  # what those who vote on this step were measured for
         self._why: list[str] = []
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
@@ -98,7 +99,9 @@ class Loop:
             rows = self.seat.dealt(int(batch.weight))
             if self.stragglers:
                 self.stragglers.after(self.num_steps, rows, ballot.paces, sum(ballot.took), sent_bytes)
-            if self.balance and (change := self.balance.after(rows, ballot.paces)):
+            # a step that others had agreed on before all met again says nothing to whoever measures from there on
+            met_again = self.balance is not self._weighed
+            if self.balance and not met_again and (change := self.balance.after(rows, ballot.paces)):
                 self._deal(change)
         return agreement
 
@@ -141,7 +144,7 @@ class Loop:
         if self._torn and (self.exchange.link.size > 1 or self.engine.seat[1] > 1):
             raise LinkError("the step before was interrupted here, and the others are still in it; join again")
         for _ in range(MAX_REDOS):
-            self._torn = True
+            self._torn, self._weighed = True, self.balance
             kept, begin = self.engine.snapshot(), time.perf_counter()
             with self.whereabouts.at("waiting for its data"):
                 share = batch.share(self.seat)

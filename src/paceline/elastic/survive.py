@@ -90,17 +90,17 @@ class Surviving(contract.Exchange):
                 return result
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """After a loss some may go on with tensors of their own; what is evaluated then begins again, by `regroups`."""
-        while True:
-            try:
-                self.exchange.spread(tensors)
-            except LinkError as error:
-                self.regroups += 1
-                if self._again(error, bytes) is not None:
-                    return
-            else:
-                self._end(b"")
-                return
+        """Whoever ends it knows that all have them; where somebody was lost in the middle, all begin again.
+
+        Rank 0 has sent before the others have received: without a word from everyone it would be an operation ahead.
+        """
+
+        def once() -> bytes:
+            self.exchange.spread(tensors)
+            self.exchange.gather(b"")
+            return b""
+
+        self._surely(once)
 
     def _end(self, result: bytes) -> None:
         self.turn, self.result = self.turn + 1, result

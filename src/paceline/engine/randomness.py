@@ -38,6 +38,14 @@ def _numpy_state(numpy: Any) -> Any:
     return _seen[words]
 
 
+def seed(number: int) -> None:
+    """As torch.manual_seed, which notes for each kind of device that is not in use who has asked: that takes longer
+    than a small step does."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)
+
+
 def set_state(kept: Any) -> None:
     python, cpu, cuda, numpy_state = kept
     random.setstate(python)

@@ -20,7 +20,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline import contract
@@ -89,7 +88,7 @@ class Engine(sequential.Engine):
         ballots: list[Ballot] = []
         for share, part in enumerate(parts, first):
             self.rollback(kept)  # each share begins where the first did
-            torch.manual_seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
+            randomness.seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
             ballots.append(super().gradient(part, scale, forms, partial(take, share)))
             after = after or self.snapshot()
         self.rollback(after)

@@ -5,6 +5,8 @@
     reorder     it is held back until messages of another lane have overtaken it
     duplicate   it comes twice
     stall       nothing of the rank runs for a while, perhaps for longer than the others wait; then it goes on
+    partition   two groups do not hear each other for a while; what they have sent comes afterwards
+    one way     one group does not hear the other for a while, which hears it
 
 Messages are counted over all ranks: collectives, sends, and coming to a meeting. On one lane, from one rank to another,
 they keep their order, as on a socket; what a rank has sent comes before the news that it is gone.
@@ -12,23 +14,46 @@ they keep their order, as on a socket; what a rank has sent comes before the new
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
+from paceline.contract import LinkError
 from paceline.link import memory
+from paceline.link.assembly import GONE, HERE, SILENT, Assembly
 from paceline.link.memory import Link
 from paceline.link.virtual import Killed, World
 
-DEATH, DELAY, REORDER, DUPLICATE, STALL = KINDS = ("death", "delay", "reorder", "duplicate", "stall")
+KINDS = ("death", "delay", "reorder", "duplicate", "stall", "partition", "one way")
+DEATH, DELAY, REORDER, DUPLICATE, STALL, PARTITION, ONE_WAY = KINDS
 LATENCY_S = 1e-4, 1e-3
 HELD_S = 0.05  # longer than some messages take one after the other, shorter than anybody waits
 PATIENCE_S = 10.0
-LONGEST_S = 6 * PATIENCE_S  # of a delay or a stall
-SILENT = 0.3  # of all deaths: no news comes of them
-LONG = {kind: f"{kind}, longer than anybody waits" for kind in (DELAY, STALL)}
+LONGEST_S = 6 * PATIENCE_S  # of a delay, a stall, a partition
+WORDLESS = 0.3  # of all deaths: no news comes of them
+LONG = {kind: f"{kind}, longer than anybody waits" for kind in (DELAY, STALL, PARTITION, ONE_WAY)}
 UNHEARD = "death, without a word"
-CLASSES = (DEATH, UNHEARD, DELAY, LONG[DELAY], REORDER, DUPLICATE, STALL, LONG[STALL])
+CLASSES = (DEATH, UNHEARD, *(each for kind in KINDS[1:] for each in (kind, LONG.get(kind)) if each))
+# what may keep a rank that lives from going on
+SEVERS = {UNHEARD, *(each for kind in (STALL, PARTITION, ONE_WAY) for each in (kind, LONG[kind]))}
+
+
+@dataclass
+class Cut:
+    """What ``away`` sends to ``to`` comes ``until`` then; of a partition also the reverse. Of ranks by `Hub.ids`."""
+
+    kind: str
+    away: frozenset[int]
+    to: frozenset[int]
+    until: float
+    felt: bool = False  # by anybody
+
+    def parts(self, one: int, other: int) -> bool:
+        return (one in self.away and other in self.to) or (one in self.to and other in self.away)
+
+    def holds(self, sender: int, receiver: int) -> bool:
+        return self.parts(sender, receiver) and (sender in self.away or self.kind == PARTITION)
 
 
 class Net(World):
@@ -37,34 +62,88 @@ class Net(World):
     def __init__(self, seed: int, faults: Mapping[int, str]):
         super().__init__(seed)
         self.faults = faults
-        self.num_messages = 0
+        self.num_messages = self.num_hubs = 0
         self.fired: Counter[str] = Counter()
         self.history: list[str] = []
+        self.cuts: list[Cut] = []
+        self.unheard: set[int] = set()  # of the dead
+        self.ended: set[int] = set()  # have left in peace
+        self.hub_of: dict[int, Hub] = {}  # the last generation that each was in
+        self.assembly = Assembly(self, self.look, self._found)
 
     def tell(self, words: str) -> None:
         self.history.append(f"{self.clock:10.4f}  {words}")
 
     def links(self, size: int) -> list[Link]:
         hub = Hub(self, range(size))
+        self.hub_of = dict.fromkeys(range(size), hub)
         return [Link(hub, rank) for rank in range(size)]
+
+    def some_time(self) -> float:
+        """Shorter or longer than anybody waits."""
+        shorter = self.dice.random() < 0.5
+        return self.dice.uniform(HELD_S, PATIENCE_S) if shorter else self.dice.uniform(PATIENCE_S, LONGEST_S)
+
+    def strike(self, kind: str, seconds: float) -> None:
+        """Counts it, as what it is after so long."""
+        self.fired[LONG[kind] if seconds > PATIENCE_S else kind] += 1
+
+    def cut(self, kind: str, ids: Sequence[int]) -> None:
+        """From now on some of these ranks do not hear the others, for a while."""
+        some = frozenset(self.dice.sample(ids, self.dice.randint(1, len(ids) - 1)))
+        others, seconds = frozenset(ids) - some, self.some_time()
+        self.cuts.append(Cut(kind, some, others, self.clock + seconds))
+        self.tell(f"      {sorted(others)} do not hear {sorted(some)} for {seconds:.3f} s")
+
+    def leaves(self, sender: int, receiver: int) -> float:
+        """When what is sent now begins its way."""
+        held = [cut for cut in self.cuts if cut.until > self.clock and cut.holds(sender, receiver)]
+        return max([self.clock, *(self._felt(cut) for cut in held)])
+
+    def _felt(self, cut: Cut) -> float:
+        """Until when."""
+        if not cut.felt:
+            cut.felt = True
+            self.strike(cut.kind, cut.until - self.clock)
+        return cut.until
+
+    def look(self, one: int, other: int) -> str:
+        """What the one finds where the other is: an answer takes both ways."""
+        if any(self._felt(cut) for cut in self.cuts if cut.until > self.clock and cut.parts(one, other)):
+            return SILENT
+        if other in self.ended or other in self.dead - self.unheard:
+            return GONE
+        return SILENT if other in self.unheard or self.stands_still(other) else HERE
+
+    def _found(self, ids: Sequence[int]) -> Hub:
+        self.tell(f"      ranks {list(ids)} go on")
+        hub = Hub(self, ids)
+        hub.late = any(self.hub_of[other].number > self.hub_of[self.owner].number for other in self.ended)
+        return hub
 
 
 class Hub(memory.Hub):
     """Everybody's messages of one generation."""
 
     patience_s = PATIENCE_S
+    late = False  # others, who had gone on without these, have ended already
 
     def __init__(self, net: Net, ids: Sequence[int]):
         super().__init__(len(ids), ids, net)
-        self.net = net
-        self._last: dict[tuple[int, int, str], float] = {}  # when the last message from, to, on a lane arrives
+        self.net, self.number = net, net.num_hubs
+        net.num_hubs += 1
+        self._last: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+        """From, to: by lane, when the last message arrives."""
         self._newest: dict[tuple[int, int], int] = {}  # from, to: the latest sent of those that have arrived
 
-    def deliver(self, sender: int, lane: str, put: Callable[[int], None]) -> None:
+    # messages
+
+    def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
         net, who = self.net, self.ids[sender]
-        others = [rank for rank in range(self.size) if rank != sender]
+        others = [rank for rank in receivers if rank != sender]
         number, kind = self._count(sender, f"sends on {lane or 'control'!r}", others)
-        put(sender)
+        if sender in receivers:
+            self.tell(sender, put)
         stalls_first = kind == STALL and net.dice.random() < 0.5
         if stalls_first:
             self._stall(who)
@@ -74,8 +153,8 @@ class Hub(memory.Hub):
                 continue
             late_s = HELD_S if kind == REORDER else 0.0
             if kind == DELAY and receiver in some:
-                late_s = net.dice.uniform(HELD_S, LONGEST_S)
-                net.fired[LONG[DELAY] if late_s > PATIENCE_S else DELAY] += 1
+                late_s = net.some_time()
+                net.strike(DELAY, late_s)
             self._post(sender, receiver, lane, number, put, late_s)
             if kind == DUPLICATE:
                 self._post(sender, receiver, lane, number, put, net.dice.uniform(0.0, HELD_S))
@@ -86,15 +165,6 @@ class Hub(memory.Hub):
             self._stall(who)
         net.yield_()
 
-    def travel(self, rank: int) -> None:
-        net, who = self.net, self.ids[rank]
-        _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size))
-        if kind == DEATH:
-            self._die(rank)
-        if kind == STALL:
-            self._stall(who)
-        net.wait(lambda: False, net.dice.uniform(*LATENCY_S))
-
     def _count(self, sender: int, doing: str, others: Sequence[int]) -> tuple[int, str]:
         """(the number of this message, what strikes at it). Who is dead sends nothing."""
         net, who = self.net, self.ids[sender]
@@ -104,51 +174,81 @@ class Hub(memory.Hub):
         net.num_messages += 1
         kind = net.faults.get(number, "") if others else ""
         net.tell(f"{number:4d}  rank {who} {doing}" + (f"  ** {kind}" if kind else ""))
+        if kind in (PARTITION, ONE_WAY):
+            net.cut(kind, self.ids)
         return number, kind
 
     def _post(
         self, sender: int, receiver: int, lane: str, number: int, put: Callable[[int], None], late_s: float
     ) -> None:
-        net, way, pair = self.net, (sender, receiver, lane), (sender, receiver)
-        when = max(net.clock + net.dice.uniform(*LATENCY_S) + late_s, self._last.get(way, 0.0))
-        self._last[way] = when
+        net, pair = self.net, (sender, receiver)
+        leaves = net.leaves(self.ids[sender], self.ids[receiver])
+        lanes = self._last[pair]
+        when = lanes[lane] = max(leaves + net.dice.uniform(*LATENCY_S) + late_s, lanes.get(lane, 0.0))
 
         def arrive() -> None:
             newest = self._newest.get(pair, -1)
             if newest > number and net.faults.get(number) == REORDER:
                 net.fired[REORDER] += 1
             self._newest[pair] = max(number, newest)
-            put(receiver)
+            self.tell(receiver, put)
 
         net.after(when - net.clock, arrive)
 
+    # faults
+
     def _stall(self, who: int) -> None:
         net = self.net
-        seconds = net.dice.uniform(HELD_S, LONGEST_S)
-        net.stalled[who] = net.clock + seconds
-        net.fired[LONG[STALL] if seconds > PATIENCE_S else STALL] += 1
+        seconds = net.some_time()
+        net.stall(who, seconds)
+        net.strike(STALL, seconds)
         net.tell(f"      rank {who} stands still for {seconds:.3f} s")
         net.yield_()
 
     def _die(self, rank: int) -> None:
         net, who = self.net, self.ids[rank]
-        net.dead.add(who)
-        silent = net.dice.random() < SILENT
+        net.die(who)
+        silent = net.dice.random() < WORDLESS
         net.fired[UNHEARD if silent else DEATH] += 1
         net.tell(f"      rank {who} is dead" + (", and nobody is told" if silent else ""))
-        if not silent:
-            self.leaving.discard(rank)
+        if silent:
+            net.unheard.add(who)
+        else:
             self.kill(rank)
+        net.assembly.look_again()
         raise Killed
 
     def kill(self, rank: int, why: str = "was killed") -> None:
         """The news travels after all that the rank has sent."""
-        for receiver in range(self.size):
-            ends = [when for (sender, to, _), when in self._last.items() if (sender, to) == (rank, receiver)]
-            when = max([self.net.clock + self.net.dice.uniform(*LATENCY_S), *ends])
-            self.net.after(when - self.net.clock, partial(self.gone[receiver].setdefault, rank, why))
+        net = self.net
 
-    def heir(self, members: Sequence[int]) -> Hub:
-        ids = [self.ids[rank] for rank in members]
-        self.net.tell(f"      ranks {ids} go on")
-        return Hub(self.net, ids)
+        def know(receiver: int) -> None:
+            self.gone[receiver].setdefault(rank, why)
+
+        for receiver in range(self.size):
+            leaves = net.clock if receiver == rank else net.leaves(self.ids[rank], self.ids[receiver])
+            when = max([leaves + net.dice.uniform(*LATENCY_S), *self._last[rank, receiver].values()])
+            net.after(when - net.clock, partial(self.tell, receiver, know))
+
+    def leave(self, rank: int) -> None:
+        self.net.ended.add(self.ids[rank])
+        self.net.assembly.look_again()
+        super().leave(rank)
+
+    # those who are left
+
+    def meet(self, rank: int) -> tuple[memory.Hub, int]:
+        net, who = self.net, self.ids[rank]
+        self.kill(rank, "has left for another generation")
+        _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])
+        if kind == DEATH:
+            self._die(rank)
+        if kind == STALL:
+            self._stall(who)
+        net.sleep(net.dice.uniform(*LATENCY_S))
+        decision = net.assembly.meet(who, self.ids)
+        if decision.refusal:
+            raise LinkError(f"rank {who} {decision.refusal}")
+        heir: Hub = decision.heir
+        net.hub_of[who] = heir
+        return heir, heir.ids.index(who)

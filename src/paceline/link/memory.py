@@ -3,6 +3,7 @@
     send      a rank's part of a collective goes to every other rank, each of which adds up for itself
     rebuild   those who are left meet, and go on as the next generation without those who did not come
 
+A broadcast is over for its root as soon as it has been sent, as on a network.
 *Cost*: each rank's tensor is read once by every other: 1 step, (N - 1) n bytes per rank.
 *Laws*: sums are made in rank order, so all ranks get the same bits; what comes twice counts once.
 """
@@ -34,54 +35,59 @@ class Hub:
     def __init__(self, size: int, ids: Sequence[int] = (), threads: contract.Threads | None = None):
         self.size, self.ids = size, tuple(ids or range(size))
         self.threads = threads or contract.Threads()
-        self.changed = self.threads.Condition()
+        self.changed = [self.threads.Condition() for _ in range(size)]  # what this rank was sent, or knows
+        self.meeting = self.threads.Condition()
         self.inbox: dict[tuple[int, Key], dict[int, tuple[str, Tensor]]] = {}  # by receiver and message: by sender
         self.gone: list[dict[int, str]] = [{} for _ in range(size)]  # by who knows of it: by rank, why
         self.leaving: set[int] = set()  # to meet
         self.came: set[int] = set()
         self.next: Hub | None = None
 
-    def deliver(self, sender: int, lane: str, put: Callable[[int], None]) -> None:
-        """Calls ``put(receiver)`` for every rank, its own included."""
-        with self.changed:
-            for receiver in range(self.size):
-                put(receiver)
-            self.changed.notify_all()
+    def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
+        """Calls ``put(receiver)`` for each, of whom the sender may be one."""
+        for receiver in receivers:
+            self.tell(receiver, put)
+
+    def tell(self, receiver: int, put: Callable[[int], None]) -> None:
+        with self.changed[receiver]:
+            put(receiver)
+            self.changed[receiver].notify_all()
 
     def kill(self, rank: int, why: str = "was killed") -> None:
         """From now on every wait that needs this rank fails."""
-        with self.changed:
-            for knows in self.gone:
-                knows.setdefault(rank, why)
-            self.changed.notify_all()
+
+        def know(receiver: int) -> None:
+            self.gone[receiver].setdefault(rank, why)
+
+        for receiver in range(self.size):
+            self.tell(receiver, know)
+        with self.meeting:
+            self.meeting.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Its training is over: the others need not wait for it any more."""
+        self.kill(rank, "has left")
 
     def meet(self, rank: int) -> tuple[Hub, int]:
         """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
         or patience ends. Raises LinkError for who comes later."""
         self.leaving.add(rank)
         self.kill(rank, "has left for another generation")
-        self.travel(rank)
-        with self.changed:
+        with self.meeting:
             self.came.add(rank)
-            self.changed.notify_all()
+            self.meeting.notify_all()
             # longer than who comes last may have been waiting in vain
-            self.changed.wait_for(lambda: self.next or self.complete(rank), 2 * self.patience_s)
+            self.meeting.wait_for(lambda: self.next or self.complete(rank), 2 * self.patience_s)
             if self.next is None:
-                self.next = self.heir(sorted(self.came))
-                self.changed.notify_all()
+                self.next = Hub(len(self.came), [self.ids[each] for each in sorted(self.came)], self.threads)
+                self.meeting.notify_all()
         if self.ids[rank] not in self.next.ids:
             raise LinkError(f"rank {rank} came too late: ranks {sorted(self.came - {rank})} went on without it")
         return self.next, self.next.ids.index(self.ids[rank])
 
-    def travel(self, rank: int) -> None:
-        """To the meeting: no way at all, here."""
-
     def complete(self, rank: int) -> bool:
         dead = self.gone[rank].keys() - self.leaving
         return all(each in self.came or each in dead for each in range(self.size))
-
-    def heir(self, members: Sequence[int]) -> Hub:
-        return Hub(len(members), [self.ids[rank] for rank in members], self.threads)
 
 
 class _Handle(contract.Handle):
@@ -102,8 +108,8 @@ class _Handle(contract.Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         hub, rank = self.link.hub, self.link.rank
-        with hub.changed:
-            hub.changed.wait_for(
+        with hub.changed[rank]:
+            hub.changed[rank].wait_for(
                 lambda: self.done() or self._lost(), hub.patience_s if deadline_s is None else deadline_s
             )
             if not self.done():
@@ -139,27 +145,33 @@ class Link(contract.Link):
     def stand_by(self, least: int = 1) -> None:
         pass
 
-    def _post(self, key: Key, kind: str, tensor: Tensor, peer: int | None = None) -> None:
+    def _post(self, key: Key, kind: str, tensor: Tensor, receivers: Sequence[int]) -> None:
         sent = tensor.detach().clone()
 
         def put(receiver: int) -> None:
-            if peer in (None, receiver):
-                self.hub.inbox.setdefault((receiver, key), {})[self.rank] = kind, sent
+            self.hub.inbox.setdefault((receiver, key), {})[self.rank] = kind, sent
 
-        self.hub.deliver(self.rank, self.name, put)
+        self.hub.deliver(self.rank, self.name, put, receivers)
 
-    def _collective(self, kind: str, tensor: Tensor, combine: Callable[[list[Tensor]], Any]) -> _Handle:
-        key = self.name, self.sequence
+    def _collective(
+        self,
+        kind: str,
+        tensor: Tensor,
+        combine: Callable[[list[Tensor]], Any],
+        senders: Sequence[int] = (),
+    ) -> _Handle:
+        key, senders = (self.name, self.sequence), senders or range(self.size)
         self.sequence += 1
         self.sent_bytes += int(self.cost(kind, tensor.numel() * tensor.itemsize).bytes)
-        self._post(key, kind, tensor)
+        if self.rank in senders:
+            self._post(key, kind, tensor, range(self.size))
 
         def take(parts: list[tuple[str, Tensor]]) -> Any:
             asked = {k if k == "all-gather" else f"{k} of {tuple(t.shape)}" for k, t in parts}
             assert len(asked) == 1, f"ranks disagree on operation {key}: {sorted(asked)}"
             return combine([part for _, part in parts])
 
-        return _Handle(self, key, range(self.size), take)
+        return _Handle(self, key, senders, take)
 
     def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
         return self._collective("sum", tensor, lambda parts: tensor.copy_(_added(parts)))
@@ -174,7 +186,7 @@ class Link(contract.Link):
         return self._collective("reduce-scatter", tensor, lambda parts: _added(parts).chunk(self.size)[self.rank])
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
-        return self._collective("broadcast", tensor, lambda parts: tensor.copy_(parts[root]))
+        return self._collective("broadcast", tensor, lambda parts: tensor.copy_(parts[0]), (root,))
 
     def _number(self, way: str) -> Key:
         """The next of the messages that go this way."""
@@ -182,7 +194,7 @@ class Link(contract.Link):
         return f"{self.name}: {way}", number
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
-        self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, peer)
+        self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, (peer,))
         self.sent_bytes += tensor.numel() * tensor.itemsize
         return _Handle(self, ("", 0), (), lambda _: tensor)
 
@@ -198,7 +210,7 @@ class Link(contract.Link):
     def close(self) -> None:
         """The others need not wait for this rank any more."""
         if not self.name:
-            self.hub.kill(self.rank, "has left")
+            self.hub.leave(self.rank)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

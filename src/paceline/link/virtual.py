@@ -1,6 +1,7 @@
 """Threads that run one at a time, in virtual time: what happens is a pure function of a seed.
 
     wait     hands on to one of those who can go on, chosen by the dice; if nobody can, time passes to the next event
+    notify   whoever waits at a place is asked whether it can go on now, and nobody else is
     after    something that will happen at a later time: a message that comes, a wait that ends in vain
 
 Nothing sleeps: an hour of waiting takes as long as looking at the clock. Each thread is a real one, so whatever
@@ -16,6 +17,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from paceline import contract
@@ -34,15 +36,36 @@ def _shut() -> threading.Lock:
     return lock
 
 
+class _Runner:
+    """A real thread, which does one thing after another: making one takes longer than most of what they do."""
+
+    def __init__(self) -> None:
+        self.turn = _shut()
+        self.work: Callable[[], None] = lambda: None
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.turn.acquire()
+            self.work()
+            _idle.append(self)
+
+
+_idle: list[_Runner] = []  # of all worlds
+
+
 class Task:
     """One thread's part. ``owner``: whose it is; a thread that it starts is of the same."""
 
-    def __init__(self, owner: int, work: Callable[[], None]):
-        self.owner, self.work = owner, work
-        self.turn = _shut()
+    def __init__(self, owner: int, work: Callable[[], None], runner: _Runner):
+        self.owner, self.work, self.turn = owner, work, runner.turn
         self.ready: Callable[[], Any] = lambda: True
-        self.until = math.inf
-        self.over = False
+        self.parked = self.over = False
+        self.num_waits = 0  # an alarm that was set for an earlier one is not heard
+        self.joining: Place = []
+
+
+Place = list[Task]  # who waits there
 
 
 class World(contract.Threads):
@@ -52,10 +75,11 @@ class World(contract.Threads):
         self.dice = random.Random(seed)
         self.clock = 0.0
         self.dead: set[int] = set()
-        self.stalled: dict[int, float] = {}  # by owner: until when
         self.stuck = ""  # who waited for what, if everyone waited without end
         self.error: BaseException | None = None
         self._tasks: list[Task] = []
+        self._able: list[Task] = []  # of them, those who can go on
+        self._stalled: dict[int, float] = {}  # by owner: until when
         self._events: list[tuple[float, int, Callable[[], Any]]] = []
         self._number = 0
         self._running: Task | None = None
@@ -72,38 +96,75 @@ class World(contract.Threads):
         assert self._running
         return self._running.owner
 
-    def wait(self, ready: Callable[[], Any], timeout_s: float | None = None) -> bool:
-        """Until ``ready()`` is true, or for so many virtual seconds. Returns which of them it was."""
+    def wait(self, ready: Callable[[], Any], timeout_s: float | None = None, place: Place | None = None) -> bool:
+        """Until ``ready()`` is true, which is asked when ``place`` is notified, or for so many virtual seconds.
+
+        Returns which of them it was."""
         me = self._running
         assert me
-        if me.owner in self.dead:
-            raise Killed
-        me.ready, me.until = ready, math.inf if timeout_s is None else self.clock + timeout_s
-        self._hand_on(me)
-        if me.owner in self.dead:
-            raise Killed
-        return bool(ready())
+        end = math.inf if timeout_s is None else self.clock + timeout_s
+        place = [] if place is None else place
+        self._living(me)
+        while not ready():
+            if self.clock >= end:
+                return False
+            me.ready, me.parked, me.num_waits = ready, True, me.num_waits + 1
+            if end < math.inf:
+                self.after(end - self.clock, partial(self._wake, me, me.num_waits))
+            place.append(me)
+            self._hand_on(me)
+            place.remove(me)
+            self._living(me)
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(lambda: False, seconds)
 
     def yield_(self) -> None:
         """Others may run first."""
-        self.wait(lambda: True)
+        me = self._running
+        assert me
+        self._able.append(me)
+        self._hand_on(me)
+        self._living(me)
+
+    def notify(self, place: Place) -> None:
+        for task in place:
+            if task.parked and task.ready():
+                self._wake(task, task.num_waits)
 
     def after(self, delay_s: float, happens: Callable[[], Any]) -> None:
         self._number += 1
         heapq.heappush(self._events, (self.clock + delay_s, self._number, happens))
 
+    def stall(self, owner: int, seconds: float) -> None:
+        """Nothing of it runs for so long, beginning where it hands on."""
+        self._stalled[owner] = self.clock + seconds
+        self.after(seconds, lambda: None)
+
+    def stands_still(self, owner: int) -> bool:
+        return self._stalled.get(owner, 0.0) > self.clock
+
+    def die(self, owner: int) -> None:
+        """Whatever of it waits ends there."""
+        self.dead.add(owner)
+        for task in self._tasks:
+            if task.owner == owner:
+                self._wake(task, task.num_waits)
+
     def start(self, owner: int, work: Callable[[], None]) -> Task:
-        task = Task(owner, work)
+        runner = _idle.pop() if _idle else _Runner()
+        task = Task(owner, work, runner)
+        runner.work = partial(self._run, task)
         self._tasks.append(task)
-        threading.Thread(target=self._run, args=(task,), daemon=True).start()
+        self._able.append(task)
         return task
 
     def run(self) -> None:
         """Lets all that was started run to its end. Raises what any of it raised."""
         if not self._tasks:
             return
-        first = self._next()
-        self._running = first
+        self._running = first = self._next()
         first.turn.release()
         if not self._ended.acquire(timeout=STUCK_S):
             raise TimeoutError(f"a thread of rank {self.owner} has been computing for {STUCK_S:.0f} s")
@@ -113,7 +174,6 @@ class World(contract.Threads):
     # whose turn it is
 
     def _run(self, task: Task) -> None:
-        task.turn.acquire()
         try:
             if task.owner not in self.dead:
                 task.work()
@@ -124,6 +184,7 @@ class World(contract.Threads):
         finally:
             task.over = True
             self._tasks.remove(task)
+            self.notify(task.joining)
             self._running = following = self._next() if self._tasks else None
             (following.turn if following else self._ended).release()
 
@@ -134,33 +195,34 @@ class World(contract.Threads):
             following.turn.release()
             me.turn.acquire()
 
+    def _living(self, me: Task) -> None:
+        if me.owner in self.dead:
+            raise Killed
+
+    def _wake(self, task: Task, wait: int) -> None:
+        if task.parked and task.num_waits == wait:
+            task.parked = False
+            self._able.append(task)
+
     def _next(self) -> Task:
         while True:
-            first = self.dice.randrange(len(self._tasks))
-            for task in self._tasks[first:] + self._tasks[:first]:
-                if self._can(task):
-                    return task
+            able = [i for i, task in enumerate(self._able) if task.owner in self.dead or not self._stands(task)]
+            if able:
+                return self._able.pop(able[self.dice.randrange(len(able))] if len(able) > 1 else able[0])
             self._pass()
 
-    def _can(self, task: Task) -> bool:
-        if task.owner in self.dead:
-            return True  # to end
-        if self.stalled.get(task.owner, 0.0) > self.clock:
-            return False
-        return self.clock >= task.until or bool(task.ready())
+    def _stands(self, task: Task) -> bool:
+        return bool(self._stalled) and self.stands_still(task.owner)
 
     def _pass(self) -> None:
         """Time goes to the next thing that happens."""
-        times = [self._events[0][0]] if self._events else []
-        for task in self._tasks:
-            stalled = self.stalled.get(task.owner, 0.0)
-            times.append(stalled if stalled > self.clock else task.until)
-        if math.isinf(min(times)):
+        if not self._events:
             waiting = sorted(task.owner for task in self._tasks)
             self.stuck = f"threads of ranks {waiting} wait without end, and nothing can happen any more"
-            self.dead.update(waiting)
+            for owner in set(waiting):
+                self.die(owner)
             return
-        self.clock = min(times)
+        self.clock = max(self.clock, self._events[0][0])
         while self._events and self._events[0][0] <= self.clock:
             heapq.heappop(self._events)[2]()
 
@@ -187,14 +249,16 @@ class _Thread:
         self.task = self.world.start(self.world.owner, self.work)
 
     def join(self, timeout: float | None = None) -> None:
-        self.world.wait(lambda: self.task is None or self.task.over, timeout)
+        if task := self.task:
+            self.world.wait(lambda: task.over, timeout, task.joining)
 
 
 class _Condition:
-    """Nobody runs beside whoever holds it, so there is nothing to hold; who waits is asked, not woken."""
+    """Nobody runs beside whoever holds it, so there is nothing to hold."""
 
     def __init__(self, world: World):
         self.world = world
+        self.place: Place = []
 
     def __enter__(self) -> None:
         pass
@@ -203,21 +267,22 @@ class _Condition:
         pass
 
     def wait_for(self, ready: Callable[[], Any], timeout: float | None = None) -> bool:
-        return True if ready() else self.world.wait(ready, timeout)
+        return self.world.wait(ready, timeout, self.place)
 
     def notify_all(self) -> None:
-        pass
+        self.world.notify(self.place)
 
 
 class _Queue:
     def __init__(self, world: World):
         self.world = world
         self.items: deque[Any] = deque()
+        self.place: Place = []
 
     def put(self, item: Any) -> None:
         self.items.append(item)
+        self.world.notify(self.place)
 
     def get(self) -> Any:
-        if not self.items:
-            self.world.wait(lambda: self.items)
+        self.world.wait(lambda: self.items, None, self.place)
         return self.items.popleft()

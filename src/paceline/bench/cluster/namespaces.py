@@ -172,19 +172,7 @@ class Cluster:
             "OMP_NUM_THREADS": "1",
         }
         core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
-        words = [
-            "ip",
-            "netns",
-            "exec",
-            self.name(node),
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-        ]
+        words = ["ip", "netns", "exec", self.name(node), "unshare", "--uts", "sh", "-c"]
         words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(core), *command]
         own = {**os.environ, **said, **(environment or {})}
         process = subprocess.Popen(words, env=own, preexec_fn=_end_with(os.getpid()), **more)  # noqa: PLW1509 - see there

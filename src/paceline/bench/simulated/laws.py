@@ -1,0 +1,122 @@
+"""What must hold after a simulated training, whatever has struck.
+
+    no torn step       every weight is that of a whole number of applied steps, bit for bit, also where training ended
+    every sample once  the rows behind each applied step are those of its global batch
+    no deadlock        whoever is alive at the end has trained to the end, or was told why it may not go on
+    nobody left out    that is told only where a rank stood still, was silent or cut off
+    one run            of parts that do not hear each other one goes on: a step is applied from one attempt alone
+    replicas equal     bit for bit, after every step
+    the same result    as plain PyTorch on whole batches, in float64, to 1e-9; where it is reproducible, the bits of one
+                       rank alone; where a codec rounds, as near as that
+    nothing owed lost  with error feedback, what was computed is what was applied, what the living still owe, and what
+                       the lost owed when they were lost
+
+Each that does not hold is a sentence in the list that `broken` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.bench.simulated.rank import Attempt, Rank
+from paceline.bench.simulated.schedule import Schedule
+from paceline.bench.simulated.ways import CLOSE, LR, checksum, given, reference, windows
+from paceline.link.faults import SEVERS, Net
+
+LONGEST_S = 1000.0  # of virtual time
+TOLD = ("came too late", "is cut off")
+
+
+def broken(schedule: Schedule, net: Net, ranks: Sequence[Rank], alone: int) -> list[str]:
+    """Every law that does not hold, and how. ``alone``: the checksum of reproducible weights, by one rank."""
+    found = [net.stuck] if net.stuck else []
+    if net.clock > LONGEST_S:
+        found.append(f"it took {net.clock:.0f} s of virtual time")
+    found += _ends(schedule, net, ranks)
+    found += _steps(schedule, net, ranks)
+    finished = [rank for rank in ranks if rank.finished]
+    for first in {rank.applied[-1][1]: rank for rank in finished if rank.applied}.values():
+        gap = _gap(first, reference(schedule.how.momentum, schedule.samples))
+        if not gap <= schedule.how.close:
+            found.append(f"rank {first.id} is {gap:.2g} from the undisturbed run")
+        if schedule.how.virtual and first.checksum() != alone:
+            found.append(f"rank {first.id} has other bits than one rank alone")
+        if schedule.how.owes:
+            found += _owed(schedule, ranks, first)
+    return found
+
+
+def _ends(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
+    start = checksum(given()[0])
+    for rank in ranks:
+        steps = [step for (step, _), _ in rank.applied]
+        if steps != list(range(len(steps))):
+            yield f"rank {rank.id} applied steps {steps}"
+        if rank.id in net.dead:
+            continue
+        last = rank.applied[-1][1] if steps else rank.start or start
+        # whoever ends while weights go round has some of them
+        if rank.checksum() != last and (rank.finished or not schedule.how.drifts):
+            yield f"rank {rank.id} has weights of no whole number of steps: a torn step"
+        how = f"rank {rank.id} is alive and {rank.end or 'silent'} after {len(steps)} of {schedule.steps} steps"
+        told = any(words in rank.end for words in TOLD)
+        if len(steps) != schedule.steps if rank.finished else not told:
+            yield how
+        if told and not net.fired.keys() & SEVERS:
+            yield f"{how}, though nobody was cut off, silent or still"
+
+
+def _steps(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
+    # whoever stood still until all others had ended goes on as a run of its own
+    one_run = [rank for rank in ranks if not net.hub_of[rank.id].late]
+    for step in range(schedule.steps):
+        # whoever was lost may have applied its last step alone: nobody else will ever know, nor add up in its order
+        sure = [rank for rank in one_run if len(rank.applied) > step + (not rank.finished)]
+        anyone = [rank for rank in ranks if len(rank.applied) > step]
+        said = {rank.id: rank.applied[step] for rank in anyone}
+        if len({rank.applied[step] for rank in sure}) > 1:
+            yield f"replicas differ after step {step}: {said}"
+        if schedule.how.virtual and len({check for _, check in said.values()}) > 1:
+            yield f"reproducible replicas differ after step {step}: {said}"
+        for attempt in {rank.applied[step][0] for rank in ranks if rank.finished and len(rank.applied) > step}:
+            rows = sorted(row for rank in ranks for row in rank.taken.get(attempt, ()))
+            wanted = sorted(windows(schedule.samples)[step].tolist())
+            if rows != wanted:
+                yield f"step {step} used samples {rows}, its global batch is {wanted}"
+
+
+def _gap(rank: Rank, wanted: Sequence[Tensor]) -> float:
+    """Relative to the way that training has gone."""
+    triples = zip(rank.model.parameters(), wanted, given()[0].parameters(), strict=True)
+    return max(
+        float((weight - want).detach().norm() / (want - start).detach().norm()) for weight, want, start in triples
+    )
+
+
+def _owed(schedule: Schedule, ranks: Sequence[Rank], first: Rank) -> Iterator[str]:
+    """By spec: start - end = rate x (what was offered in the attempts that were applied - what is still owed)."""
+    attempts = [attempt for attempt, _ in first.applied]
+    ends, starts = dict(first.model.named_parameters()), dict(given()[0].named_parameters())
+    for spec in first.engine.specs:
+        went = torch.cat([(starts[name] - ends[name]).detach().reshape(-1) for name in spec.names]) / LR
+        for rank in ranks:
+            took_part = [step for step, attempt in enumerate(attempts) if (attempt, spec.index) in rank.offered]
+            for step in took_part:
+                went -= rank.offered[attempts[step], spec.index]
+            if took_part:
+                went += _residual(rank, took_part[-1], attempts, spec.index)
+        if not float(went.abs().max()) <= CLOSE:
+            yield f"of {', '.join(spec.names)} {float(went.abs().max()):.2g} was lost or applied twice"
+
+
+def _residual(rank: Rank, step: int, attempts: Sequence[Attempt], index: int) -> Tensor:
+    """What it owes after a step, in which it took part, whether it lived to know or not."""
+    if len(rank.applied) > step and rank.applied[step][0] == attempts[step]:
+        return rank.owed[step][index]
+    before = rank.owed[step - 1][index] if step else None
+    _, (residual, _) = rank.codec.encode(rank.offered[attempts[step], index], (before, None), step)
+    assert isinstance(residual, Tensor)
+    return residual

@@ -1,0 +1,145 @@
+"""One rank of a simulated training, and what it will be asked about: the engine, exchange, loop and data of any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import seating
+from paceline.bench.simulated.schedule import Schedule
+from paceline.bench.simulated.ways import APART, BATCH, QUIET, Restless, checksum, given, take, windows
+from paceline.contract import LinkError, Piece, Regroup
+from paceline.data import feed
+from paceline.data.order import Seat
+from paceline.drift import Drift
+from paceline.elastic.survive import Surviving
+from paceline.exchange import allreduce, tree
+from paceline.link.faults import Net
+from paceline.link.memory import Link
+from paceline.loop import Loop
+from paceline.report.record import Record
+
+Attempt = tuple[int, int]  # at which step, of which generation
+
+
+@cache
+def shares(seed: int, size: int) -> tuple[float, ...]:
+    """Of each node, some of them without any rows."""
+    dice = random.Random(f"shares {seed}")
+    drawn = tuple(float(dice.choice((0, 1, 1, 2, 2, 3))) for _ in range(size))
+    return drawn if any(drawn) else (1.0,) * size
+
+
+class Noted(Surviving):
+    """Tells its rank what begins, and what is offered."""
+
+    rank: Rank
+
+    def before(self, weights: Sequence[Tensor]) -> None:
+        self.rank.attempt = self.rank.now()
+        super().before(weights)
+
+    def offer(self, piece: Piece) -> None:
+        self.rank.offers(piece)
+        super().offer(piece)
+
+
+class Rank:
+    """It is its own source of samples. ``codec``: its memory moves with each applied step."""
+
+    def __init__(self, link: Link, net: Net, schedule: Schedule):
+        how = schedule.how
+        _, self.x, self.y = given()
+        self.net, self.id, self.how, self.size = net, link.rank, how, schedule.samples
+        self.kit = take(how)
+        self.model, self.engine, self.codec = self.kit.model, self.kit.engine, how.codec()
+        if how.drifts and link.rank == link.size - 1:
+            self.engine.weights[0].view(-1)[0] *= 1 + APART
+        self.start = self.checksum() if how.drifts else 0
+        self.inner = tree.Exchange() if how.virtual else allreduce.Exchange(how.forms)
+        self.exchange = Noted(self.inner, self.engine.relink)
+        self.exchange.rank = self
+        absorbs = self.engine.absorbs
+        self.exchange.open(self.engine.specs, link, self.codec, -(-BATCH // link.size), absorbs=absorbs)
+        dealt = shares(schedule.seed, link.size) if how.uneven else None
+        seat = Seat(link.rank, link.size, shares=dealt, virtual=self.engine.num_shares)
+        self.limits = seating.Limits((1,) * link.size, (BATCH,) * link.size)
+        record = Record()
+        drift = Drift(self.engine, self.exchange, record, False, period=1, quiet=QUIET) if how.drifts else None
+        self.loop = Loop(self.engine, self.exchange, seat, record, who=f"rank {self.id}", drift=drift)
+        moves = how.uneven and not how.virtual
+        self.loop.balance = Restless(BATCH, self.limits.least, self.limits.most) if moves else None
+        self.exchange.rows = lambda: self.loop.seat.dealt(BATCH)[self.loop.seat.node]
+        self.exchange.regrouped, self.exchange.begun = self.regroup, True
+        self.attempt: Attempt = (0, 0)
+        self.taken: dict[Attempt, list[int]] = {}
+        self.applied: list[tuple[Attempt, int]] = []  # of each step: the attempt, a checksum of the weights
+        self.offered: dict[tuple[Attempt, int], Tensor] = {}  # by attempt and spec, where a codec owes something
+        self.owed: list[dict[int, Tensor]] = []  # after each step, by spec
+        self.end = ""
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def finished(self) -> bool:
+        return self.end == "finished"
+
+    def now(self) -> Attempt:
+        return self.loop.num_steps, self.net.hub_of[self.id].number
+
+    def fetch(self, indices: Sequence[int], epoch: int) -> Any:
+        self.taken[self.now()] = list(indices)
+        return self.x[indices], self.y[indices]
+
+    def offers(self, piece: Piece) -> None:
+        if not self.how.owes:
+            return
+        if piece.left is not None and piece.right is not None:
+            flat = (piece.left.T @ piece.right).reshape(-1)
+        else:
+            assert piece.flat is not None
+            flat = piece.flat.clone()  # the exchange adds into it
+        self.offered[self.attempt, piece.spec.index] = flat
+
+    def regroup(self, news: Regroup) -> None:
+        loop = self.loop
+        loop.seat, balance, self.limits = seating.regroup(loop.seat, loop.balance, BATCH, self.limits, news)
+        loop.balance = Restless(BATCH, balance.least, balance.most) if balance else None
+
+    def part(self) -> None:
+        """Nobody leaves before all know what became of the last step, which one alone may have been told."""
+        self.exchange.gather(b"")
+
+    def train(self) -> None:
+        torch.set_num_threads(self.engine.num_threads)  # a thread has its own number, and the bits depend on it
+        try:
+            steps = windows(self.size)
+            for step, indices in enumerate(steps):
+                self.loop.step(feed.Batch(self, indices, 0, step, len(steps), step == len(steps) - 1))
+                self._note()
+            self.part()
+            self.end = "finished"
+        except LinkError as error:
+            self.end = f"ended: {error}"
+        self.net.tell(f"      rank {self.id} {self.end}")
+        self.exchange.close()
+        self.exchange.link.close()
+
+    def _note(self) -> None:
+        self.applied.append((self.attempt, self.checksum()))
+        if self.how.owes:
+            self.owed.append({index: self._residual(memory[0], index) for index, memory in self.inner.memory.items()})
+        step, number = self.attempt
+        self.net.tell(f"      rank {self.id} has applied step {step} of generation {number}")
+
+    def checksum(self) -> int:
+        return checksum(self.model)
+
+    def _residual(self, kept: Tensor | None, index: int) -> Tensor:
+        return torch.zeros(self.engine.specs[index].numel, dtype=torch.float64) if kept is None else kept
