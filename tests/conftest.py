@@ -17,6 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the longest files first: where two processes share the tests, neither is left with them at the end
 LONGEST = (
+    "chaos",
     *(
         "commands",
         "mpi",
@@ -64,6 +65,8 @@ DEAR = (
     "test_two_processes_play_what_one_does",
     *("outlived.py::test_wherever_a_node_dies", "processes_dies_as_one[1]", "outlived.py::test_with_too_few_left"),
     "outlived.py::test_batch_norm_over_everyone",
+    *("chaos.py::test_every_class_of_fault_is_outlived", "chaos.py::test_of_two_parts_one_goes_on"),
+    *("chaos.py::test_a_stopped_node_is_given_up", "clocks.py::test_a_clock_that_jumps_by_days"),
     *("stalls.py::test_the_others_go_on_without", "stalls.py::test_a_stopped_process_that_goes_on", "test_cable.py::"),
     *("stalls.py::test_an_undisturbed_run", "stalls.py::test_a_hang_inside_a_node"),
     "stragglers.py::test_a_node_whose_core_others_take",

@@ -81,6 +81,7 @@ RULES = {
         *("contract", "loop", "engine.*", "exchange.*", "codec.*", "link.*", "data.*", "report.record"),
         *("elastic.*", "seating", "balance", "drift", "probe.survey", "bench.simulated.*"),
     ),
+    "bench.chaos*": ("contract", "data.order", "elastic.checkpoint", "launch.*", "probe.survey", "bench.*", ""),
     "bench*": (
         "contract",
         "engine.*",

@@ -45,12 +45,12 @@ def watch(tmp_path):
                 rank: {"host": f"host{rank}", "signs": self.signs.get(rank, []), "way_s": 1e-3} for rank in range(3)
             }
 
-        def run(self, steps, busy, took_s=0.01, sent_bytes=1000, step_s=1.0):
+        def run(self, steps, busy, took_s=0.01, sent_bytes=1000, step_s=1.0, rows=()):
             for _ in range(steps):
                 each = busy() if callable(busy) else busy
                 self.clock.s += step_s
                 self.steps += 1
-                self.stragglers.after(self.steps, [8] * len(each), [(b, 0.0) for b in each], took_s, sent_bytes)
+                self.stragglers.after(self.steps, rows or [8] * len(each), [(b, 0.0) for b in each], took_s, sent_bytes)
 
         def found(self):
             self.record.write("end")
@@ -108,6 +108,14 @@ def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
     assert [(told["node"], told["new"]) for told in watch.found()] == [(1, [12, 4])]
 
 
+def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
+    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.run(40, (0.3, 0.1), rows=(12, 4))
+    watch.stragglers.dealt(40, (12, 4), (8, 8), (40.0, 40.0))
+    watch.stragglers.close()
+    assert [told["node"] for told in watch.found()] == [1]
+
+
 def test_what_is_not_told_yet_is_told_at_the_end(watch):
     watch.run(13, (0.2, 0.5, 0.2), step_s=0.01)
     assert watch.found() == []
@@ -140,7 +148,9 @@ def stranger():
     shell.stdout.close()
 
 
-def test_programs_that_take_the_cores_are_named(stranger):
+def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
+    monkeypatch.setattr("paceline.signs.MOST", 1000)  # others may take more
+    monkeypatch.setattr("paceline.signs.NAMED", 0.01)
     signs = Signs(Whereabouts())
     before = signs.look()
     assert stranger in before.spent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ def compare(
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
         "torch": torch.__version__,
+        "files of paceline": code(),
     }
     mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
     everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
@@ -46,6 +49,15 @@ def compare(
                 f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
                 f"have another; start every node with the same script, arguments, data and versions"
             )
+
+
+@functools.cache
+def code() -> str:
+    """Of this package's own files: where they differ, nodes may mean different things by the same words."""
+    digest, home = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(home.rglob("*.py")):
+        digest.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:

@@ -22,7 +22,7 @@ SHARE = 0.001  # of one core
 TAKEN = 0.1  # of the cores, or of the time, before it is worth a word
 LATE = 0.3  # of a step, waiting for data
 SWAPPED_PER_S = 100.0  # pages
-NAMED = 0.1  # of a core, before another program is named
+NAMED, MOST = 0.1, 2  # of a core, before another program is named; of them
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Signs:
         found = []
         if others > TAKEN * count:
             there = [pid for pid, (_, _, core) in now.spent.items() if core in cores and pid not in now.ours]
-            most = sorted(there, key=gained.__getitem__)[:-3:-1]
+            most = sorted(there, key=gained.__getitem__, reverse=True)[:MOST]
             named = [(now.spent[pid][0], pid, gained[pid] / passed_s) for pid in most]
             who = ", ".join(f"{name}, pid {pid}: {used:.1f}" for name, pid, used in named if used > NAMED)
             found.append((others / count, f"other programs use {others:.1f} of its {count} cores ({who or 'unseen'})"))

@@ -25,7 +25,7 @@ from paceline.report.record import Record
 
 SPANS, PATIENCE = (9, 17, 33), 3  # steps
 SURE = 3.0  # standard errors that a median may be off by, counted in ranks, so whatever the noise is like
-SLOWER = 1.25  # than the other nodes
+SLOWER, LAG = 1.25, 1.1  # than the other nodes; than it was itself
 WORTH_S = 0.02  # of a step
 SEEN_S, SHARES_S = 12.0, 4.0  # for its signs to be read, and for new shares to be dealt, before it is told
 SLOWER_WIRE, FARTHER = 2.5, 3.0  # than at best, for as many bytes; than the other nodes
@@ -59,6 +59,7 @@ class Stragglers:
 
     def __post_init__(self) -> None:
         self._named, self._shown = set[int](), set[int]()
+        self._rates = list[float]()  # rows per second of each node, the best when shares were dealt
         self._best = dict[int, float]()  # the network's seconds, by the bytes of a step
         self._forget(0)
 
@@ -74,9 +75,11 @@ class Stragglers:
         if len(paces) == len(rows) and all(rows):
             if len(paces) != len(self._busy):
                 self._forget(len(paces))
+                self._rates = []
             for kept, (busy_s, _) in zip(self._busy, paces, strict=True):
                 kept.append(busy_s)
             self._took.append(took_s)
+            self._rows = rows
             if len(self._took) == SPANS[0]:
                 self._judge(step, sent_bytes)
         for straggler in [each for each in self.pending if self._ripe(each)]:
@@ -84,7 +87,7 @@ class Stragglers:
             self._tell(straggler)
 
     def _judge(self, step: int, sent_bytes: int) -> None:
-        found = self._found()
+        found = {node: both for node, both in self._found().items() if self._lags(node, self._rows[node] / both[0])}
         slow = set(found)
         took_s = statistics.median(self._took)
         if len(self._best) > MOST_KINDS:
@@ -125,9 +128,15 @@ class Stragglers:
         busy = [rows / rate for rows, rate in zip(old, per_s, strict=True)]
         node = busy.index(max(busy))
         usual_s = statistics.median_low([*busy[:node], *busy[node + 1 :]])
-        if node not in self._named and _slower(busy[node], usual_s):
+        lags = self._lags(node, per_s[node])
+        self._rates = [max(both) for both in zip(per_s, self._rates or per_s, strict=True)]
+        if node not in self._named and lags and _slower(busy[node], usual_s):
             self._named.add(node)
             self.pending.append(Straggler(node, step, busy[node], usual_s, self.now(), old, new))
+
+    def _lags(self, node: int, rate: float) -> bool:
+        """Whether it computes more slowly than it has; who only has the rows of one that was slow does not."""
+        return not self._rates or rate * LAG < self._rates[node]
 
     def close(self) -> None:
         for straggler in self.pending:

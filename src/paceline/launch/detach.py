@@ -168,6 +168,11 @@ def begun() -> None:
         (folder / "begun").touch()
 
 
+def left() -> bool:
+    """Whether this launcher was left alone: what it starts elsewhere then outlives it."""
+    return bool(_mine)
+
+
 def _keep(folder: Path, output: int, lock: int) -> None:
     """In a process of its own, which does nothing but wait for the launcher and note its end. Does not return."""
     code = 70

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+from paceline.launch import detach
 from paceline.launch.calls import kill
 from paceline.launch.check import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
@@ -77,7 +78,7 @@ def start(
                 {
                     **{"node": index, "sizes": sizes, "host": meeting[0], "port": meeting[1]},
                     **{"engine": engines[index], "command": [way.python, *command], "environment": own},
-                    "folder": way.at(node.host).folder,
+                    **{"folder": way.at(node.host).folder, "stays": detach.left()},
                 }
             )
         first = _watch(nodes, received, least or len(nodes))

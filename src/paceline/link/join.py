@@ -22,6 +22,11 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 JOIN_S = 60.0
 
+
+class Unreached(LinkError):
+    """Some do not reach each other. ``peer``: the last of those who say so, without whom the others may."""
+
+
 _points: dict[tuple[str, int, bool], MeetingPoint] = {}  # of this process: a run may join more than once
 
 
@@ -96,7 +101,8 @@ def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> A
     return dist.PrefixStore(f"paceline/{restart}", store)
 
 
-def introduce(meeting: Meeting, store: Any) -> list[Member]:
+def introduce(meeting: Meeting, store: Any, limit_s: float = route.KNOCK_S) -> list[Member]:
+    """``limit_s``: in which each must reach each. Raises LinkError, and `Unreached` where they do not."""
     rank, ranks = meeting.rank, range(meeting.size)
     if store.add(f"came/{rank}", 1) != 1:
         raise LinkError(
@@ -109,10 +115,10 @@ def introduce(meeting: Meeting, store: Any) -> list[Member]:
         store.set(f"member/{rank}", door.member.write())
         found = store.multi_get([f"member/{r}" for r in ranks])
         members = [Member.read(r, text) for r, text in enumerate(found)]
-        store.set(f"reached/{rank}", route.complaint(door.member, members))
+        store.set(f"reached/{rank}", route.complaint(door.member, members, limit_s))
         complaints = [text.decode() for text in store.multi_get([f"reached/{r}" for r in ranks])]
     finally:
         door.close()
     if first := next(filter(None, complaints), ""):
-        raise LinkError(first)
+        raise Unreached(first, max(r for r in ranks if complaints[r]))
     return members

@@ -27,9 +27,9 @@ from paceline.contract import LinkError
 from paceline.link.meeting import Meeting, knock
 from paceline.link.meeting_point import MeetingPoint
 
-KNOCK_S = 2.0
+KNOCK_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
-DOUBT_S = 6.0  # without an answer, before a member counts as silent
+DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1

@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import Cost, LinkError
 from paceline.link.cable import SILENT_S, watched
-from paceline.link.join import introduce, join
+from paceline.link.join import Unreached, introduce, join
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.ports import shut_after
@@ -39,6 +39,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
+AGAIN_S = 2.5  # in which each must reach each after a loss: a first packet that is lost is sent again after 1 s
 LEFT_S = 30.0  # in which what a peer sent before it left has arrived
 MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
@@ -101,12 +102,14 @@ class Link(contract.Link):
             link.whereabouts = self.whereabouts
             try:
                 store = dist.PrefixStore(f"paceline/{generation}", meeting)
-                link._begin(meeting, store, introduce(meeting, store), generation)
+                link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation)
             except LinkError as error:  # another one was lost meanwhile
                 failed = error
                 meeting.close()
                 if pulse := getattr(link, "pulse", None):
                     pulse.abandon()
+                if isinstance(error, Unreached) and error.peer == meeting.rank:
+                    raise  # the others see it go, and meet without it
                 continue
             link.origin = tuple(ranks)
             link._survivors = self._survivors.among(ranks, generation)

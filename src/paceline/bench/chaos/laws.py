@@ -1,0 +1,83 @@
+"""What the journals of a training must say, whatever has struck it.
+
+once         the rows of each step's batch were computed for it once, by those of one generation
+alone        of two parts of a run, one goes on: all who applied a step did so in one generation
+bit-equal    after each step all have the same weights
+undisturbed  losses and last weights are those of plain PyTorch in one process, to TOLERANCE
+whole        the training has ended
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.bench.chaos import training
+from paceline.bench.chaos.journal import Life
+
+TOLERANCE = 1e-9
+
+Breach = tuple[int, int, str]  # launch, step, what
+
+
+def breaches(lives: Sequence[Life], folder: Path, steps: int) -> list[Breach]:
+    """Every law that was broken, in the order of steps. ``folder``: with the weights that processes left."""
+    losses, weights = training.undisturbed(steps)
+    found: list[Breach] = []
+    last = {step: life.launch for life in sorted(lives, key=lambda life: life.launch) for step in life.applied}
+    for step, launch in sorted(last.items()):
+        found += [(launch, step, what) for what in _of_step(step, [one for one in lives if one.launch == launch])]
+        found += [
+            (launch, step, f"loss {one.applied[step].loss!r} at step {step}, undisturbed {losses[step]!r}")
+            for one in lives
+            if step in one.applied and abs(one.applied[step].loss / losses[step] - 1) > TOLERANCE
+        ]
+    final = max((life.launch for life in lives), default=0)
+    if missing := sorted(set(range(steps)) - set(last)):
+        found.append((final, missing[0], f"steps {missing[0]} to {missing[-1]} were never applied"))
+    return found + [(final, steps, what) for what in _of_weights(sorted(folder.glob("*.pt")), weights)]
+
+
+def _of_step(step: int, lives: Iterable[Life]) -> list[str]:
+    """``lives``: of one launch."""
+    everyone = list(lives)
+    there = [life for life in everyone if step in life.applied]
+    generations = {life.last.get(step) for life in there} - {None}  # a process without rows computes nothing
+    if len(generations) != 1:
+        return [f"step {step} was applied in generations {sorted(map(str, generations))}"]
+    (generation,) = generations
+    assert generation is not None
+    computed = Counter(row for life in everyone for row in life.tried.get((step, generation), ()))
+    found = []
+    if computed != Counter(training.rows(step)):
+        wanted = Counter(training.rows(step))
+        found.append(
+            f"step {step}: rows {sorted((computed - wanted).elements())} too often, "
+            f"{sorted((wanted - computed).elements())} too seldom"
+        )
+    marks = {life.applied[step].mark for life in there}
+    if len(marks) > 1:
+        found.append(f"step {step}: {len(marks)} different weights on {len(there)} processes")
+    return found
+
+
+def _of_weights(paths: Sequence[Path], wanted: dict[str, Tensor]) -> list[str]:
+    if not paths:
+        return ["no process ended the training"]
+    states = [torch.load(path, weights_only=True) for path in paths]
+    found = []
+    for path, state in zip(paths, states, strict=True):
+        if any(not torch.equal(value, states[0][name]) for name, value in state.items()):
+            found.append(f"{path.stem} ended with other weights than {paths[0].stem}")
+        worst = max(_gap(value, wanted[name]) for name, value in state.items() if wanted[name].is_floating_point())
+        if worst > TOLERANCE:
+            found.append(f"{path.stem} ended {worst:.1e} from the undisturbed weights")
+    return found
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-30))
