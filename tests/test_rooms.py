@@ -48,6 +48,10 @@ RULES = {
     "elastic*": ("contract", "elastic.*"),
     "memories": ("contract", "elastic.*", "engine.batch"),
     "resume": ("memories", "engine.randomness", "elastic.*"),
+    "handover": ("resume", "seating", "data.order", "engine.batch", "elastic.*"),
+    "following": ("contract", "handover", "engine.batch"),
+    "welcome": ("contract", "handover", "following"),
+    "entry": ("handover", "following", "interrupt"),
     "saving": ("resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
     "loop": ("contract", "scaler", "balance", "drift", "stragglers", "whereabouts", "report.record"),
@@ -60,6 +64,7 @@ RULES = {
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *("own", "compare", "evaluate", "saving", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
+        *("examined", "entry", "welcome"),
         *("examined", "live", "signs", "stragglers", "whereabouts"),
     ),
     "session": (

@@ -5,7 +5,12 @@ import time
 
 import pytest
 
-from paceline.link.words import HEAD, MAX_BYTES, Words
+from paceline.link.proof import GUEST, SERVER, Seal
+from paceline.link.words import MAX_BYTES, Words
+
+
+def seal(part):
+    return Seal(b"of this test", part, 1, bytes(32), MAX_BYTES)
 
 
 @pytest.fixture
@@ -15,7 +20,7 @@ def pair():
         other, _ = server.accept()
     for line in (one, other):
         line.setblocking(False)
-    yield Words(one), Words(other)
+    yield Words(one, seal(GUEST)), Words(other, seal(SERVER))
     one.close()
     other.close()
 
@@ -46,7 +51,7 @@ def test_words_come_whole_and_in_order(pair):
 
 def test_half_a_word_is_kept_until_the_rest_comes(pair):
     one, other = pair
-    whole = HEAD.pack(b"h", 3) + b"abc"
+    whole = seal(GUEST).wrap([b"h", b"abc"])
     for i in range(len(whole)):
         assert other.hear() == ([], True)
         one.line.send(whole[i : i + 1])
@@ -56,12 +61,20 @@ def test_half_a_word_is_kept_until_the_rest_comes(pair):
 
 def test_a_word_that_is_too_long_ends_it_and_so_does_the_end(pair):
     one, other = pair
-    one.line.send(HEAD.pack(b"h", MAX_BYTES + 1))
+    one.line.send((MAX_BYTES + 1).to_bytes(4, "little"))
     time.sleep(0.05)
     assert other.hear() == ([], False)
     other.line.close()
     time.sleep(0.05)
     assert one.hear() == ([], False)
+
+
+def test_a_word_that_is_changed_or_said_again_ends_it(pair):
+    one, other = pair
+    word = seal(GUEST).wrap([b"q", b""])
+    one.line.send(word + word)
+    time.sleep(0.05)
+    assert other.hear() == ([(b"q", b"")], False)
 
 
 def test_a_machine_confirms_what_a_process_that_stands_still_has_not_read(pair):

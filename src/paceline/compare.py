@@ -1,9 +1,10 @@
-"""Were all nodes given the same job? Asked once, when they join."""
+"""Were all nodes given the same job? Asked once, when they join; and of each that comes late."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from paceline.job import Job
 OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 
 
-def compare(
-    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
-) -> None:
-    """Raises ValueError, on every node, naming what the nodes were given differently."""
+def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec) -> dict[str, Any]:
+    """What all nodes must have been given alike."""
     shapes = [(spec.names, spec.shapes) for spec in engine.specs]
     groups = [_plain(group) for group in job.optimizer.param_groups]
-    facts = {
+    return {
         "batch_size": job.batch_size,
         "seed": job.seed,
         "clip": job.clip,
@@ -39,9 +38,16 @@ def compare(
         "torch": torch.__version__,
         "files of paceline": code(),
     }
-    mine = b"".join(hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values())
+
+
+def compare(
+    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
+) -> None:
+    """Raises ValueError, on every node, naming what the nodes were given differently."""
+    given = facts(job, engine, exchange, codec)
+    mine = b"".join(_digest(fact) for fact in given.values())
     everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
-    for i, (name, fact) in enumerate(facts.items()):
+    for i, (name, fact) in enumerate(given.items()):
         words = [bytes(part[32 * i : 32 * (i + 1)].tolist()) for part in everyone]
         if len(set(words)) > 1:
             others = [rank for rank in range(link.size) if words[rank] != words[link.rank]]
@@ -58,6 +64,18 @@ def code() -> str:
     for path in sorted(home.rglob("*.py")):
         digest.update(path.relative_to(home).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def digests(facts: dict[str, Any], thin: torch.dtype | None) -> dict[str, str]:
+    """What a node that comes late says of itself: more than those who begin together tell each other."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    text = Path(script).read_bytes() if script and Path(script).is_file() else b""
+    more = {**facts, "script": text, "precision": str(thin)}
+    return {name: _digest(fact).hex()[:32] for name, fact in more.items()}
+
+
+def _digest(fact: Any) -> bytes:
+    return hashlib.sha256(repr(fact).encode()).digest()
 
 
 def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:

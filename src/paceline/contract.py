@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from paceline.values import (
     Ballot,
     Coming,
     Cost,
+    Guest,
     LinkError,
     NotFinite,
     Piece,
@@ -50,6 +51,7 @@ __all__ = [
     "Cost",
     "Engine",
     "Exchange",
+    "Guest",
     "Handle",
     "Link",
     "LinkError",
@@ -199,6 +201,21 @@ class Engine:
         pass
 
 
+class Porter:
+    """Speaks for the members to nodes that come late, which have proved that they belong to the run."""
+
+    def waiting(self) -> dict[str, dict[str, Any]]:
+        """What each of them asks, by its name."""
+        raise NotImplementedError
+
+    def answer(self, name: str, said: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def give(self, name: str, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """Much, on a line of its own. Raises LinkError where the node is gone."""
+        raise NotImplementedError
+
+
 class Link:
     """How bytes move. Collectives are MPI's, on one lane in one order; handles are asynchronous."""
 
@@ -208,7 +225,9 @@ class Link:
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
     threads: Threads = Threads()
-    origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before
+    origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before, the new ones left out
+    came: tuple[Guest, ...] = ()  # of a rebuilt link: who is new in it, and has its last ranks
+    grows: bool = False  # others come later, though it has one rank now
     whereabouts: Any = None  # what this process is at, as others are told of it
 
     def lane(self, name: str) -> Link:
@@ -263,8 +282,15 @@ class Link:
         """
         raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=torch")
 
-    def rebuild(self) -> Link:
+    @property
+    def porter(self) -> Porter | None:
+        """Who answers the nodes that come late; None where none can. Rank 0's has the say."""
+        return None
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
         """Those who are left, in the old order, as a link of the next generation. Whoever waits on the old one fails.
+
+        ``admits``, of rank 0: who is taken in. None of them is where a member is lost at the same time.
 
         Raises LinkError where this rank, or nobody, may go on.
         """
@@ -401,6 +427,18 @@ class Exchange:
     def rebuild(self, link: Link) -> None:
         """Goes on over another link: other ranks, next generation. Memory of this rank is kept."""
         raise NotImplementedError
+
+    def admit(self, guests: Sequence[Guest] = ()) -> None:
+        """Between two steps: takes those in whom rank 0 names. Every process of every member must call it."""
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        """As one of those: from here on the exchange is that of all. Every process of the node must call it."""
+        raise NotImplementedError
+
+    def hand(self, words: bytes) -> bytes:
+        """What the process that holds the link has for all processes of this node."""
+        return words
 
     def close(self) -> None:
         pass

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,14 @@ class Drift:
         self._left = self._turn = self._sent_bytes = 0
         self._gap, self._said = 0.0, False
 
+    def state(self) -> dict[str, Any]:
+        """Where it is: alike everywhere but for ``gap``."""
+        return {"left": self._left, "turn": self._turn, "sent_bytes": self._sent_bytes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._left, self._turn, self._sent_bytes = state["left"], state["turn"], state["sent_bytes"]
+        self.parts = self._cut()
+
     def after(self, differs: bool, step: int) -> None:
         """``differs``: whether the vote on this step found hashes that differ, which all processes know alike."""
         if differs:
@@ -76,10 +85,7 @@ class Drift:
             self.record.write("drift", step=step, over=True)
 
     def _begin(self, step: int) -> None:
-        numels = [weight.numel() for weight in self.engine.weights]
-        each = max(self.least_values, -(-sum(numels) // self.period))
-        # where a tensor's update looks at all of it, half of it mended would spoil that half again
-        self.parts = cut(numels, each, whole=division(self.engine.optimizer) != SLICES)
+        self.parts = self._cut()
         self._turn, self._sent_bytes, self._gap = 0, 0, 0.0
         self.record.write("drift", step=step, parts=len(self.parts))
         if not self.leads or self._said:
@@ -92,6 +98,12 @@ class Drift:
         )
         print(f"paceline: {words}", file=sys.stderr)
         self.record.write("hint", text=words)
+
+    def _cut(self) -> list[Part]:
+        numels = [weight.numel() for weight in self.engine.weights]
+        each = max(self.least_values, -(-sum(numels) // self.period))
+        # where a tensor's update looks at all of it, half of it mended would spoil that half again
+        return cut(numels, each, whole=division(self.engine.optimizer) != SLICES)
 
     def _report(self, step: int) -> None:
         """At the end of a period: how far the nodes were apart, and what it took to bring them together."""

@@ -29,6 +29,7 @@ MAX_REDOS = 20
 
 
 Gradient = Callable[[Any, float, Sequence[str], Callable[[Piece], None]], Ballot]
+Kept = Callable[[Agreement, Rule], Callable[[], None]]  # before an update; the result is called once it was applied
 
 
 class Loop:
@@ -58,8 +59,10 @@ class Loop:
         self._torn = False  # a step began and was not agreed on
         self._weighed = balance  # what those who vote on this step were measured for
         self._why: list[str] = []
+        self.kept: Kept | None = None  # of each update, while somebody who comes late is told of them
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
+        self.guests = 0  # the generation in which those are taken in who wait, in the process that knows of them
 
     def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
@@ -121,14 +124,19 @@ class Loop:
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
+            rule = Rule(scale, self.clip, check=True, step=self.num_steps)
+            told = self.kept(agreement, rule) if self.kept else None
             with self.whereabouts.at("updating the weights"):
-                applied = self.engine.update(agreement, Rule(scale, self.clip, check=True, step=self.num_steps))
+                applied = self.engine.update(agreement, rule)
             if not applied:
                 agreement.verdict = Verdict.SKIP
                 if not self.scaler.can_shrink:
                     raise self._lost(batch, ballot, kept, "gradient")
-            elif self.schedule:
-                self.schedule.step()
+            else:
+                if told:
+                    told()
+                if self.schedule:
+                    self.schedule.step()
             self.scaler.move(agreement.verdict is Verdict.APPLY)
         if agreement.verdict is Verdict.SKIP or not ballot.weight:
             self.engine.rollback(kept)
@@ -165,7 +173,8 @@ class Loop:
                 self._torn = not isinstance(error, NotFinite)  # which everyone raises
                 raise
             else:
-                ballot.stop, ballot.expected, begin = self.stop, batch.weight, time.perf_counter()
+                ballot.stop, ballot.guests, ballot.expected = self.stop, self.guests, batch.weight
+                begin = time.perf_counter()
                 ballot.fixed = self._update_s
                 own_s = ballot.seconds - (self.engine.waited_s - waited)
                 ballot.busy = ballot.fixed + getattr(batch, "wait_s", 0.0) + max(0.0, own_s)

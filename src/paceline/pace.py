@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import contract, seating
-from paceline.compare import compare, thin
+from paceline.compare import compare, digests, facts, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
@@ -27,6 +27,7 @@ from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.export import export
 from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
+from paceline.entry import Entry
 from paceline.evaluate import evaluate
 from paceline.interrupt import Interrupt, Stopped
 from paceline.job import Job
@@ -43,10 +44,12 @@ from paceline.scaler import Scaler
 from paceline.signs import Signs
 from paceline.stragglers import Stragglers
 from paceline.tracing import Tracer
+from paceline.welcome import Welcome
 from paceline.whereabouts import Whereabouts, say
 from paceline.world import World
 
 if TYPE_CHECKING:
+    from paceline.link.late import Late
     from paceline.report.usage import Usage
 
 
@@ -67,6 +70,7 @@ class Pace:
         world: World,
         folder: Path | None,
         keep: int = 2,
+        late: Late | None = None,
     ):
         self.job, self.engine, self.world, self.link = job, engine, world, link
         self.folder, self.keep, self.codec = folder, keep, codec
@@ -75,10 +79,13 @@ class Pace:
         if self.witness:
             self.witness.prepare(job.model)
         engine.open(job.model, job.optimizer, job.loss, job.metric)
-        self.leader = world.node == 0 and world.local_rank == 0
+        self.leader = world.node == 0 and world.local_rank == 0 and not world.late
+        said: dict[str, str] = {}
         if link:
             compare(link, job, engine, exchange, codec)
             exchange.thin = thin(link, engine)
+            if world.least:
+                said = digests(facts(job, engine, exchange, codec), exchange.thin)
         ledger = self.ledger = Ledger(link or _alone())
         self.whereabouts: Whereabouts = ledger.whereabouts or Whereabouts()
         ledger.whereabouts = self.whereabouts
@@ -93,14 +100,18 @@ class Pace:
             exchange.open(engine.specs, ledger, codec, rows, job.seed, engine.absorbs)
         else:
             exchange.link = contract.Link()
-            exchange.link.size = world.num_nodes
+            exchange.link.size, exchange.link.grows = world.num_nodes, bool(world.late)
             exchange.link.whereabouts = self.whereabouts
         self.exchange = engine.relay(exchange)
         if job.batch_norm == "sync":
             engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
-        seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
+        balance = None
+        if world.late:
+            self._limits = seating.alone(seat, job, engine, self.exchange)
+        else:
+            seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
         if world.size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
             torch.manual_seed(job.seed * 100_003 + world.rank)
@@ -116,7 +127,8 @@ class Pace:
         if self.leader and (stale := shelf.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
-        together = world.num_nodes > 1 and exchange.consensus == "step" and not self.watched
+        self._follows = job.shares == "measured" and not seat.virtual and not self.watched
+        together = (world.num_nodes > 1 or world.late) and exchange.consensus == "step" and not self.watched
         # with the same words from everyone, one process says them
         self._speaks = self.leader if exchange.consensus == "step" else world.local_rank == 0
         scaler = Scaler(moves=True) if _precision(engine) == "fp16" else None
@@ -129,7 +141,7 @@ class Pace:
             who=self._who(),
             schedule=job.scheduler,
             scaler=scaler,
-            balance=None if self.watched else balance,
+            balance=balance if self._follows else None,
             drift=Drift(engine, self.exchange, self.record, self.leader, divided=max(world.sizes) > 1)
             if together
             else None,
@@ -152,11 +164,15 @@ class Pace:
         self._resumed, self._saving = False, Saving(self)
         self._own: OwnStep | None = None
         self._usage: Usage | None = None
+        self._welcome = Welcome(self, said) if surviving else None
+        self._entry = Entry(self, late, said) if world.late else None
         self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
         if link:
             atexit.register(_leave, ledger)
             if exchange.overlap == "forward":
                 atexit.register(self._settle_at_exit)
+        if self._entry:
+            self._entry.hello()
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
@@ -172,39 +188,48 @@ class Pace:
         self.record.write("late", step=self.loop.num_steps, text=text)
 
     def _regroup(self, news: contract.Regroup) -> None:
-        """Nodes were lost: this process has another seat from now on, and may lead."""
-        loop, job, world = self.loop, self.job, self.world
-        sizes = tuple(world.sizes[rank] for rank in news.origin)
-        self.world = dataclasses.replace(
-            world,
-            node=news.origin.index(world.node),
-            num_nodes=len(sizes),
-            local_sizes=sizes if len(set(sizes)) > 1 else (),
-        )
-        loop.seat, loop.balance, self._limits = seating.regroup(
-            loop.seat, loop.balance, job.batch_size, self._limits, news
-        )
-        loop.who = self._who()
-        own = self.shares[self.world.node]
-        self.engine.accumulate = job.accumulate * max(1, -(-own // self._limits.most[self.world.node]))
-        if world.local_rank:
+        """Nodes were lost, or came: this process has another seat from now on, and may lead."""
+        loop, before = self.loop, self.world
+        sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
+        seat, _, limits = seating.regroup(loop.seat, loop.balance, self.job.batch_size, self._limits, news)
+        self._sit(seat, limits, sizes)
+        if before.local_rank:
             self.engine.relink(None)
         elif self.world.node == 0 and not self.leader:
             self._lead()
-        lost = ", ".join(news.lost) or "no node"
-        words = f"lost {lost} at step {loop.num_steps}; {len(sizes)} of {world.num_nodes} nodes go on ({news.why})"
+        if self._welcome:
+            self._welcome.came = news.came
+        words = []
+        if news.lost or not news.came:
+            left = f"{len(news.origin)} of {before.num_nodes} nodes go on ({news.why})"
+            words.append(f"lost {', '.join(news.lost) or 'no node'} at step {loop.num_steps}; {left}")
+        if news.came:
+            came = ", ".join(guest.host for guest in news.came)
+            words.append(f"{came} came at step {loop.num_steps}; {len(sizes)} nodes train")
         if self.leader:
-            print(f"paceline: {words}", file=sys.stderr)
+            print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
         self.record.write(
             "regroup",
             step=loop.num_steps,
             generation=news.generation,
             lost=news.lost,
+            came=[guest.host for guest in news.came],
             num_nodes=len(sizes),
             shares=self.shares,
             seconds=news.seconds,
             why=news.why,
         )
+
+    def _sit(self, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) -> None:
+        """From now on in this seat, among nodes of so many processes each."""
+        loop, job = self.loop, self.job
+        unlike = sizes if len(set(sizes)) > 1 else ()
+        self.world = dataclasses.replace(self.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
+        loop.seat, loop.who, self._limits = seat, self._who(), limits
+        loop.balance = seating.follow(job.batch_size, limits) if self._follows and len(sizes) > 1 else None
+        self.engine.accumulate = job.accumulate * max(1, -(-self.shares[seat.node] // limits.most[seat.node]))
+        if loop.drift:
+            loop.drift.divided |= max(sizes) > 1
 
     def _lead(self) -> None:
         """The leader was lost: what one of all does is this process's from now on."""
@@ -231,6 +256,10 @@ class Pace:
             self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
             self.began = self.epoch
         self._resumed = False
+        if self._entry:
+            if not self._entry.enter(epochs):
+                return
+            self._entry = None
         last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
         start = self.epoch, self.next_step
         job = self.job
@@ -281,6 +310,10 @@ class Pace:
             from paceline import examined  # what it needs, training does not
 
             batch = examined.answer(self, batch, gradient)
+        if self._entry:
+            raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
+        if self._welcome:
+            self._welcome.before(batch, gradient is not None)
         ends = getattr(batch, "ends_epoch", False)
         rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
         try:
@@ -452,6 +485,8 @@ class Pace:
         model, naming what differs, and where they have none in common; CheckpointError where all are damaged.
         """
         run = self._run_folder(folder, "restore")
+        if self._entry:
+            return True  # the others are further
         found = not self.watched and self._saving.restore(run) is not None
         self._resumed = self._resumed or found
         return found

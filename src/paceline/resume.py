@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def restore(pace: Any, kept: Checkpoint) -> None:
             f"the checkpoint {kept.path} was made with {faults}; give the same, or "
             f"begin from the weights alone: model.load_state_dict(safetensors.torch.load_file(...))"
         )
-    _load(job.model, kept.weights, kept.path)
+    load(job.model, kept.weights, str(kept.path))
     try:
         pace.engine.load_optimizer_state(said["optimizer"])
     except (ValueError, KeyError) as error:
@@ -106,12 +105,13 @@ def _tell_left_out(pace: Any, methods: Mapping[str, str]) -> None:
     pace.record.write("hint", text=text)
 
 
-def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+def load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raises ValueError naming what differs."""
     try:
         model.load_state_dict(dict(weights))
     except RuntimeError as error:
         what = " ".join(line.strip() for line in str(error).splitlines()[1:4])
         raise ValueError(
-            f"the checkpoint {path} is of another model: {what}; build the model that it was made with, or "
-            f"give another folder"
+            f"the checkpoint {source} is of another model: {what}; build the model that it was made with, or give "
+            f"another folder"
         ) from None

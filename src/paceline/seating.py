@@ -70,21 +70,40 @@ def settle(
     return seat, Balance(count, least, most) if follows else None, Limits(tuple(least), tuple(most))
 
 
+def alone(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> Limits:
+    """Of a node that comes late. Every process of it must call it."""
+    mine = json.dumps([_least(seat, job, engine), job.most_rows or job.batch_size]).encode()
+    least, most = zip(*(json.loads(words) for words in exchange.gather(mine)), strict=True)
+    return Limits((least[0],), (min(job.batch_size, *most),))
+
+
+def follow(count: int, limits: Limits) -> Balance:
+    """What moves the seats from now on."""
+    return Balance(count, limits.least, _bound(count, limits))
+
+
 def regroup(
     seat: Seat, balance: Balance | None, count: int, limits: Limits, news: Regroup
 ) -> tuple[Seat, Balance | None, Limits]:
-    """Among the nodes that are left, in proportion to the rows that they had: all are told the same of these.
+    """Among the nodes that are left, in proportion to the rows that they had: all are told the same of these. New ones
+    have as many as the others have on average, until their speed is known.
 
     Where the nodes take less than the whole batch, they are given more than they take: in more micro-batches."""
-    rows, origin = news.rows, news.origin
-    least, most = tuple(limits.least[rank] for rank in origin), tuple(limits.most[rank] for rank in origin)
-    bound = most if sum(most) >= count else (count,) * len(origin)
-    shares = None
-    if not seat.virtual and (max(rows) > min(rows) + 1 or count > len(origin) * min(bound)):
-        shares = fair(count, [0.0] * len(origin), [1 / max(1, each) for each in rows], least, bound)
-    seat = dataclasses.replace(seat, node=origin.index(seat.node), num_nodes=len(origin), shares=shares)
-    follows = balance is not None and len(origin) > 1
-    return seat, Balance(count, least, bound) if follows else None, Limits(least, most)
+    origin, came, nodes = news.origin, news.came, len(news.origin) + len(news.came)
+    rows = (*news.rows, *(sum(news.rows) / len(news.rows) for _ in came))
+    least = (*(limits.least[rank] for rank in origin), *(guest.least for guest in came))
+    most = (*(limits.most[rank] for rank in origin), *(guest.most for guest in came))
+    limits = Limits(tuple(min(each, count // nodes) for each in least), most)
+    bound, shares = _bound(count, limits), None
+    if not seat.virtual and (max(rows) > min(rows) + 1 or count > nodes * min(bound)):
+        shares = fair(count, [0.0] * nodes, [1 / max(1, each) for each in rows], limits.least, bound)
+    seat = dataclasses.replace(seat, node=origin.index(seat.node), num_nodes=nodes, shares=shares)
+    return seat, follow(count, limits) if balance is not None and nodes > 1 else None, limits
+
+
+def _bound(count: int, limits: Limits) -> tuple[int, ...]:
+    """What each node takes; the whole batch, where together they would take less."""
+    return limits.most if sum(limits.most) >= count else (count,) * len(limits.most)
 
 
 def _least(seat: Seat, job: Job, engine: Engine) -> int:

@@ -149,13 +149,21 @@ def join(
             f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
             f"or codec 'none'"
         )
-    if world.num_nodes > 1 and world.local_rank == 0:
+    late: Any = None
+    if world.late and world.local_rank == 0:
+        from paceline.link.late import Late  # which only some need
+
+        if hidden:
+            raise ValueError("a node cannot come late to an encrypted run; start the run again, with --resume")
+        link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""))
+    elif world.num_nodes > 1 and world.local_rank == 0:
         link = find(
             "link", _link(world, model, hidden), world.node, world.num_nodes, world.host, world.port, next(_joins)
         )
+    if link:
         link = choose(link, adding)
     folder = folder or os.environ.get("PACELINE_FOLDER")
-    pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep)
+    pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep, late)
     pace.row = row
     if pace.record.folder and (pace.record.folder / "plan.toml").exists():
         from paceline.plan import Plan

@@ -7,7 +7,7 @@ import itertools
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,7 @@ class Ballot:
     multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     stop: int = 0  # a signal has asked this process to end after this step
+    guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
@@ -124,7 +125,7 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??ddddddddqBIIIIIII")
+    _HEAD = struct.Struct("<??ddddddddqBIIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -140,6 +141,7 @@ class Ballot:
             self.multiply,
             self.hash,
             self.stop,
+            self.guests,
             len(self.used),
             len(self.dense),
             len(self.rows),
@@ -202,6 +204,7 @@ class Ballot:
             multiply=max(b.multiply for b in ballots),
             hash=first.hash,
             stop=max(b.stop for b in ballots),
+            guests=max(b.guests for b in ballots),
             # a process without rows has no terms
             terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
             used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
@@ -241,23 +244,40 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Guest:
+    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes."""
+
+    name: str
+    host: str
+    size: int = 1
+    least: int = 1
+    most: int = 1
+
+
+@dataclass(frozen=True)
 class Regroup:
-    """Nodes were lost, the others go on. ``origin``, ``rows``: the rank that each of them had before, and its rows."""
+    """Other nodes from now on. ``origin``, ``rows``: the rank that each of the old ones had before, and its rows.
+
+    ``came``: the new ones, whose ranks are the last.
+    """
 
     generation: int
     origin: tuple[int, ...]
     rows: tuple[int, ...]
     lost: tuple[str, ...]  # by host
-    seconds: float  # from the broken operation to the new link
+    seconds: float  # from the broken operation, or the end of a step, to the new link
     why: str
+    came: tuple[Guest, ...] = ()
 
     def pack(self) -> bytes:
-        return json.dumps([self.generation, self.origin, self.rows, self.lost, self.seconds, self.why]).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> Regroup:
-        generation, origin, rows, lost, seconds, why = json.loads(data)
-        return cls(generation, tuple(origin), tuple(rows), tuple(lost), seconds, why)
+        said: dict[str, Any] = json.loads(data)
+        said["came"] = [Guest(**each) for each in said["came"]]
+        said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+        return cls(**said)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class World:
 
     What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
     they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
-    does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it.
+    does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it. ``late``: the ticket of a run that has
+    begun without this node (PACELINE_JOIN); until it is taken in, it is alone.
     """
 
     local_rank: int = 0
@@ -28,6 +29,7 @@ class World:
     port: int = 0
     local_sizes: tuple[int, ...] = ()
     least: int = 0
+    late: str = ""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -46,6 +48,11 @@ class World:
         adopt()
         given = os.environ
         size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
+        if late := given.get("PACELINE_JOIN", ""):
+            local_rank = _number(given, "LOCAL_RANK", 0)
+            if local_rank >= local_size:
+                raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}")
+            return cls(local_rank, local_size, least=1, late=late)
         rank, per_node = _number(given, "RANK", 0), max(1, local_size)
         node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
         sizes = _sizes(given)

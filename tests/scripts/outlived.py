@@ -1,23 +1,34 @@
 """Nodes that kill themselves in the middle of training: outlived.py FOLDER NODE:STEP:WHERE..., by their first ranks.
 
-WHERE: forward; backward, while pieces leave; vote, when all have arrived; evaluate. ``sync`` in place of one of these
-words: batch norm over everyone.
+WHERE: forward; backward, while pieces leave; vote, when all have arrived; evaluate. In place of one of these words:
+
+    sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
+    back                        who leads waits, between steps, for each that died to come back
+    other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
+                                the rest; each the first time
+    meet2                       node 2 dies when another is to be taken in
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 import paceline
-from nodes import OPTIMIZERS, Normed, Plain, build, rows
+from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
 
 BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 2
-NODE, LOCAL = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
+LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
+NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+LATE = "PACELINE_JOIN" in os.environ
+PATIENCE_S = 60.0
+HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
 
 
 class Samples:
@@ -31,13 +42,53 @@ class Samples:
         return self.x[i], self.y[i]
 
 
+def once(folder, what):
+    """Whether nobody has asked this before."""
+    path = Path(folder) / what
+    known = path.exists()
+    path.touch()
+    return not known
+
+
+def hold(pace, turns):
+    """Where nodes are missing, who leads waits for the next question of one that comes back."""
+    end = time.monotonic() + PATIENCE_S
+    while pace.leader and pace.world.num_nodes < NODES and not pace._welcome._ready and time.monotonic() < end:
+        following = pace._welcome._following.values()
+        if following and all(each.level or each.lost for each in following):
+            return
+        asked = {name: said["turn"] for name, said in pace.ledger.porter.waiting().items()}
+        if asked.items() - turns.items():
+            turns.update(asked)
+            return
+        time.sleep(0.01)
+
+
+def watch(pace, folder):
+    """Writes down the rows that this process computes of each step that is applied."""
+    gradient, last = pace.engine.gradient, [[]]
+
+    def seen(share, *given):
+        last[0] = [] if share is None else share[0][:, 0].tolist()
+        return gradient(share, *given)
+
+    pace.engine.gradient = seen
+    file = (Path(folder) / f"used-{NODE}-{LOCAL}-{os.getpid()}.jsonl").open("w", buffering=1)
+    return lambda step: file.write(json.dumps([step, last[0]]) + "\n")
+
+
 def main(folder, *words):
     fates = {}
     for word in words:
-        if word != "sync":
+        if ":" in word and not LATE:
             node, step, where = word.split(":")
             fates[int(node), int(step)] = where
-    model = build(Normed if "sync" in words else Plain)
+    kind = Normed if "sync" in words else Plain
+    if LATE and "other" in words and LOCAL == 0 and once(folder, "other"):
+        kind = Twice
+    model = build(kind)
+    if kind is Twice:
+        model.again = torch.nn.Linear(3, 3).double()
     steps = [0]
 
     def here(where):
@@ -52,14 +103,11 @@ def main(folder, *words):
         here("evaluate")
         return target.double().sum()
 
+    optimizer = OPTIMIZERS["adam" if "adam" in words else "momentum"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if "adam" in words else None
+    how = {name: value for word in words for name, value in HOW.get(word, {}).items()}
     with paceline.join(
-        model,
-        OPTIMIZERS["momentum"](model.parameters()),
-        loss,
-        batch_size=BATCH,
-        seed=3,
-        folder=folder,
-        batch_norm="sync" if "sync" in words else "local",
+        model, optimizer, loss, batch_size=BATCH, seed=3, folder=folder, scheduler=scheduler, **how
     ) as pace:
         vote = getattr(pace.exchange, "exchange", pace.exchange).agree
 
@@ -69,10 +117,19 @@ def main(folder, *words):
 
         getattr(pace.exchange, "exchange", pace.exchange).agree = agree
         model.first.bias.register_hook(lambda grad: here("backward"))
-        losses = []
+        if pace._entry and pace._entry.late and "take" in words and once(folder, "take"):
+            pace._entry.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        if pace._entry and pace._entry.late and "copy" in words and once(folder, "copy"):
+            pace._entry._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
+        if f"meet{NODE}" in words and not LATE:
+            pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        losses, turns, note = [], {}, watch(pace, folder)
         for batch in pace.batches(Samples(), epochs=EPOCHS):
+            if "back" in words and steps[0]:
+                hold(pace, turns)
             losses.append(pace.step(batch))
-            steps[0] += 1
+            note(pace.loop.num_steps - 1)
+            steps[0] = pace.loop.num_steps
         counted = pace.evaluate(Samples(), metric)
         pace.save()
         state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -51,6 +51,10 @@ SshOption = Annotated[
 SendOption = Annotated[
     bool, typer.Option("--send", help="With -H: the working tree, as git sees it, and --data go along; what changed.")
 ]
+JoinOption = Annotated[
+    Path | None,
+    typer.Option(help="The ticket.json of a run that was started with --nodes: this node comes to it late."),
+]
 NodesOption = Annotated[
     str | None,
     typer.Option(help="Fewest and most, as 2:4: others may be lost, and training goes on. Without -H: so many here."),

@@ -16,6 +16,7 @@ from paceline.cli.options import (
     EnvOption,
     FidelityOption,
     HostsOption,
+    JoinOption,
     NodesOption,
     OutOption,
     PlanOption,
@@ -26,7 +27,7 @@ from paceline.cli.options import (
     SshOption,
     listed,
 )
-from paceline.cli.start import check_alone, check_script, hide, leave, ready, span, start, start_over_ssh, steady
+from paceline.cli.start import check_alone, check_script, hide, late, leave, ready, span, start, start_over_ssh, steady
 from paceline.launch.hosts import Way
 
 
@@ -40,6 +41,7 @@ def run(
     out: OutOption = None,
     named: HostsOption = None,
     nodes: NodesOption = None,
+    join: JoinOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
@@ -64,6 +66,8 @@ def run(
     paceline run -H hostA,hostB --encrypt train.py
 
     paceline run -H hostA,hostB --send --detach train.py
+
+    paceline run --join runs/mine/ticket.json train.py
     """
     command, hosts = [script, *context.args], listed(named)
     check_script(command)
@@ -72,6 +76,7 @@ def run(
     check_alone(hosts, send, data, detach)
     hide(encrypt)
     least, most = span(nodes, hosts)
+    ticket = late(join, nodes, hosts)
     if detach:
         leave(["run", *command])
     if hosts:
@@ -90,6 +95,9 @@ def run(
             send=send,
             data=packed,
             least=least,
+            most=int(nodes.split(":")[-1]) if nodes else 0,
         )
         raise typer.Exit(over)
-    raise typer.Exit(start(command, ready(command, plan, fidelity), out, shares=shares, num_nodes=most, least=least))
+    raise typer.Exit(
+        start(command, ready(command, plan, fidelity), out, shares=shares, num_nodes=most, least=least, more=ticket)
+    )

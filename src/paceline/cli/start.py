@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -16,11 +17,13 @@ from paceline import plan as planning
 from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.launch import detach, local, snapshot, ssh
+from paceline.launch.again import RETURNS
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import shown
 from paceline.launch.send import send as deliver
 from paceline.link.identity import check as check_encryption
+from paceline.link.ticket import Ticket
 from paceline.plan import Plan
 from paceline.probe import shelf
 from paceline.probe.rows import ROUNDED, split
@@ -97,14 +100,18 @@ def start(
     shares: str | None = None,
     num_nodes: int = 1,
     least: int = 0,
+    more: Mapping[str, str] | None = None,
 ) -> int:
-    environment = {"PACELINE_SHARES": shares} if shares else {}
+    environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
         out.mkdir(parents=True, exist_ok=True)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
+        if least:
+            environment["PACELINE_TICKET"] = str(out / "ticket.json")
     detach.begun()
-    code = local.start([sys.executable, *command], made.chosen, num_nodes, environment, least=least)
+    returns = RETURNS if least else 0
+    code = local.start([sys.executable, *command], made.chosen, num_nodes, environment, least=least, returns=returns)
     if code == 0 and out and not quiet:
         print(f"run: {out}")
     return code
@@ -124,6 +131,7 @@ def start_over_ssh(
     send: bool = False,
     data: Path | None = None,
     least: int = 0,
+    most: int = 0,
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     named = parse(hosts)
@@ -153,7 +161,7 @@ def start_over_ssh(
     detach.begun()
     quiet = bool(settings and settings.json)
     result = sys.stdout.buffer if quiet else None
-    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most)
     if code == 0 and out and not quiet:
         print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
@@ -262,6 +270,16 @@ def span(nodes: str | None, hosts: str | None) -> tuple[int, int]:
     if count and not least <= count <= most:
         raise ValueError(f"--nodes {nodes} and {count} hosts of -H do not fit together; give -H from {least} to {most}")
     return least, count or most
+
+
+def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str, str]:
+    """What goes into the environment of a node that comes late. Raises ValueError."""
+    if ticket is None:
+        return {}
+    if nodes or hosts:
+        raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
+    found = Ticket.read(ticket)
+    return {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 
 
 def check_script(command: list[str]) -> None:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Codec, Cost, Link, LinkError, Piece, Regroup, Spec, Verdict
+from paceline.contract import Agreement, Ballot, Codec, Cost, Guest, Link, LinkError, Piece, Regroup, Spec, Verdict
 
 NUMBERS = struct.Struct("<qq")
+NEW = -1  # of who has taken part in nothing yet
 Result = TypeVar("Result")
 
 
@@ -114,12 +115,18 @@ class Surviving(contract.Exchange):
         """
         if not self.begun:
             raise error
+        return self._meet(str(error), finish)
+
+    def admit(self, guests: Sequence[Guest] = ()) -> None:
+        self._meet("they met to take a node in", _impossible, guests)
+
+    def _meet(self, why: str, finish: Callable[[bytes], Result], guests: Sequence[Guest] = ()) -> Result | None:
         begin, before = time.perf_counter(), list(self.link.hosts)
-        origin = tuple(range(len(before)))
+        who: list[int | Guest] = list(range(len(before)))
         found: Result | None = None
         while True:
-            self.link = self.link.rebuild()
-            origin = tuple(origin[rank] for rank in self.link.origin)
+            self.link = self.link.rebuild(guests) if guests else self.link.rebuild()
+            who, guests = [*(who[rank] for rank in self.link.origin), *self.link.came], ()
             try:
                 told, rows = self._compare()
                 if told is not None:
@@ -128,25 +135,42 @@ class Surviving(contract.Exchange):
                 self.exchange.rebuild(self.link)
                 self.relink(self.link)
             except LinkError as another:  # lost while they met: once more
-                error = another
+                why = str(another)
                 continue
             break
+        origin = tuple(each for each in who if isinstance(each, int))
+        came = tuple(each for each in who if isinstance(each, Guest))
         lost = tuple(host for rank, host in enumerate(before) if rank not in origin)
         seconds = time.perf_counter() - begin
         if self.regrouped:
-            self.regrouped(Regroup(self.link.generation, origin, rows, lost, seconds, str(error)))
+            self.regrouped(Regroup(self.link.generation, origin, rows[: len(origin)], lost, seconds, why, came))
         return found
 
     def _compare(self) -> tuple[bytes | None, tuple[int, ...]]:
         """(the result that others have and this process has not, each one's rows)."""
-        mine = contract.framed([NUMBERS.pack(self.turn, self.rows()), self.result])
-        words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everyone = self.link.all_gather(words, "comparing how far all are").wait()
-        told = [contract.unframed(bytes(part.numpy())) for part in everyone]
-        turns, rows = zip(*(NUMBERS.unpack(numbers) for numbers, _ in told), strict=True)
+        told = self._tell(self.turn, self.rows())
+        turns, results, rows = zip(*told, strict=True)
         if max(turns) > self.turn + 1:
             raise AssertionError(f"others are {max(turns) - self.turn} operations ahead")
-        return told[turns.index(max(turns))][1] if max(turns) > self.turn else None, rows
+        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows
+
+    def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
+        """Each one's (operations that have ended, what the last one gave, rows)."""
+        mine = contract.framed([NUMBERS.pack(turn, rows), self.result])
+        words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        everyone = self.link.all_gather(words, "comparing how far all are").wait()
+        said = [contract.unframed(bytes(part.numpy())) for part in everyone]
+        numbers = [NUMBERS.unpack(head) for head, _ in said]
+        return [(turn, result, rows) for (turn, rows), (_, result) in zip(numbers, said, strict=True)]
+
+    def enter(self) -> None:
+        """Where they are, all others are; what they have ended, nobody asks of this one."""
+        self.link = self.link.rebuild()
+        told = self._tell(NEW, 0)
+        self.turn, self.result, _ = max(told)
+        self.exchange.rebuild(self.link)
+        self.relink(self.link)
+        self.begun = True
 
     # all else is the exchange's own
 

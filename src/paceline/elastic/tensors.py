@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,6 +93,12 @@ class Draft:
             os.fsync(file.fileno())
         return Seal(self.num_bytes, digest.hexdigest())
 
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """The file, piece by piece."""
+        yield self._header
+        for tensor in self.tensors.values():
+            yield as_bytes(tensor).numpy().data
+
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
     """Tensors, metadata and seal. Raises ValueError for a file that is not whole, by its own account."""
@@ -113,6 +119,22 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
         for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
             _pass(as_bytes(tensors[name]).numpy().data, file.readinto, digest.update)
     return tensors, metadata, Seal(num_bytes, digest.hexdigest())
+
+
+def of_bytes(data: bytearray, start: int = 0) -> dict[str, Tensor]:
+    """The tensors of a whole file in memory, where they lie in it. Raises ValueError."""
+    length = int.from_bytes(data[start : start + 8], "little")
+    begin = start + 8 + length
+    try:
+        entries = json.loads(data[start + 8 : begin])
+        entries.pop("__metadata__", {})
+        forms = {
+            name: (DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]) for name, entry in entries.items()
+        }
+        bytes_ = torch.frombuffer(data, dtype=torch.uint8)[begin:]
+        return {name: bytes_[at:end].view(dtype).view(shape) for name, (dtype, shape, (at, end)) in forms.items()}
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no safetensors file ({error!r})") from None
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

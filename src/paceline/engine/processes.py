@@ -104,7 +104,7 @@ class Engine(sequential.Engine):
         self._sum_norms(Everyone(crew, link))
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
-        self.alone, self.redoes = exchange.link.size == 1, exchange.survives
+        self.alone, self.redoes = exchange.link.size == 1 and not exchange.link.grows, exchange.survives
         kind = Leader if self.seat[0] == 0 else Follower
         return kind(exchange, self.crew, self.places, self.specs)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Regroup, Spec, Verdict, framed, unframed
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Guest, Piece, Regroup, Spec, Verdict, framed, unframed
 from paceline.engine.crew import GLANCE_S, Crew, CrewError
 from paceline.engine.places import Places
 
@@ -32,7 +32,7 @@ class _Relay(contract.Exchange):
         self.exchange, self.crew, self.places, self.specs, self.link = exchange, crew, places, specs, exchange.link
         self.fidelity, self.consensus, self.survives = exchange.fidelity, exchange.consensus, exchange.survives
         crew.doubts.whereabouts = exchange.link.whereabouts or crew.doubts.whereabouts
-        self.alone = exchange.link.size == 1
+        self.alone = exchange.link.size == 1 and not exchange.link.grows
         crew.doubts.tells = crew.rank == 0 or (self.alone and crew.rank == 1)  # else it waits for who waits itself
         self._forms: list[str] = []
         self._overflow: set[int] = set()
@@ -208,6 +208,22 @@ class Leader(_Relay):
         self.exchange.rebuild(link)
         self.link = link
 
+    def admit(self, guests: Sequence[Guest] = ()) -> None:
+        try:
+            self.exchange.admit(guests)
+        except contract.LinkError as error:
+            self.crew.say_why(error)
+            raise
+        self.crew.swap(self._with_news(b""), "taking a node in")
+        self._forms = list(self.exchange.forms())
+        self._share_forms()
+
+    def enter(self) -> None:
+        self.exchange.enter()
+
+    def hand(self, words: bytes) -> bytes:
+        return self.crew.swap(words, "handing on")[0]
+
     def state(self) -> dict[str, Any]:
         return {**self.exchange.state(), "forms": list(self._forms)}
 
@@ -249,7 +265,7 @@ class Follower(_Relay):
         news, regroups, body = unframed(told)
         (self.regroups,) = struct.unpack("<I", regroups)
         for each in map(Regroup.unpack, unframed(news)):
-            self.link.size = len(each.origin)
+            self.link.size, self.link.generation = len(each.origin) + len(each.came), each.generation
             if self.regrouped:
                 self.regrouped(each)
         return body
@@ -292,6 +308,16 @@ class Follower(_Relay):
 
     def rebuild(self, link: contract.Link) -> None:
         self.link = link
+
+    def admit(self, guests: Sequence[Guest] = ()) -> None:
+        self._hear(self.crew.swap(b"", "taking a node in")[0])
+        self._hear_forms()
+
+    def enter(self) -> None:
+        """Local rank 0 does."""
+
+    def hand(self, words: bytes) -> bytes:
+        return self.crew.swap(b"", "handing on")[0]
 
 
 class _Inbox:

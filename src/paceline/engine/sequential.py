@@ -83,10 +83,14 @@ class Engine(contract.Engine):
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
         self.redoes = exchange.survives
-        self.backward.watch(early=exchange.link.size > 1)
-        if exchange.link.size == 1:
+        alone = exchange.link.size == 1 and not exchange.link.grows
+        self.backward.watch(early=not alone)
+        if alone:
             self._looks = [[]]  # nobody has weights to compare with
         return exchange
+
+    def place(self, seat: Any, step: int) -> None:
+        self._turn = step
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
@@ -194,9 +198,8 @@ class Engine(contract.Engine):
 
     def _hash(self) -> int:
         """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""
-        self._turn += 1
         check = 0
-        for index, start, stop in self._looks[(self._turn - 1) % len(self._looks)]:
+        for index, start, stop in self._looks[self._turn % len(self._looks)]:
             values = self.weights[index].detach().reshape(-1)[start:stop]
             check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check

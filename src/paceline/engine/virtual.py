@@ -62,6 +62,7 @@ class Engine(sequential.Engine):
         self._span, self._step = (0, num_shares), 0
 
     def place(self, seat: Any, step: int) -> None:
+        super().place(seat, step)
         if seat.num_nodes > 1 and seat.virtual != self.num_shares:
             raise ValueError(
                 f"engine 'virtual:{self.num_shares}' on {seat.num_nodes} nodes needs rows dealt in as many shares, and "

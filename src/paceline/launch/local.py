@@ -5,6 +5,7 @@ Children die with this process (the kernel tells them), and tell each other of a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -12,8 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.launch.again import Again, Child
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
@@ -48,6 +53,7 @@ def start(
     asked: Callable[[], Sequence[int]] | None = None,
     sizes: Sequence[int] = (),
     least: int = 0,
+    returns: int = 0,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
@@ -60,6 +66,7 @@ def start(
     asked       looked at now and then: signals to pass on as if they had come here; 0 starts the clock
     sizes       the processes of each node, where they differ
     least       nodes that may go on when others fail; 0: one that fails ends all
+    returns     how often each of those that failed is started again, to come to the others late
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     host, port = meeting or ("127.0.0.1", free_port())
@@ -79,7 +86,6 @@ def start(
         base["PACELINE_NODES"] = f"{least}:{len(sizes)}"
     if len(set(sizes)) > 1:
         base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
-    places = [(owner, local_rank) for owner, size in enumerate(sizes) for local_rank in range(size)]
     if node is None:
         base.setdefault(
             "PACELINE_SECRET", secrets.token_hex(32)
@@ -91,53 +97,64 @@ def start(
         if os.getppid() != parent:
             os._exit(143)
 
-    children: list[subprocess.Popen[bytes]] = []
+    children: list[Child] = []
     received: list[int] = []
 
     def pass_on(number: int, _: object = None) -> None:
         received.append(number)
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            if child.code is None:
+                child.process.send_signal(number)
+
+    def begin(owner: int, more: Mapping[str, str]) -> None:
+        """All processes of a node."""
+        for local_rank in range(sizes[owner]):
+            rank = sum(sizes[:owner]) + local_rank
+            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": sizes[owner], "GROUP_RANK": owner}
+            mine = {**base, **{name: str(number) for name, number in own.items()}, **more}
+            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
+            process = subprocess.Popen(
+                command,
+                env=mine,
+                stdin=subprocess.DEVNULL if asked else None,  # what is asked must not be read by a script
+                stdout=quiet,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
+                start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
+            )
+            children.append(Child(owner, process))
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        for rank, (owner, local_rank) in enumerate(places):
-            if node not in (None, owner):
-                continue
-            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": sizes[owner], "GROUP_RANK": owner}
-            mine = {**base, **{name: str(number) for name, number in own.items()}}
-            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
-            children.append(
-                subprocess.Popen(
-                    command,
-                    env=mine,
-                    stdin=subprocess.DEVNULL if asked else None,  # what is asked must not be read by a script
-                    stdout=quiet,
-                    preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
-                    start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
-                )
-            )
-        owners = [owner for owner, _ in places if node in (None, owner)]
-        return _wait(children, owners, least, received, pass_on, asked or tuple)
+        with contextlib.ExitStack() as stack:
+            again: Again | None = None
+            if returns and base.get("PACELINE_NODES"):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+                ticket = Path(base.setdefault("PACELINE_TICKET", os.path.join(folder, "ticket.json")))
+                stack.callback(ticket.unlink, missing_ok=True)
+                back = {"PACELINE_JOIN": str(ticket)}
+                again = Again(ticket, returns, lambda owner: begin(owner, {**back, "PACELINE_NODE": str(owner)}))
+            try:
+                for owner in range(len(sizes)) if node is None else [node]:
+                    begin(owner, {})
+                return _wait(children, least, received, pass_on, asked or tuple, again)
+            finally:
+                for child in children:
+                    child.end()
     finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _wait(
-    children: Sequence[subprocess.Popen[bytes]],
-    owners: Sequence[int],
+    children: list[Child],
     least: int,
     received: Sequence[int],
     pass_on: Callable[[int], None],
     asked: Callable[[], Sequence[int]],
+    again: Again | None,
 ) -> int:
     failed: int | None = None
+    num_nodes = len({child.node for child in children})
     hurry, lost = False, dict[int, int]()  # nodes that failed, and with which code
     end, limit_s = float("inf"), float("inf")
     while True:
@@ -146,12 +163,17 @@ def _wait(
                 pass_on(number)
             else:
                 hurry = True
-        codes = [child.poll() for child in children]
-        for owner, code in zip(owners, codes, strict=True):
-            if code:
-                lost.setdefault(owner, code)
-        if failed is None and lost and len(set(owners)) - len(lost) < (least or len(set(owners))):
+        for child in children:
+            if child.code:
+                lost.setdefault(child.node, child.code)
+        if failed is None and lost and not _go_on(num_nodes, least, lost, again):
             failed = next(iter(lost.values()))
+        codes = [child.code for child in children]
+        coming = again is not None and bool(lost) and failed is None and not received and not hurry
+        if again and coming and (None in codes or not least):
+            for node in again.look(children):
+                del lost[node]
+            codes = [child.code for child in children]
         ended = any(code is not None for code in codes)
         if hurry or failed is not None or (received and ended) or len(received) > 1:
             allowed_s = GRACE_S
@@ -159,16 +181,25 @@ def _wait(
             allowed_s = PATIENCE_S if received else float("inf")
         if time.monotonic() + allowed_s < end:
             end, limit_s = time.monotonic() + allowed_s, allowed_s
-        if all(code is not None for code in codes):
+        if None not in codes and (least or not coming):
             break
         if time.monotonic() > end:
-            left = [child.pid for child in children if child.poll() is None]
+            left = [child for child in children if child.code is None]
             print(f"paceline: {len(left)} processes did not end within {limit_s:.0f} s; killed", file=sys.stderr)
             failed = failed or -signal.SIGKILL
             break
         time.sleep(0.02)
     if received:
         return 128 + received[0]
+    if failed is None and lost and not least:
+        failed = next(iter(lost.values()))
     if failed is None:
         return 0
     return failed if failed > 0 else 128 - failed
+
+
+def _go_on(num_nodes: int, least: int, lost: Mapping[int, int], again: Again | None) -> bool:
+    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back."""
+    if least:
+        return num_nodes - len(lost) >= least
+    return again is not None and all(map(again.hopes, lost))

@@ -77,6 +77,7 @@ def _obey() -> int:
                 meeting=(said["host"], said["port"]),
                 asked=orders.later,
                 sizes=said["sizes"],
+                returns=said.get("returns", 0),
             )
     except (ValueError, OSError) as error:
         print(f"paceline: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 from paceline.launch import detach
+from paceline.launch.again import RETURNS
 from paceline.launch.calls import kill
 from paceline.launch.check import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
@@ -27,7 +28,8 @@ GLANCE_S = 0.1
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
-LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH", "PACELINE_LOCAL_SIZES")  # they are about this machine
+# they are about this machine
+LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH", "PACELINE_LOCAL_SIZES", "PACELINE_JOIN", "PACELINE_NODE")
 
 
 def carried(names: Sequence[str] = ()) -> dict[str, str]:
@@ -49,6 +51,7 @@ def start(
     meeting: tuple[str, int],
     result: BinaryIO | None = None,
     least: int = 0,
+    most: int = 0,
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
@@ -56,7 +59,7 @@ def start(
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
     passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
     yet; a second one gives them GRACE_S, as a node's failure does. With ``least`` a failure ends nothing as long as so
-    many nodes run.
+    many nodes run, and others may come late, up to ``most``.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
@@ -73,12 +76,13 @@ def start(
         for index, node in enumerate(nodes):
             own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": secret, **environment, "PACELINE_HOST": node.host.name}
             if least:
-                own["PACELINE_NODES"] = f"{least}:{len(hosts)}"
+                own["PACELINE_NODES"] = f"{least}:{max(most, len(hosts))}"
             node.tell(
                 {
                     **{"node": index, "sizes": sizes, "host": meeting[0], "port": meeting[1]},
                     **{"engine": engines[index], "command": [way.python, *command], "environment": own},
                     **{"folder": way.at(node.host).folder, "stays": detach.left()},
+                    "returns": RETURNS if least else 0,
                 }
             )
         first = _watch(nodes, received, least or len(nodes))

@@ -6,12 +6,13 @@ Sums of one lane follow one another in the order in which they were asked for, e
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.contract import Cost, Handle, Link, LinkError
+from paceline.contract import Cost, Guest, Handle, Link, LinkError, Porter
 from paceline.link.collective import Collective, names
 
 
@@ -39,7 +40,7 @@ class Chosen(Link):
     def __init__(self, link: Link, collective: Collective):
         self.link, self.collective = link, collective
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.whereabouts = link.whereabouts
+        self.whereabouts, self.grows = link.whereabouts, link.grows
         self._last: _Sum | None = None
 
     @property
@@ -90,9 +91,13 @@ class Chosen(Link):
     def stand_by(self, least: int = 1) -> None:
         self.link.stand_by(least)
 
-    def rebuild(self) -> Link:
-        link = Chosen(self.link.rebuild(), self.collective)
-        link.origin = link.link.origin
+    @property
+    def porter(self) -> Porter | None:
+        return self.link.porter
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
+        link = Chosen(self.link.rebuild(admits) if admits else self.link.rebuild(), self.collective)
+        link.origin, link.came = link.link.origin, link.link.came
         return link
 
     def close(self) -> None:

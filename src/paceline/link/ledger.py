@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from paceline.contract import Cost, Handle, Link
+from paceline.contract import Cost, Guest, Handle, Link, Porter
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Ledger(Link):
     def __init__(self, link: Link, name: str = "control", first: Ledger | None = None):
         self.link, self.name = link, name
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.threads = link.threads
+        self.threads, self.grows = link.threads, link.grows
         self.whereabouts = link.whereabouts
         self.watch: Callable[[Sending], None] | None = None
         self._first = first or self
@@ -85,13 +85,18 @@ class Ledger(Link):
     def stand_by(self, least: int = 1) -> None:
         self.link.stand_by(least)
 
-    def rebuild(self) -> Link:
+    @property
+    def porter(self) -> Porter | None:
+        return self.link.porter
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
         """Goes on as the account of the new link. Lanes of the old one are left as they are."""
-        sent_bytes, self.link = self.sent_bytes, self.link.rebuild()
+        sent_bytes = self.sent_bytes
+        self.link = self.link.rebuild(admits) if admits else self.link.rebuild()
         self._lanes = []
-        self.sent_bytes, self.origin = sent_bytes, self.link.origin
+        self.sent_bytes, self.origin, self.came = sent_bytes, self.link.origin, self.link.came
         self.rank, self.size, self.generation = self.link.rank, self.link.size, self.link.generation
-        self.hosts = self.link.hosts
+        self.hosts, self.grows = self.link.hosts, self.link.grows
         return self
 
     def everyone(self) -> dict[int, dict[str, Any]]:

@@ -34,6 +34,7 @@ from paceline.link.proof import (
 
 GLANCE_S = 0.5  # for which a wait holds the line, that other threads may want
 PAUSE_S = 0.1  # between knocks
+LATE = 0xFFFF  # in place of a rank, for who has none yet
 AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
 
 
@@ -75,7 +76,8 @@ class Meeting(Store):
 
     @property
     def here(self) -> str:
-        return f"rank {self.rank} of {self.size} on {socket.gethostname()}"
+        who = "a node that comes late" if self.rank == LATE else f"rank {self.rank} of {self.size}"
+        return f"{who} on {socket.gethostname()}"
 
     @property
     def place(self) -> str:
@@ -174,6 +176,10 @@ class Meeting(Store):
             f"{self.here}: {who} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, and "
             f"look at what those say"
         )
+
+    def lease(self, key: str, value: str) -> None:
+        """As `set`, for as long as this line lives."""
+        self._ask(b"lease", key.encode(), value.encode())
 
     def close(self) -> None:
         self._line.close()

@@ -52,6 +52,7 @@ class _Guest:
         self.wanted: list[bytes] = []  # keys that it waits for
         self.deadline = time.monotonic() + HANDSHAKE_S  # of a stranger's proof, or of a member's wait
         self.leaving = False  # once all is said
+        self.leased: set[bytes] = set()  # keys that are gone when it is
 
 
 class MeetingPoint:
@@ -69,6 +70,7 @@ class MeetingPoint:
         self._server.setblocking(False)
         self.address, self.port = self._server.getsockname()[:2]
         self.notes: list[str] = []  # who was refused, and why
+        self.num_leased = 0  # keys that are gone when those are who said them
         self._values: dict[bytes, bytes] = {}
         self._guests: dict[socket.socket, _Guest] = {}
         self._bell, self._ring = socket.socketpair()
@@ -85,6 +87,18 @@ class MeetingPoint:
         for line in (*self._guests, self._server, self._bell, self._ring):
             line.close()
         self._eyes.close()
+
+    def post(self, key: str, value: str) -> None:
+        """For whoever asks later; who waits for it already is not woken."""
+        self._values[key.encode()] = value.encode()
+
+    def posted(self, start: str) -> dict[str, str]:
+        """What was said under keys that start so, by the rest of the key."""
+        found = [(key.decode(), value) for key, value in list(self._values.items()) if key.startswith(start.encode())]
+        return {key.removeprefix(start): value.decode() for key, value in found}
+
+    def remove(self, key: str) -> None:
+        self._values.pop(key.encode(), None)
 
     def _run(self) -> None:
         while True:
@@ -127,6 +141,9 @@ class MeetingPoint:
         if self._guests.pop(guest.line, None):
             self._eyes.unregister(guest.line)
             guest.line.close()
+            for key in guest.leased:
+                self._values.pop(key, None)
+            self.num_leased -= len(guest.leased)
 
     def _attend(self, guest: _Guest, events: int) -> None:
         try:
@@ -204,6 +221,11 @@ class MeetingPoint:
         key, *rest = words or (b"",)
         if verb == b"set" and len(rest) == 1:
             values[key] = rest[0]
+            self._reply(guest, b"ok")
+        elif verb == b"lease" and len(rest) == 1:
+            values[key] = rest[0]
+            self.num_leased += key not in guest.leased
+            guest.leased.add(key)
             self._reply(guest, b"ok")
         elif verb == b"append" and len(rest) == 1:
             values[key] = values.get(key, b"") + rest[0]

@@ -136,7 +136,7 @@ class Link(contract.Link):
     def lane(self, name: str) -> Link:
         return Link(self.hub, self.rank, self.generation, f"{self.name}/{name}")
 
-    def rebuild(self) -> Link:
+    def rebuild(self, admits: Sequence[contract.Guest] = ()) -> contract.Link:
         hub, rank = self.hub.meet(self.rank)
         link = Link(hub, rank, self.generation + 1)
         link.origin = tuple(self.hub.ids.index(each) for each in hub.ids)

@@ -23,8 +23,8 @@ from typing import Any, cast
 
 from paceline.contract import LinkError
 from paceline.link import waits
-from paceline.link.proof import SIZE, prove, same
-from paceline.link.words import Words
+from paceline.link.proof import GUEST, SERVER, SIZE, Seal, prove, same
+from paceline.link.words import MAX_BYTES, Words
 from paceline.whereabouts import LEAST_S, Whereabouts
 
 BEAT_S = 1.0
@@ -120,7 +120,7 @@ class Pulse:
         del strangers[line]
         rank = int.from_bytes(said[SIZE:], "little")
         if rank in missing and same(said[:SIZE], prove(self._secret, BEAT, rank, nonce)):
-            self._peers[rank] = Words(line)
+            self._peers[rank] = Words(line, self._seal(SERVER, rank, nonce))
             missing.discard(rank)
         else:
             line.close()
@@ -136,7 +136,10 @@ class Pulse:
             raise LinkError(
                 f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0
             ) from error
-        self._peers[0] = Words(hub)
+        self._peers[0] = Words(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
+
+    def _seal(self, part: bytes, rank: int, nonce: bytes) -> Seal:
+        return Seal(self._secret, part, rank, BEAT + nonce, MAX_BYTES)
 
     def _run(self) -> None:
         self._heard = dict.fromkeys(self._peers, time.monotonic())

@@ -18,15 +18,19 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.contract import LinkError
+from paceline.contract import Guest, LinkError, Porter
+from paceline.link.bulk import Hatch
 from paceline.link.meeting import Meeting, knock
 from paceline.link.meeting_point import MeetingPoint
+from paceline.link.ticket import publish
 
+GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
+ASKS = {"turn", "host", "place"}  # what every question holds
 KNOCK_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
 DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
@@ -34,6 +38,7 @@ TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried a
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
 HERE, GONE, SILENT = "here", "gone", "silent"
+NEW = "new"  # in the name of who was none of the nodes before
 WITHOUT = "the others could not reach this node for a while, and went on without it; start it again"
 
 
@@ -66,7 +71,7 @@ class Place:
             return SILENT
 
 
-class Survivors:
+class Survivors(Porter):
     """``places``: of all members, by rank; ``point``: this one's own. ``least``: of them that may go on."""
 
     def __init__(
@@ -81,18 +86,27 @@ class Survivors:
         self.rank, self.places, self.generation = rank, list(places), generation
         self.point, self.secret, self.least = point, secret, least
         self.me = self.places[rank]
+        self.came: list[tuple[Place, Guest]] = []  # by the last meeting, besides those who were here
+        self._admits: Sequence[Guest] = ()
+        self.hatch: Hatch | None = None  # open once somebody has asked
+        written = [place.write() for place in self.places]
+        point.post(MEMBERS, json.dumps(written))
+        publish(written, secret)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
 
     def among(self, ranks: Sequence[int], generation: int) -> Survivors:
-        """The same member, among those of ``ranks``."""
-        places = [self.places[rank] for rank in ranks]
-        return Survivors(ranks.index(self.rank), places, generation, self.point, self.secret, self.least)
+        """The same member, among those of ``ranks`` and those who came."""
+        places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
+        heir = Survivors(ranks.index(self.rank), places, generation, self.point, self.secret, self.least)
+        heir.hatch = self.hatch
+        return heir
 
-    def meet(self) -> tuple[Meeting, int, list[int]]:
+    def meet(self, admits: Sequence[Guest] = ()) -> tuple[Meeting, int, list[int]]:
         """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
-        nobody, may go on."""
+        nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was."""
+        self._admits, self.came = admits, []
         token, end = secrets.token_hex(8), time.monotonic() + LATE_S
         while time.monotonic() < end:
             for place in self.places:
@@ -109,9 +123,18 @@ class Survivors:
         if decided["refused"]:
             raise LinkError(f"{self}: {decided['refused']}")
         ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
-        meeting = self._line(host, ranks.index(self.rank), len(ranks))
+        self.came = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
+        meeting = self._line(host, ranks.index(self.rank), len(ranks) + len(self.came))
         meeting.patience_s = JOIN_S
+        if self.came:
+            meeting.alert = self._look_after_guests
         return meeting, self.generation, ranks
+
+    def _look_after_guests(self) -> None:
+        """While waiting for them: the others are alive, and need not wait for long."""
+        for place, guest in self.came:
+            if place.look() != HERE:
+                raise LinkError(f"{guest.host} was to be taken in and is gone")
 
     def _line(self, host: Place, rank: int, size: int) -> Meeting:
         point = self.point if host is self.me else None
@@ -175,6 +198,12 @@ class Survivors:
             "names": [place.name for place in going],
             "refused": self._refusal(going, silent),
         }
+        asking = self.waiting() if self._admits and not decided["refused"] else {}
+        guests = [guest for guest in self._admits if guest.name in asking]
+        decided["guests"] = [(asking[guest.name]["place"], asdict(guest)) for guest in guests]
+        told = {"decided": decided, "members": [place.write() for place in going], "least": self.least}
+        for guest in guests:
+            self.answer(guest.name, told)
         for token, _ in said:
             meeting.set(f"decided/{token}", json.dumps(decided))
         for place in self.places:
@@ -182,6 +211,46 @@ class Survivors:
             if place not in going:
                 meeting.set(f"without/{place.name}", json.dumps({**decided, "refused": decided["refused"] or WITHOUT}))
         return decided
+
+    # who comes late
+
+    def waiting(self) -> dict[str, dict[str, Any]]:
+        if not self.point.num_leased and not (self.hatch and self.hatch.here):
+            return {}  # as in nearly every step
+        asked = {name: json.loads(words) for name, words in self.point.posted(GUEST).items()}
+        asked = {name: said for name, said in asked.items() if said.keys() >= ASKS}
+        for name in self.point.posted(ANSWER).keys() - asked.keys():
+            self.point.remove(ANSWER + name)
+        if self.hatch:
+            for name in self.hatch.here.keys() - asked.keys():
+                self.hatch.here.pop(name).close()
+        for place in self.places:
+            asked.pop(place.name, None)  # it was taken in, and has not hung up yet
+        here = {_node(place.name): f"rank {rank} on {place.host}" for rank, place in enumerate(self.places)}
+        for name, said in list(asked.items()):
+            if (twin := here.get(_node(name))) and _node(name) != NEW:
+                del asked[name]
+                why = f"node {_node(name)} of this run trains already, as {twin}; end that one first"
+                self._post(name, {"refused": why}, said)
+            here.setdefault(_node(name), f"{said['host']}, which waits to be taken in")
+        return asked
+
+    def answer(self, name: str, said: dict[str, Any]) -> None:
+        if asked := self.waiting().get(name):
+            self._post(name, said, asked)
+
+    def _post(self, name: str, said: dict[str, Any], asked: dict[str, Any]) -> None:
+        self.hatch = self.hatch or Hatch(self.me.address, self.secret)
+        told = {**said, "turn": asked["turn"], "hatch": [self.hatch.address, self.hatch.port]}
+        self.point.post(ANSWER + name, json.dumps(told))
+
+    def give(self, name: str, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        end = time.monotonic() + TURN_S
+        while self.hatch is None or name not in self.hatch.here:
+            if time.monotonic() > end:
+                raise LinkError(f"{name} did not come to be given anything")
+            time.sleep(GLANCE_S)
+        self.hatch.here[name].send(parts, num_bytes)
 
     def _refusal(self, going: Sequence[Place], silent: Sequence[Place]) -> str:
         """Why they may not go on; empty where they may."""
@@ -199,3 +268,8 @@ class Survivors:
                 "(--nodes); start the run again, with --resume, when there are enough"
             )
         return ""
+
+
+def _node(name: str) -> str:
+    """Which of the run's nodes has this name; each life of a node has another."""
+    return name.partition("-")[0]

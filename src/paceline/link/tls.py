@@ -2,7 +2,7 @@
 
 *Cost* (N ranks, n bytes): sum and max: each adds up its slice and tells all: 2 (N - 1) / N n bytes per rank;
 all-gather: (N - 1) n bytes; broadcast: a binomial tree. As `link.torch` in all else: the meeting, whose words are
-hidden here as well as sealed, the heartbeat, which says nothing but who lives, and who goes on after a loss.
+hidden here as well as sealed, the heartbeat, likewise, and who goes on after a loss.
 *Laws*: values are added up in rank order, so all ranks end with the same bits. Needs the run's secret.
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from paceline.contract import Guest
 from paceline.link import torch as plain
 from paceline.link.identity import Identity, check
 from paceline.link.mail import Mail, Work
@@ -60,10 +61,10 @@ class Link(plain.Link):
         mesh = Mesh(self.rank, self.members, self._identity, self._certificates, store, limit_s)
         return _Group(mesh, {member.rank: member.address for member in self.members})
 
-    def rebuild(self) -> plain.Link:
+    def rebuild(self, admits: Sequence[Guest] = ()) -> plain.Link:
         for group in self._groups:
             group.close()
-        return super().rebuild()
+        return super().rebuild(admits)
 
 
 class _Group:

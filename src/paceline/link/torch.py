@@ -23,7 +23,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, LinkError
+from paceline.contract import Cost, Guest, LinkError
 from paceline.link.cable import SILENT_S, watched
 from paceline.link.join import Unreached, introduce, join
 from paceline.link.meeting import Meeting
@@ -84,34 +84,52 @@ class Link(contract.Link):
         address = self.members[self.rank].address
         point = MeetingPoint(address, 0, self._meeting.secret)
         atexit.register(point.close)
-        mine = Place(secrets.token_hex(8), self.hosts[self.rank], address, point.port)
+        mine = Place(f"{self.rank}-{secrets.token_hex(8)}", self.hosts[self.rank], address, point.port)
         self._store.set(f"place/{self.rank}", mine.write())
         told = self._store.multi_get([f"place/{rank}" for rank in range(self.size)])
         places = [Place.read(text) for text in told]
-        self._survivors = Survivors(self.rank, places, self.generation, point, self._meeting.secret, least)
+        self.survive(Survivors(self.rank, places, self.generation, point, self._meeting.secret, least))
 
-    def rebuild(self) -> Link:
+    def survive(self, survivors: Survivors) -> None:
+        """From now on they decide who goes on after a loss, and who is taken in."""
+        self._survivors = survivors
+
+    @classmethod
+    def of(cls, meeting: Meeting, generation: int, whereabouts: Whereabouts) -> Link:
+        """Of all who are at the meeting. Raises LinkError, and leaves it."""
+        link = object.__new__(cls)
+        link.whereabouts = whereabouts
+        try:
+            store = dist.PrefixStore(f"paceline/{generation}", meeting)
+            link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation)
+        except LinkError:
+            meeting.close()
+            if pulse := getattr(link, "pulse", None):
+                pulse.abandon()
+            raise
+        return link
+
+    @property
+    def porter(self) -> contract.Porter | None:
+        return self._survivors
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
         """The old groups are left alone: who waits in them learns from the pulse that they are dead."""
         if self._survivors is None:
             raise LinkError("this link was not told to stand by for a loss")
         if self.pulse:
             self.pulse.abandon()
         for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.meet()
-            link = object.__new__(type(self))
-            link.whereabouts = self.whereabouts
+            meeting, generation, ranks = self._survivors.meet(admits)
+            admits = ()
             try:
-                store = dist.PrefixStore(f"paceline/{generation}", meeting)
-                link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation)
+                link = type(self).of(meeting, generation, self.whereabouts)
             except LinkError as error:  # another one was lost meanwhile
-                failed = error
-                meeting.close()
-                if pulse := getattr(link, "pulse", None):
-                    pulse.abandon()
                 if isinstance(error, Unreached) and error.peer == meeting.rank:
                     raise  # the others see it go, and meet without it
+                failed = error
                 continue
-            link.origin = tuple(ranks)
+            link.origin, link.came = tuple(ranks), tuple(guest for _, guest in self._survivors.came)
             link._survivors = self._survivors.among(ranks, generation)
             return link
         raise failed

@@ -1,6 +1,6 @@
-"""Words over a socket that waits for nobody: a kind, a length, a body. What has not gone or come whole is kept.
+"""Words over a socket that waits for nobody: a kind and a body, sealed, and hidden where the run hides what it says.
 
-kind (1 byte)   length (4 bytes)   body
+What has not gone or come whole is kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import socket
 import struct
 import termios
 
-HEAD = struct.Struct("<cI")
-MAX_BYTES = 1 << 20  # of a body
+from paceline.link.proof import Seal
+
+MAX_BYTES = 1 << 20  # of a word
 BITE = 1 << 16
 ROUND_TRIP = struct.Struct("I")  # tcpi_rtt, in microseconds
 
@@ -21,12 +22,12 @@ ROUND_TRIP = struct.Struct("I")  # tcpi_rtt, in microseconds
 class Words:
     """``line`` must be set not to block."""
 
-    def __init__(self, line: socket.socket):
-        self.line = line
+    def __init__(self, line: socket.socket, seal: Seal):
+        self.line, self._seal = line, seal
         self._out, self._in = bytearray(), bytearray()
 
     def say(self, kind: bytes, body: bytes = b"") -> None:
-        self._out += HEAD.pack(kind, len(body)) + body
+        self._out += self._seal.wrap([kind, body])
         self.push()
 
     def push(self) -> None:
@@ -70,12 +71,10 @@ class Words:
             heard = b""
         self._in += heard
         found: list[tuple[bytes, bytes]] = []
-        while len(self._in) >= HEAD.size:
-            kind, length = HEAD.unpack_from(self._in)
-            if length > MAX_BYTES:
-                return found, False
-            if len(self._in) < HEAD.size + length:
-                break
-            found.append((kind, bytes(self._in[HEAD.size : HEAD.size + length])))
-            del self._in[: HEAD.size + length]
+        try:
+            while word := self._seal.take(self._in):
+                kind, body = word
+                found.append((kind, body))
+        except ValueError:  # Distrust is one
+            return found, False
         return found, bool(heard)

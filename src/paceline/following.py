@@ -1,0 +1,123 @@
+"""A copy of what is large, sent while training goes on, and every update since: so a late node becomes level.
+
+    leader   copies its weights and optimizer state between two steps, and sends them from a thread of its own; then
+             each step's sums, as everybody applies them
+    guest    takes the copy, and applies the same sums in the same order: replicas stay bit-equal
+
+Once all is sent but the last step, the guest can be taken in, and what is left to be sent then is small.
+
+*Cost*: host memory for one more copy, and for the steps that are not sent yet; the bytes of both on the leader's wire,
+beside those of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import handover
+from paceline.contract import Agreement, Ballot, LinkError, Piece, Porter, Rule, Verdict
+from paceline.engine.batch import mapped
+
+MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
+
+
+class Following:
+    """Of one guest, in the process that leads; made between two steps. ``lost``: it is gone."""
+
+    def __init__(self, pace: Any, porter: Porter, name: str):
+        self.porter, self.name, self.lost = porter, name, False
+        self._optimizer = pace.job.optimizer
+        copy = handover.Message(mapped(handover.copy(pace), _on_the_host))
+        self._most_bytes, self.num_bytes = 3 * copy.num_bytes, 0
+        self._messages: queue.Queue[handover.Message | None] = queue.Queue()
+        self._num_put = self._num_sent = 0
+        self._put(copy)
+        self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
+        self._thread.start()
+
+    def _put(self, message: handover.Message) -> None:
+        self._num_put += 1
+        self.num_bytes += message.num_bytes
+        self._messages.put(message)
+
+    def _send(self) -> None:
+        try:
+            while (message := self._messages.get()) is not None:
+                self.porter.give(self.name, message.parts(), message.num_bytes)
+                self._num_sent += 1
+        except LinkError:
+            self.lost = True
+
+    @property
+    def level(self) -> bool:
+        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self.lost
+
+    @property
+    def hopeless(self) -> bool:
+        """The steps are sent no faster than they are made, and everything at once will be less."""
+        return self.num_bytes > self._most_bytes and not self.level
+
+    def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
+        """The step's sums, which an update may change; what this gives is called once they were applied."""
+        groups = handover.options(self._optimizer)
+        pieces = [_copied(piece) for piece in agreement.pieces]
+        how = {"scale": rule.scale, "clip": rule.clip, "step": rule.step}
+        message = handover.Message({"pieces": pieces, "used": agreement.ballot.used, "rule": how, "groups": groups})
+        return lambda: self._put(message)
+
+    def stop(self) -> None:
+        """What waits to be sent is not."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._messages.get_nowait()
+        self._messages.put(None)
+
+    def end(self, all_of_it: bool) -> bool:
+        """Nothing is being sent any more. Whether everything has been."""
+        if all_of_it:
+            self._messages.put(None)
+        else:
+            self.stop()
+        self._thread.join()
+        return all_of_it and not self.lost
+
+
+def _on_the_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied(piece: Piece) -> dict[str, Any]:
+    if piece.left is None or piece.right is None:
+        assert piece.flat is not None
+        return {"flat": piece.flat.detach().clone()}
+    # as they lie in memory, lest a product of the same numbers be other bits
+    return {
+        "joined": not piece.left.is_contiguous(),
+        "left": piece.left.detach().clone(),
+        "right": piece.right.detach().clone(),
+    }
+
+
+def follow(pace: Any, said: dict[str, Any]) -> None:
+    """An update of the others, here."""
+    engine, pieces = pace.engine, []
+    for spec, parts in zip(engine.specs, said["pieces"], strict=True):
+        # in memory of their own, where the weights are
+        each = mapped(parts, lambda tensor: tensor.to(engine.weights[0].device, copy=True))
+        if "flat" in each:
+            pieces.append(Piece(spec, flat=each["flat"]))
+        elif each["joined"]:
+            both, width = torch.cat([each["left"], each["right"]], dim=1), each["left"].shape[1]
+            pieces.append(Piece(spec, left=both[:, :width], right=both[:, width:]))
+        else:
+            pieces.append(Piece(spec, left=each["left"], right=each["right"]))
+    handover.set_options(pace.job.optimizer, said["groups"])
+    agreement = Agreement(Verdict.APPLY, pieces, Ballot(used=said["used"]))
+    engine.update(agreement, Rule(check=True, **said["rule"]))

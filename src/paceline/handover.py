@@ -1,0 +1,116 @@
+"""All that those who train have in common, as a message to a node that comes late. ``pace`` is `pace.Pace`.
+
+    16 bytes   lengths of the tree (padded to 8) and of the tensors
+    tree       JSON, as in a checkpoint: nothing in it is evaluated
+    tensors    a safetensors file: weights, buffers, the optimizer's state
+
+What is each node's own stays so: random numbers, and what its codec owes (a new node owes nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline import resume, seating
+from paceline.elastic import tensors
+from paceline.elastic.tree import pack, unpack
+from paceline.engine.batch import mapped
+
+LENGTHS = struct.Struct("<QQ")
+
+
+class Message:
+    """``said`` as it is now, or at `parts`."""
+
+    def __init__(self, said: Any):
+        found: dict[str, Tensor] = {}
+        tree = json.dumps(pack(said, "state", found), allow_nan=False).encode()
+        self._tree, self._tensors = tree + b" " * (-len(tree) % 8), tensors.Draft(found)
+        self.num_bytes = LENGTHS.size + len(self._tree) + self._tensors.num_bytes
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        yield LENGTHS.pack(len(self._tree), self._tensors.num_bytes)
+        yield self._tree
+        yield from self._tensors.parts()
+
+
+def read(message: bytearray) -> Any:
+    """What was said; its tensors lie in the message. Raises ValueError."""
+    try:
+        length, _ = LENGTHS.unpack_from(message)
+        start = LENGTHS.size
+        tree = json.loads(message[start : start + length])
+        return unpack(tree, tensors.of_bytes(message, start + length))
+    except (LookupError, TypeError, struct.error) as error:
+        raise ValueError(f"this is no state of a run ({error!r})") from None
+
+
+def copy(pace: Any) -> dict[str, Any]:
+    """What is large. Every process of the node must call it."""
+    return {"weights": dict(pace.engine.state()), "optimizer": pace.engine.optimizer_state()}
+
+
+def rest(pace: Any) -> dict[str, Any]:
+    exchange = pace.exchange.state() if pace.world.local_rank == 0 else {}
+    exchange.pop("memory", None)
+    loop = pace.loop
+    return {
+        "buffers": list(pace.engine.buffers),
+        "groups": options(pace.job.optimizer),
+        "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
+        "scaler": dict(vars(loop.scaler)),
+        "exchange": exchange,
+        "drift": loop.drift.state() if loop.drift else None,
+        "epoch": pace.epoch,
+        "next_step": pace.next_step,
+        "began": pace.began,
+        "num_steps": loop.num_steps,
+        "facts": pace.facts,
+        "sizes": list(pace.world.sizes),
+        "shares": list(loop.seat.shares) if loop.seat.shares else None,
+        "least": list(pace._limits.least),
+        "most": list(pace._limits.most),
+    }
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each group, as the learning rate, which schedules and scripts change."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: Optimizer, given: list[dict[str, Any]]) -> None:
+    for group, its in zip(optimizer.param_groups, given, strict=True):
+        group.update(its)
+
+
+def take(pace: Any, said: dict[str, Any]) -> None:
+    """What `copy` gave elsewhere. Every process of the node must call it."""
+    resume.load(pace.job.model, said["weights"], "of those who train")
+    pace.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
+
+
+def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
+    """What `rest` gave elsewhere: this node, which has this rank, is a member. Every process of it must call it."""
+    loop = pace.loop
+    for mine, its in zip(pace.engine.buffers, said["buffers"], strict=True):
+        mine.copy_(its)
+    set_options(pace.job.optimizer, said["groups"])
+    if pace.job.scheduler and said["schedule"]:
+        pace.job.scheduler.load_state_dict(said["schedule"])
+    vars(loop.scaler).update(said["scaler"])
+    pace.exchange.load({**pace.exchange.state(), **said["exchange"]})
+    pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
+    loop.num_steps, pace.facts = said["num_steps"], said["facts"]
+    limits = seating.Limits(tuple(said["least"]), tuple(said["most"]))
+    shares = tuple(said["shares"]) if said["shares"] else None
+    seat = dataclasses.replace(loop.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
+    pace._sit(seat, limits, tuple(said["sizes"]))
+    if loop.drift and said["drift"]:
+        loop.drift.load(said["drift"])

@@ -1,0 +1,181 @@
+"""Much at once, from one member to a node that comes late, on a line of its own and beside the training.
+
+    hatch -> guest:  magic, version, nonce            as at the meeting point
+    guest -> hatch:  magic, version, nonce, proof
+    hatch -> guest:  proof, or REFUSED
+    then each way:   length, bytes, seal; a message is its length, and as many parts as it takes
+
+A seal is HMAC-SHA256 over a part's number and bytes, with a key of this conversation and direction, and is checked
+before the next part is read. Nothing is hidden: who listens on the wire can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+
+from paceline.contract import LinkError
+from paceline.link.meeting import LATE, knock
+from paceline.link.proof import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, exactly, prove, same
+
+HANDSHAKE_S = 5.0
+STALL_S = 20.0  # in which nothing could be sent, or came
+PART_BYTES = 1 << 22
+MAX_STRANGERS = 16
+LENGTH, NUMBER = struct.Struct("<I"), struct.Struct("<Q")
+DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
+
+
+class Bulk:
+    """A line whose ends have proved the secret. Raises LinkError where the other end is gone, or is another's."""
+
+    def __init__(self, line: socket.socket, says: bytes, hears: bytes):
+        self._line, self._says, self._hears = line, says, hears
+        self._num_said = self._num_heard = 0
+        line.settimeout(STALL_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """One message, of which no more than a part is in memory twice."""
+        try:
+            self._put(NUMBER.pack(num_bytes))
+            for part in parts:
+                for start in range(0, len(part), PART_BYTES):
+                    self._put(part[start : start + PART_BYTES])
+        except OSError as error:
+            raise LinkError(f"a node that was to be taken in is gone ({error})") from error
+
+    def receive(self) -> bytearray:
+        try:
+            (num_bytes,) = NUMBER.unpack(self._take(bytearray(NUMBER.size)))
+            message, at = bytearray(num_bytes), 0
+            while at < num_bytes:
+                at += len(self._take(memoryview(message)[at : at + PART_BYTES]))
+        except (OSError, ValueError) as error:
+            raise LinkError(f"the node that was giving its state is gone ({error})") from error
+        return message
+
+    def waits(self, limit_s: float) -> bool:
+        """Whether something comes within so long."""
+        return bool(select.select([self._line], [], [], limit_s)[0])
+
+    def _put(self, part: bytes | memoryview) -> None:
+        self._line.sendall(LENGTH.pack(len(part)))
+        self._line.sendall(part)
+        self._line.sendall(self._seal(self._says, self._num_said, part))
+        self._num_said += 1
+
+    def _take(self, into: bytearray | memoryview) -> memoryview:
+        (length,) = LENGTH.unpack(exactly(self._line, LENGTH.size))
+        view = memoryview(into)
+        if length > len(view):
+            raise ValueError(f"a part of {length} bytes, where {len(view)} were to come")
+        view, at = view[:length], 0
+        while at < length:
+            count = self._line.recv_into(view[at:])
+            if not count:
+                raise ConnectionResetError("it hung up")
+            at += count
+        if not same(exactly(self._line, SIZE), self._seal(self._hears, self._num_heard, view)):
+            raise ValueError("a part with a wrong seal")
+        self._num_heard += 1
+        return view
+
+    @staticmethod
+    def _seal(key: bytes, number: int, part: bytes | memoryview) -> bytes:
+        seal = hmac.new(key, NUMBER.pack(number), hashlib.sha256)
+        seal.update(part)
+        return seal.digest()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # whoever sends in another thread hears of it
+            self._line.shutdown(socket.SHUT_RDWR)
+        self._line.close()
+
+
+class Hatch:
+    """Listens on one address. ``here``: the lines of those who have proved the secret, by their names.
+
+    *Laws*: a stranger has HANDSHAKE_S and a few bytes, and there are never more than MAX_STRANGERS of them.
+    """
+
+    def __init__(self, address: str, secret: bytes):
+        self._secret = secret
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS)
+        self.address, self.port = self._server.getsockname()[:2]
+        self.here: dict[str, Bulk] = {}
+        self._room = threading.Semaphore(MAX_STRANGERS)
+        threading.Thread(target=self._run, name="paceline hatch", daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                line, _ = self._server.accept()
+                if self._room.acquire(blocking=False):
+                    threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
+                else:
+                    line.close()
+
+    def _admit(self, line: socket.socket) -> None:
+        try:
+            name, bulk = self._hear(line)
+        except (OSError, ValueError, LinkError):
+            line.close()
+        else:
+            self.here[name] = bulk
+        finally:
+            self._room.release()
+
+    def _hear(self, line: socket.socket) -> tuple[str, Bulk]:
+        line.settimeout(HANDSHAKE_S)
+        nonce = secrets.token_bytes(SIZE)
+        line.sendall(HEADER + nonce)
+        header, rank, other, proof = HELLO.unpack(exactly(line, HELLO.size))
+        nonces = nonce + other
+        if header != HEADER or not same(proof, prove(self._secret, GUEST, rank, nonces)):
+            line.sendall(REFUSED)
+            raise ValueError("a stranger")
+        line.sendall(prove(self._secret, SERVER, rank, nonces))
+        bulk = Bulk(line, prove(self._secret, DOWN, rank, nonces), prove(self._secret, UP, rank, nonces))
+        return bulk.receive().decode(), bulk
+
+    def close(self) -> None:
+        self._server.close()
+        for bulk in self.here.values():
+            bulk.close()
+
+
+def reach(address: str, port: int, secret: bytes, name: str) -> Bulk:
+    """The guest's end, under its name. Raises LinkError."""
+    try:
+        line = knock(address, port, HANDSHAKE_S)
+        try:
+            return _greet(line, secret, name)
+        except BaseException:
+            line.close()
+            raise
+    except OSError as error:
+        raise LinkError(f"the node at {address}:{port} that was to give its state is gone ({error})") from error
+
+
+def _greet(line: socket.socket, secret: bytes, name: str) -> Bulk:
+    line.settimeout(HANDSHAKE_S)
+    header, nonce = exactly(line, len(HEADER)), secrets.token_bytes(SIZE)
+    if header != HEADER:
+        raise LinkError("what answers there speaks another version of paceline; install the same on every node")
+    nonces = exactly(line, SIZE) + nonce
+    line.sendall(HELLO.pack(HEADER, LATE, nonce, prove(secret, GUEST, LATE, nonces)))
+    if not same(exactly(line, SIZE), prove(secret, SERVER, LATE, nonces)):
+        raise LinkError("the node that was to give its state did not prove that it belongs to this run")
+    bulk = Bulk(line, prove(secret, UP, LATE, nonces), prove(secret, DOWN, LATE, nonces))
+    words = name.encode()
+    bulk.send([words], len(words))
+    return bulk

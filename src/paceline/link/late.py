@@ -1,0 +1,191 @@
+"""A node that comes late: alone until those who train take it in, between two of their steps.
+
+    asks      the member that leads, at its meeting point, again and again, one question at a time
+    is told   why not; or, once all have met, who they are and where this one's place is among them
+    rebuild   the link that all have from then on
+
+Whoever asks has proved the run's secret, and a question is gone with the line that it came by.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline import contract
+from paceline.contract import Guest, LinkError
+from paceline.link import memory, route
+from paceline.link.bulk import Bulk, reach
+from paceline.link.meeting import LATE, Meeting
+from paceline.link.meeting_point import MeetingPoint
+from paceline.link.proof import secret_of_environment
+from paceline.link.survivors import ANSWER, GUEST, HERE, JOIN_S, MEMBERS, NEW, SILENT, TURN_S, Place, Survivors
+from paceline.link.ticket import Ticket
+from paceline.link.torch import Link
+from paceline.whereabouts import Whereabouts
+
+PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
+GLANCE_S, PAUSE_S = 0.02, 0.2
+OVER = "none of those who trained answers any more; the run has ended, or look there"
+
+
+class Late(memory.Link):
+    """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before."""
+
+    def __init__(self, ticket: Path, node: str = ""):
+        super().__init__(memory.Hub(1), 0)
+        self.whereabouts = Whereabouts()
+        self.grows, self._ticket, found = True, ticket, Ticket.read(ticket)
+        self._secret = found.secret.encode()
+        secret_of_environment()  # what this process starts does not get it
+        self._places = [Place.read(each.encode()) for each in found.members]
+        self._behind: list[Place] = []
+        self._name = f"{node or NEW}-{secrets.token_hex(8)}"
+        self._host = os.environ.get("PACELINE_HOST", socket.gethostname())
+        self._line: Meeting | None = None
+        self._point: MeetingPoint | None = None
+        self._bulk: Bulk | None = None
+        self._turn, self._told = 0, dict[str, Any]()
+        self.glance: Callable[[], None] = lambda: None  # while waiting: raises where waiting is to end
+
+    def stand_by(self, least: int = 1) -> None:
+        """Those whom it comes to do."""
+
+    def request(
+        self, who: dict[str, Any], more: dict[str, Any] | None = None, hear: Callable[[bytearray], None] | None = None
+    ) -> dict[str, Any]:
+        """The leader's answer to who this is, and then to ``more``. ``hear`` is given the messages before that answer.
+
+        Whoever leads later is asked anew. Raises LinkError where it refuses, or nobody is left who could answer.
+        """
+        end, why = time.monotonic() + PATIENCE_S, "no answer"
+        while time.monotonic() < end:
+            try:
+                line = self._meet()
+                if self._bulk is None:
+                    self._told = self._ask(line, who, end)
+                    address, port = self._told["hatch"]
+                    self._bulk = reach(address, port, self._secret, self._name)
+                if more:
+                    self._told = self._ask(line, {**who, **more}, end, hear)
+                return self._told
+            except (Over, Refused) as error:
+                self._hang_up()
+                if isinstance(error, Over):
+                    self._ticket.unlink(missing_ok=True)  # nobody tries again
+                raise
+            except LinkError as error:
+                why = str(error)
+                self._hang_up()
+                self.glance()
+                time.sleep(PAUSE_S)
+        raise LinkError(f"this node, {self._host}, was not answered within {PATIENCE_S:.0f} s ({why}); look there")
+
+    def _meet(self) -> Meeting:
+        """A line to who leads, and a meeting point of this one's own, on the way there."""
+        if self._line is None:
+            self._line = self._find()
+        if self._point is None:
+            address = route.own_address(self._line.address)
+            self._point = MeetingPoint(address, 0, self._secret)
+            atexit.register(self._point.close)
+            self._me = Place(self._name, self._host, address, self._point.port)
+        return self._line
+
+    def _find(self) -> Meeting:
+        some, why = False, "their processes have ended"
+        for place in self._known():
+            if (how := place.look()) != HERE:
+                some |= how == SILENT
+                continue
+            try:
+                line = Meeting(place.address, place.port, self._secret, LATE, 0, TURN_S)
+                told = [Place.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+            except LinkError as error:
+                why = str(error)
+                continue
+            some, self._places = True, told
+            if told[0].name == place.name:
+                return line
+            line.close()
+            self._behind.append(told[0])
+        if some:
+            raise LinkError("of those who train, the one that leads cannot be reached")
+        raise Over(f"{OVER} ({why})")
+
+    def _known(self) -> Iterator[Place]:
+        """Where to look for who leads: whom one names is asked next."""
+        self._behind = self._places[::-1]
+        asked: set[str] = set()
+        while self._behind:
+            place = self._behind.pop()
+            if place.name not in asked:
+                asked.add(place.name)
+                yield place
+
+    def _ask(
+        self, line: Meeting, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
+    ) -> dict[str, Any]:
+        self._turn += 1
+        said = {**said, "name": self._name, "host": self._host, "place": self._me.write(), "turn": self._turn}
+        line.lease(GUEST + self._name, json.dumps(said))
+        while time.monotonic() < end:
+            self.glance()
+            if line.check([ANSWER + self._name]):
+                told: dict[str, Any] = json.loads(line.get(ANSWER + self._name))
+                if told.pop("turn") == self._turn:
+                    if refused := told.get("refused"):
+                        raise Refused(f"this node, {self._host}, was not taken in: {refused}")
+                    return told
+            if hear and self._bulk and self._bulk.waits(GLANCE_S):
+                hear(self._bulk.receive())
+            else:
+                time.sleep(GLANCE_S)
+        raise LinkError("no answer")
+
+    def take(self) -> bytearray:
+        """The next message from the leader. Raises LinkError."""
+        assert self._bulk
+        return self._bulk.receive()
+
+    def _hang_up(self) -> None:
+        if self._line:
+            self._line.close()
+        if self._bulk:
+            self._bulk.close()
+        self._line = self._bulk = None
+
+    def rebuild(self, admits: Any = ()) -> contract.Link:
+        """With what the last answer said: everyone, this one included."""
+        decided, members = self._told["decided"], self._told["members"]
+        host = Place.read(members[0].encode())
+        guests = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
+        names = [*decided["names"], *(place.name for place, _ in guests)]
+        places = [*(Place.read(each.encode()) for each in members), *(place for place, _ in guests)]
+        rank, generation = names.index(self._name), int(decided["generation"])
+        assert self._point
+        meeting = Meeting(host.address, host.port, self._secret, rank, len(names), TURN_S)
+        meeting.patience_s = JOIN_S
+        link = Link.of(meeting, generation, self.whereabouts)
+        link.survive(Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"])))
+        link.origin, link.came = tuple(range(len(members))), tuple(guest for _, guest in guests)
+        return link
+
+    def leave(self) -> None:
+        """What it asked is forgotten: it is a member, or gives up."""
+        self._hang_up()
+
+
+class Over(LinkError):
+    """There is nothing to come to."""
+
+
+class Refused(LinkError):
+    """They know who asks, and do not take it in."""

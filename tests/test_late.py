@@ -1,0 +1,344 @@
+"""Who comes late: asks whoever leads, is refused by name, or meets all others; strangers and the dead cost little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import stat
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from paceline import handover
+from paceline.contract import Guest, LinkError
+from paceline.launch import again, local
+from paceline.link import bulk
+from paceline.link.bulk import Hatch, reach
+from paceline.link.late import Late
+from paceline.link.meeting_point import MeetingPoint
+from paceline.link.survivors import Place, Survivors
+from paceline.link.ticket import Ticket
+from paceline.world import World
+
+SECRET = b"of this run"
+
+
+@pytest.fixture
+def team(tmp_path):
+    """Members on this machine, and a ticket to them; what they hold is closed."""
+    points, made = [], []
+
+    def make(size):
+        points[:] = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
+        places = [Place(f"{rank}-name", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(points)]
+        made[:] = [Survivors(rank, places, 0, points[rank], SECRET) for rank in range(size)]
+        ticket = tmp_path / "ticket.json"
+        Ticket(SECRET.decode(), f"1:{size}", [place.write() for place in places]).write(ticket)
+        return made, ticket
+
+    yield make
+    for each in ASKING:
+        each.late.leave()
+        if each.late._point:
+            each.late._point.close()
+    ASKING.clear()
+    for each in made:
+        if each.hatch:
+            each.hatch.close()
+    for point in points:
+        point.close()
+
+
+ASKING = []
+
+
+class Asking(threading.Thread):
+    """A late node, which asks once; then ``told`` or ``error``."""
+
+    def __init__(self, ticket, node="", **said):
+        super().__init__(daemon=True)
+        self.late, self.said, self.told, self.error = Late(ticket, node), said, None, ""
+        ASKING.append(self)
+        self.start()
+
+    def run(self):
+        try:
+            self.told = self.late.request(self.said)
+        except LinkError as error:
+            self.error = str(error)
+
+
+def until(what, limit_s=20.0):
+    end = time.monotonic() + limit_s
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
+    path = tmp_path / "new" / "ticket.json"
+    path.parent.mkdir()
+    ticket = Ticket("word", "2:4", ["name 127.0.0.1 80 host"])
+    ticket.write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Ticket.read(path) == ticket
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is no ticket of a run"):
+        Ticket.read(path)
+
+
+def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
+    """Rank 0 has died: the members' own list is newer than the ticket."""
+    members, ticket = team(3)
+    members[0].point.close()
+    left = [Survivors(rank, members[0].places[1:], 1, members[1 + rank].point, SECRET) for rank in range(2)]
+    asking = Asking(ticket, began=3)
+    (name, said), *more = until(left[0].waiting).items()
+    assert not more
+    assert said["began"] == 3
+    assert not left[1].waiting()
+    left[0].answer(name, {"position": [1, 2, 0]})
+    asking.join(20.0)
+    assert asking.told["position"] == [1, 2, 0]
+    until(lambda: left[0].hatch and left[0].hatch.here)
+    asking.late.leave()
+    until(lambda: not left[0].waiting())
+    assert not left[0].hatch.here
+    left[0].hatch.close()
+
+
+def test_a_node_that_is_here_already_is_refused_by_name(team):
+    members, ticket = team(2)
+    asking = Asking(ticket, node="1")
+    until(lambda: members[0].waiting() or asking.error)
+    asking.join(20.0)
+    assert "node 1 of this run trains already, as rank 1 on host1" in asking.error
+
+
+def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
+    members, ticket = team(1)
+    first = Asking(ticket, node="4")
+    until(members[0].waiting)
+    second = Asking(ticket, node="4")
+    until(lambda: members[0].waiting() and second.error)
+    assert "which waits to be taken in; end that one first" in second.error
+    members[0].answer(next(iter(members[0].waiting())), {"over": True})
+    first.join(20.0)
+    assert first.told["over"]
+
+
+def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team):
+    members, ticket = team(2)
+    stranger = Ticket("another", "1:2", Ticket.read(ticket).members)
+    other = ticket.with_name("other.json")
+    stranger.write(other)
+    for path in (other, ticket):
+        if path == ticket:
+            for each in members:
+                each.point.close()
+        asking = Asking(path)
+        asking.join(30.0)
+        assert "the run has ended" in asking.error
+        assert not path.exists()  # nobody tries again
+
+
+def admit(members, guests):
+    """What each of the members comes to: (generation, ranks, who came) or an error's words."""
+    found = {}
+
+    def one(rank):
+        try:
+            meeting, generation, ranks = members[rank].meet(guests if rank == 0 else ())
+            found[rank] = generation, ranks, [guest.name for _, guest in members[rank].came]
+            with contextlib.closing(meeting):
+                if members[rank].came:
+                    meeting.wait(["never"])  # as they do who wait for the new one
+        except LinkError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
+    members, ticket = team(2)
+    asking = Asking(ticket, began=0)
+    (name,) = until(members[0].waiting)
+    until(lambda: asking.late._point)
+    asking.late._point.close()
+    begin = time.monotonic()
+    found = admit(members, [Guest(name, "late host")])
+    assert time.monotonic() - begin < 15.0  # and not as long as one waits for a member
+    for rank in range(2):
+        assert "late host was to be taken in and is gone" in found[rank]
+    asking.join(20.0)
+    assert asking.told["decided"]["names"] == ["0-name", "1-name"]
+    assert asking.told["decided"]["generation"] == 1
+
+
+def test_who_has_gone_before_they_meet_is_left_out(team):
+    members, _ = team(2)
+    assert admit(members, [Guest("2-nobody", "late host")]) == dict.fromkeys(range(2), (1, [0, 1], []))
+
+
+def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
+    hatch = Hatch("127.0.0.1", SECRET)
+    said = {
+        "weights": {
+            "a": torch.arange(7.0).double(),
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "none": torch.ones(0),
+        },
+        "odd": torch.arange(5, dtype=torch.int8),
+        "step": torch.tensor(3.0),
+        "shares": None,
+        "text": "x" * 13,
+        "flags": torch.tensor([True, False]),
+    }
+    try:
+        line = reach(hatch.address, hatch.port, SECRET, "2-name")
+        until(lambda: hatch.here)
+        message = handover.Message(said)
+        hatch.here["2-name"].send(message.parts(), message.num_bytes)
+        got = line.receive()
+        assert len(got) == message.num_bytes
+        found = handover.read(got)
+        assert found["text"] == said["text"]
+        assert found["shares"] is None
+        for name in ("odd", "step", "flags"):
+            assert torch.equal(found[name], said[name])
+        for name, value in said["weights"].items():
+            assert torch.equal(found["weights"][name], value)
+            assert found["weights"][name].dtype == value.dtype
+        line.close()
+    finally:
+        hatch.close()
+
+
+@pytest.mark.parametrize("at", [3, 20, 4_000_000, -1], ids=["length", "first", "second part", "seal"])
+def test_a_flipped_byte_is_refused(at):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        sends, receives = bulk.Bulk(ours, b"down", b"up"), bulk.Bulk(theirs, b"up", b"down")
+        caught, sent = bytearray(), bytes(5_000_000)
+
+        class Wire:
+            def sendall(self, part):
+                caught.extend(part)
+
+        sends._line = Wire()
+        sends.send([sent], len(sent))
+        caught[at if at >= 0 else len(caught) + at] ^= 1
+        writer = threading.Thread(target=_write, args=(ours, caught), daemon=True)
+        writer.start()
+        with pytest.raises(LinkError, match=r"wrong seal|were to come"):
+            receives.receive()
+        theirs.close()
+        writer.join(10.0)
+
+
+def _write(line, data):
+    try:
+        line.sendall(data)
+        line.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+
+def test_a_stranger_at_the_hatch_is_given_nothing():
+    hatch = Hatch("127.0.0.1", SECRET)
+    try:
+        with pytest.raises(LinkError, match="did not prove"):
+            reach(hatch.address, hatch.port, b"another", "2-name")
+        with socket.create_connection((hatch.address, hatch.port), timeout=5.0) as line:
+            line.sendall(b"GET / HTTP/1.1\r\n" * 10)
+            heard = b""
+            while words := line.recv(4096):
+                heard += words
+        assert len(heard) <= 41 + 32
+        assert not hatch.here
+    except ConnectionResetError:
+        pass
+    finally:
+        hatch.close()
+
+
+NODE = """
+import json, os, pathlib, sys, time
+node, folder = os.environ["GROUP_RANK"], pathlib.Path(sys.argv[1])
+lives = folder / f"lives-{node}"
+life = int(lives.read_text()) + 1 if lives.exists() else 1
+lives.write_text(str(life))
+pathlib.Path(os.environ["PACELINE_TICKET"]).write_text("{}")
+late = os.environ.get("PACELINE_JOIN") == os.environ["PACELINE_TICKET"] and os.environ.get("PACELINE_NODE") == node
+if late != (life > 1):
+    sys.exit(9)
+if node == "1" and life <= int(sys.argv[2]):
+    sys.exit(7)
+end = time.monotonic() + 30
+while node == "0" and not (folder / "over").exists() and time.monotonic() < end:
+    time.sleep(0.01)
+if node == "1":
+    (folder / "over").touch()
+"""
+
+
+def start(tmp_path, monkeypatch, lives, node=None):
+    monkeypatch.setattr(again, "PAUSE_S", 0.02)
+    monkeypatch.setenv("PACELINE_NODES", "1:2")
+    command = [sys.executable, "-c", NODE, str(tmp_path), str(lives)]
+    how = {"node": node, "asked": tuple} if node is not None else {"least": 1}
+    return local.start(command, "sequential", 2, returns=3, **how)
+
+
+def test_a_node_that_fails_is_started_again_and_comes_late(tmp_path, monkeypatch):
+    assert start(tmp_path, monkeypatch, 2) == 0
+    assert (tmp_path / "lives-1").read_text() == "3"
+    assert (tmp_path / "lives-0").read_text() == "1"
+
+
+def test_a_node_whose_others_are_elsewhere_comes_back_as_often_and_then_says_how_it_ended(tmp_path, monkeypatch):
+    assert start(tmp_path, monkeypatch, 3, node=1) == 0
+    assert (tmp_path / "lives-1").read_text() == "4"
+    (tmp_path / "lives-1").unlink()
+    assert start(tmp_path, monkeypatch, 9, node=1) == 7
+    assert (tmp_path / "lives-1").read_text() == "4"
+
+
+def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):
+    members, _ = team(2)
+    path = tmp_path / "now.json"
+    monkeypatch.setenv("PACELINE_TICKET", str(path))
+    monkeypatch.setenv("PACELINE_SECRET", SECRET.decode())
+    monkeypatch.setenv("PACELINE_NODES", "1:2")
+    Survivors(0, members[0].places[1:], 1, members[1].point, SECRET)
+    found = Ticket.read(path)
+    assert (found.secret, found.nodes) == (SECRET.decode(), "1:2")
+    assert [Place.read(each.encode()).name for each in found.members] == ["1-name"]
+    assert json.loads(members[1].point.posted("members")[""]) == list(found.members)
+
+
+def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, ("5", "6", "1", "2", "2", "nowhere", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PACELINE_JOIN", "ticket.json")
+    world = World.of_environment()
+    assert (world.local_rank, world.local_size, world.node, world.num_nodes) == (1, 2, 0, 1)
+    assert (world.late, world.least) == ("ticket.json", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"):
+        World.of_environment()
