@@ -41,10 +41,13 @@ def said(*arguments, **environment):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_a_step_frees_is_there_in_the_next():
-    """64 MiB are 16,384 pages: were they given back, five steps would ask for them all five times."""
+    """64 MiB are 16,384 pages: were they given back, five steps would ask for them all five times.
+
+    Where the first steps leave the heap too narrow by a block, it grows by its 2,048 pages once.
+    """
     kept, faults = said()
     assert kept == "True"
-    assert int(faults) < 1000
+    assert int(faults) < 2 * 2048
 
 
 def test_the_users_own_word_counts():
