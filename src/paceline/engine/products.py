@@ -96,8 +96,11 @@ def _large(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def install(model: nn.Module) -> None:
-    """Large fully-connected layers compute by oneDNN from now on, but for those with a forward of their own."""
-    for module in _large(model):
+    """Large fully-connected layers compute by oneDNN from now on, but for those with a forward of their own.
+
+    Raises ValueError for a PACELINE_PRODUCTS that is not known, whatever the layers.
+    """
+    for module in _large(model) if fast() else ():
         if "forward" not in vars(module):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
