@@ -48,6 +48,8 @@ class Mortal(contract.Link):
         return Mortal(self.link.lane(name), self.fate)
 
     def rebuild(self):
+        if (self.generation, self.rank) in self.fate.fired:
+            raise Killed  # in one thread; another may have seen the death first, as a loss like anybody's
         return Mortal(self.link.rebuild(), self.fate)
 
     def _do(self, begin):

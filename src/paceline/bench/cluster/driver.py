@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ def drive(
     if why := unavailable():
         raise ValueError(f"`paceline bench cluster` makes its nodes on this machine, as network namespaces: {why}")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ended_by_signals())
+        heed = stack.enter_context(_ended_by_signals())
         cluster = stack.enter_context(Cluster(nodes, delay_ms=delay_ms))
         secret = secrets.token_hex(32)
         processes = [_start(cluster, node, command, folder, secret) for node in range(nodes)]
         end = time.monotonic() + limit_s
         served = 0
         while any(process.poll() is None for process in processes):
+            heed()
             if failed := [n for n, process in enumerate(processes) if process.poll()]:
                 raise ValueError(_failed(failed[0], processes[failed[0]], folder))
             if time.monotonic() > end:
@@ -86,16 +87,23 @@ def _failed(node: int, process: subprocess.Popen[Any], folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP take down what was made, as Ctrl-C does."""
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """SIGINT, SIGTERM and SIGHUP take down what was made. What this gives is called now and then: an exception that a
+    handler raises is lost where Python calls something before or after a fork."""
+    received: list[int] = []
+
+    def heed() -> None:
+        if received:
+            raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
     def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
+        received.append(number)
+        heed()
 
-    numbers = signal.SIGTERM, signal.SIGHUP
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     before = [signal.signal(number, end) for number in numbers]
     try:
-        yield
+        yield heed
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
