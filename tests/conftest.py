@@ -75,6 +75,25 @@ DEAR = (
     *("stalls.py::test_an_undisturbed_run", "stalls.py::test_a_hang_inside_a_node"),
     "stragglers.py::test_a_node_whose_core_others_take",
     "encryption.py::test_a_node_dies",
+    *(
+        "says_whom_it_lost[cable of rank 0",
+        "says_whom_it_lost[SIGKILL of rank 1",
+        "has_left_and_one_that_fails_has_died[raise",
+    ),
+    *(
+        "verify_says_the_same_of_an_exact_exchange",
+        "over_ssh.py::test_another_mathematics",
+        "test_a_script_that_ends_early",
+    ),
+    *("over_a_real_wire", "test_emulated_compute_is_labelled", "what_differs[model", "what_differs[clip"),
+    *("test_hosts_of_unlike_slots_train", "two_thousand_random_frames", "test_one_process_stopped_twice"),
+    *("test_nodes_of_several_processes_come_together", "numerics.py::test_bf16_between_processes"),
+    *(
+        "where_mpirun_lets_it[0-sockets",
+        "test_nodes_that_compute_in_unlike_rows",
+        "outlived.py::test_a_node_of_several",
+    ),
+    *("two_threads[micro-batches", "test_links_add_up.py::test_law[mpi-3-"),
 )
 
 

@@ -13,8 +13,8 @@ import struct
 import sys
 from collections.abc import Iterator
 
-SILENT_S = 6  # without an answer, or without one to what was sent
-ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 4
+SILENT_S = 5  # without an answer, or without one to what was sent
+ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 3
 INFO_BYTES = 104  # of struct tcp_info, in which are: segments without an answer, milliseconds since the last one
 UNACKED = LAST_ACK = struct.Struct("I")
 
