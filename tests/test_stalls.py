@@ -138,6 +138,20 @@ def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_t
     assert run.process.returncode == 0, run.said
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start, victim):
+    """Story: the others were gone, as if they had been killed, so it trained on, and saved over what they had saved."""
+    run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=1)
+    os.kill(run.pids[f"{victim}.0"], signal.SIGSTOP)
+    run.until(lambda: "2 of 3 nodes go on" in run.said, "they do not go on")
+    (run.folder / "enough").touch()
+    others = [run.pids[f"{node}.0"] for node in range(3) if node != victim]
+    run.until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in others), "they do not end")
+    (run.folder / "enough").unlink()
+    os.kill(run.pids[f"{victim}.0"], signal.SIGCONT)
+    run.until(lambda: "may have gone on without it" in run.said, "it goes on alone")
+
+
 def test_an_undisturbed_run_says_nothing(start):
     run = start(names=["0.0", "1.0"], num_nodes=2, LEAST_S="5")
     (run.folder / "enough").touch()

@@ -127,6 +127,18 @@ def test_where_all_wait_the_network_is_to_blame():
     assert "look at the network between them" in waits.line(everyone, 1, 3, [])
 
 
+def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_afterwards_has_ended():
+    """What they had sent before may end the step that it woke in."""
+    where = Whereabouts()
+    where.begin(7)
+    assert where.doubtful_s == 0.0
+    where.woke(34.0)
+    assert where.doubtful_s == 34.0
+    for step, doubt_s in ((8, 34.0), (9, 0.0), (10, 0.0)):
+        where.begin(step)
+        assert where.doubtful_s == doubt_s
+
+
 def test_notices_go_to_the_screen_in_one_piece(capsys):
     whereabouts.say("one\ntwo")
     assert capsys.readouterr().err == "paceline: one\ntwo\n"

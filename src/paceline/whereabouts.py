@@ -39,6 +39,7 @@ class Whereabouts:
         self._wire = ""
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._limit_s = UNKNOWN_S
+        self._woke: tuple[int, float] | None = None  # in which step, and after how long
 
     # said by the thread that trains
 
@@ -62,7 +63,17 @@ class Whereabouts:
             self._wire = what
         return At(self, what, True)
 
-    # read by any thread
+    # said and read by any thread
+
+    def woke(self, seconds: float) -> None:
+        """This process, or all of its machine, has stood still for so long."""
+        self._woke = self.step, seconds
+
+    @property
+    def doubtful_s(self) -> float:
+        """For how long it stood still, as long as the others may have gone on without it: what they sent before may
+        still end this step, but not the next one. Otherwise 0."""
+        return self._woke[1] if self._woke and self.step - self._woke[0] < 2 else 0.0
 
     @property
     def limit_s(self) -> float:

@@ -31,6 +31,8 @@ LATENCY_S = 1e-4, 1e-3
 HELD_S = 0.05  # longer than some messages take one after the other, shorter than anybody waits
 PATIENCE_S = 10.0
 LONGEST_S = 6 * PATIENCE_S  # of a delay, a stall, a partition
+STILL_S = PATIENCE_S / 2  # before a rank cannot be sure of the others
+TWO_STEPS = 5  # messages of gradients, from any of a step on, of which it sends two
 WORDLESS = 0.3  # of all deaths: no news comes of them
 LONG = {kind: f"{kind}, longer than anybody waits" for kind in (DELAY, STALL, PARTITION, ONE_WAY)}
 UNHEARD = "death, without a word"
@@ -69,6 +71,7 @@ class Net(World):
         self.unheard: set[int] = set()  # of the dead
         self.ended: set[int] = set()  # have left in peace
         self.hub_of: dict[int, Hub] = {}  # the last generation that each was in
+        self.doubtful: dict[int, int] = {}  # who has stood still: the gradients to send before it is sure of the others
         self.assembly = Assembly(self, self.look, self._found)
 
     def tell(self, words: str) -> None:
@@ -112,21 +115,18 @@ class Net(World):
         if any(self._felt(cut) for cut in self.cuts if cut.until > self.clock and cut.parts(one, other)):
             return SILENT
         if other in self.ended or other in self.dead - self.unheard:
-            return GONE
+            return SILENT if self.doubtful.get(one) else GONE
         return SILENT if other in self.unheard or self.stands_still(other) else HERE
 
     def _found(self, ids: Sequence[int]) -> Hub:
         self.tell(f"      ranks {list(ids)} go on")
-        hub = Hub(self, ids)
-        hub.late = any(self.hub_of[other].number > self.hub_of[self.owner].number for other in self.ended)
-        return hub
+        return Hub(self, ids)
 
 
 class Hub(memory.Hub):
     """Everybody's messages of one generation."""
 
     patience_s = PATIENCE_S
-    late = False  # others, who had gone on without these, have ended already
 
     def __init__(self, net: Net, ids: Sequence[int]):
         super().__init__(len(ids), ids, net)
@@ -172,6 +172,8 @@ class Hub(memory.Hub):
             raise Killed
         number = net.num_messages
         net.num_messages += 1
+        if net.doubtful.get(who) and "gradients" in doing:
+            net.doubtful[who] -= 1
         kind = net.faults.get(number, "") if others else ""
         net.tell(f"{number:4d}  rank {who} {doing}" + (f"  ** {kind}" if kind else ""))
         if kind in (PARTITION, ONE_WAY):
@@ -201,6 +203,8 @@ class Hub(memory.Hub):
         net = self.net
         seconds = net.some_time()
         net.stall(who, seconds)
+        if seconds > STILL_S:
+            net.doubtful[who] = TWO_STEPS
         net.strike(STALL, seconds)
         net.tell(f"      rank {who} stands still for {seconds:.3f} s")
         net.yield_()

@@ -30,6 +30,7 @@ from paceline.whereabouts import LEAST_S, Whereabouts
 BEAT_S = 1.0
 GLANCE_S = 0.1  # how soon the end of this process is noticed
 LIMIT_S = LEAST_S
+STILL_S = LIMIT_S - BEAT_S  # in which nothing of this process ran, before it cannot be sure of the others
 GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
 ANSWER_S = 2.5
 JOIN_S = 60.0
@@ -39,6 +40,11 @@ MAX_STRANGERS = 64
 RANK = struct.Struct("<H")
 SILENT = "has been silent for {:.0f} s"
 STALLED = "is stalled: its machine answers, its process has not for {:.0f} s (stopped, swapped out, or starved)"
+
+
+def ticks() -> float:
+    """Seconds, also those in which the machine was suspended, where that can be told."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Pulse:
@@ -147,9 +153,13 @@ class Pulse:
             for peer, words in self._peers.items():
                 words.line.setblocking(False)
                 eyes.register(words.line, selectors.EVENT_READ, peer)
-            next_beat = time.monotonic()
+            next_beat, turn_s = time.monotonic(), ticks()
             while not self._closing.is_set() and eyes.get_map():
-                for key, _ in eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic()))):
+                said = eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic())))
+                if (still_s := ticks() - turn_s) > STILL_S:
+                    self.whereabouts.woke(still_s)
+                turn_s = ticks()
+                for key, _ in said:
                     if not self._hear(key.data):
                         eyes.unregister(key.fileobj)
                 while self._wanted:

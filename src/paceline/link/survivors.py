@@ -7,7 +7,8 @@ Each keeps a meeting point of its own from the beginning, and knows those of all
     goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
 
 A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
-is silent to the other, and the lower rank goes on.
+is silent to the other, and the lower rank goes on. Whoever has stood still itself cannot tell who was killed from who
+went on without it and has ended: to it, both are silent.
 
 *Laws*: two parts of a run never both go on; all who go on know the same members and the same generation.
 """
@@ -88,6 +89,7 @@ class Survivors(Porter):
         self.me = self.places[rank]
         self.came: list[tuple[Place, Guest]] = []  # by the last meeting, besides those who were here
         self._admits: Sequence[Guest] = ()
+        self._still_s = 0.0
         self.hatch: Hatch | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
@@ -103,10 +105,11 @@ class Survivors(Porter):
         heir.hatch = self.hatch
         return heir
 
-    def meet(self, admits: Sequence[Guest] = ()) -> tuple[Meeting, int, list[int]]:
+    def meet(self, admits: Sequence[Guest] = (), still_s: float = 0.0) -> tuple[Meeting, int, list[int]]:
         """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
-        nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was."""
-        self._admits, self.came = admits, []
+        nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``:
+        for how long it stood still just now, while the others may have gone on, and ended."""
+        self._admits, self.came, self._still_s = admits, [], still_s
         token, end = secrets.token_hex(8), time.monotonic() + LATE_S
         while time.monotonic() < end:
             for place in self.places:
@@ -186,7 +189,8 @@ class Survivors(Porter):
         if not places:
             return {}
         with ThreadPoolExecutor(min(32, len(places))) as crowd:
-            return dict(zip((p.name for p in places), crowd.map(lambda place: place.look(), places), strict=True))
+            seen = dict(zip((p.name for p in places), crowd.map(lambda place: place.look(), places), strict=True))
+        return {name: SILENT if how == GONE and self._still_s else how for name, how in seen.items()}
 
     def _tell(
         self, meeting: Meeting, came: Sequence[Place], silent: Sequence[Place], calls: dict[str, bytes]
@@ -258,6 +262,11 @@ class Survivors(Porter):
         lowest = min((*going, *silent), key=lambda place: where[place.name])
         if len(going) < len(silent) or (len(going) == len(silent) and lowest in silent):
             who = ", ".join(f"rank {where[place.name]} on {place.host}" for place in silent)
+            if self._still_s:
+                return (
+                    f"this process stood still for {self._still_s:.0f} s, and {who} may have gone on without it "
+                    f"meanwhile, and ended; start this node again, with --resume where they did not end the training"
+                )
             return (
                 f"cut off from {who}, and the larger part of a run goes on, of two equal parts that with the lowest "
                 f"rank; mend the network, and start this node again"

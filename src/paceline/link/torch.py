@@ -120,7 +120,7 @@ class Link(contract.Link):
         if self.pulse:
             self.pulse.abandon()
         for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.meet(admits)
+            meeting, generation, ranks = self._survivors.meet(admits, self.whereabouts.doubtful_s)
             admits = ()
             try:
                 link = type(self).of(meeting, generation, self.whereabouts)

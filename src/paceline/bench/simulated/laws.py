@@ -70,11 +70,9 @@ def _ends(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
 
 
 def _steps(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]:
-    # whoever stood still until all others had ended goes on as a run of its own
-    one_run = [rank for rank in ranks if not net.hub_of[rank.id].late]
     for step in range(schedule.steps):
         # whoever was lost may have applied its last step alone: nobody else will ever know, nor add up in its order
-        sure = [rank for rank in one_run if len(rank.applied) > step + (not rank.finished)]
+        sure = [rank for rank in ranks if len(rank.applied) > step + (not rank.finished)]
         anyone = [rank for rank in ranks if len(rank.applied) > step]
         said = {rank.id: rank.applied[step] for rank in anyone}
         if len({rank.applied[step] for rank in sure}) > 1:
