@@ -66,7 +66,7 @@ class Whereabouts:
     # said and read by any thread
 
     def woke(self, seconds: float) -> None:
-        """This process, or all of its machine, has stood still for so long."""
+        """This process, or all of its machine, has stood still, or heard nothing of another one, for so long."""
         self._woke = self.step, seconds
 
     @property

@@ -46,17 +46,20 @@ class Assembly:
     def meet(self, me: int, ids: Sequence[int]) -> Decision:
         """What was decided, among the members ``ids`` of the last generation. Raises LinkError."""
         world, hosts_since, silent_since = self.world, math.inf, dict[int, float]()
+        doubted = set[int]()  # have been silent in this meeting: who is gone then may have gone on, and ended
         end = world.clock + GIVE_UP_S
         while world.clock < end:
             seen = {other: self.look(me, other) for other in ids if other != me}
+            seen |= {other: SILENT for other, how in seen.items() if how == GONE and other in doubted}
+            doubted = {other for other, how in seen.items() if how == SILENT}
             host = min((other for other in seen if other < me and seen[other] == HERE), default=me)
             if host == me:
                 hosts_since = min(hosts_since, world.clock)
                 silent_since = {o: silent_since.get(o, world.clock) for o, how in seen.items() if how == SILENT}
                 came = [other for other in seen if seen[other] != GONE and other in self.calls[me]]
                 missing = [other for other in seen if seen[other] != GONE and other not in came]
-                doubted = all(world.clock - silent_since.get(other, world.clock) >= DOUBT_S for other in missing)
-                if doubted or world.clock - hosts_since >= LATE_S:
+                enough = all(world.clock - silent_since.get(other, world.clock) >= DOUBT_S for other in missing)
+                if enough or world.clock - hosts_since >= LATE_S:
                     return self._decide(me, ids, came, missing)
             else:
                 hosts_since, silent_since = math.inf, {}

@@ -31,7 +31,7 @@ LATENCY_S = 1e-4, 1e-3
 HELD_S = 0.05  # longer than some messages take one after the other, shorter than anybody waits
 PATIENCE_S = 10.0
 LONGEST_S = 6 * PATIENCE_S  # of a delay, a stall, a partition
-STILL_S = PATIENCE_S / 2  # before a rank cannot be sure of the others
+STILL_S = HELD_S  # before a rank cannot be sure of the others
 TWO_STEPS = 5  # messages of gradients, from any of a step on, of which it sends two
 WORDLESS = 0.3  # of all deaths: no news comes of them
 LONG = {kind: f"{kind}, longer than anybody waits" for kind in (DELAY, STALL, PARTITION, ONE_WAY)}
@@ -115,8 +115,13 @@ class Net(World):
         if any(self._felt(cut) for cut in self.cuts if cut.until > self.clock and cut.parts(one, other)):
             return SILENT
         if other in self.ended or other in self.dead - self.unheard:
-            return SILENT if self.doubtful.get(one) else GONE
+            return SILENT if self.doubts(one, other) else GONE
         return SILENT if other in self.unheard or self.stands_still(other) else HERE
+
+    def doubts(self, one: int, other: int) -> bool:
+        """Whether the other may have gone on without the one, which stood still or heard nothing, and have ended."""
+        parted = any(cut.felt and cut.parts(one, other) and cut.until > self.hub_of[one].since for cut in self.cuts)
+        return parted or bool(self.doubtful.get(one))
 
     def _found(self, ids: Sequence[int]) -> Hub:
         self.tell(f"      ranks {list(ids)} go on")
@@ -130,7 +135,7 @@ class Hub(memory.Hub):
 
     def __init__(self, net: Net, ids: Sequence[int]):
         super().__init__(len(ids), ids, net)
-        self.net, self.number = net, net.num_hubs
+        self.net, self.number, self.since = net, net.num_hubs, net.clock
         net.num_hubs += 1
         self._last: defaultdict[tuple[int, int], dict[str, float]] = defaultdict(dict)
         """From, to: by lane, when the last message arrives."""

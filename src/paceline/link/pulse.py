@@ -30,7 +30,7 @@ from paceline.whereabouts import LEAST_S, Whereabouts
 BEAT_S = 1.0
 GLANCE_S = 0.1  # how soon the end of this process is noticed
 LIMIT_S = LEAST_S
-STILL_S = LIMIT_S - BEAT_S  # in which nothing of this process ran, before it cannot be sure of the others
+STILL_S = 3.0  # in which this process ran nothing, or heard nothing of a peer, before it is in doubt of the others
 GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
 ANSWER_S = 2.5
 JOIN_S = 60.0
@@ -191,7 +191,10 @@ class Pulse:
         """Reads what a peer says; False once it will say no more."""
         said, more = self._peers[peer].hear()
         if said:
-            self._heard[peer] = time.monotonic()
+            now = time.monotonic()
+            if now - self._heard[peer] > STILL_S:
+                self.whereabouts.woke(now - self._heard[peer])
+            self._heard[peer] = now
         try:
             for kind, body in said:
                 self._take(peer, kind, body)

@@ -7,8 +7,8 @@ Each keeps a meeting point of its own from the beginning, and knows those of all
     goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
 
 A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
-is silent to the other, and the lower rank goes on. Whoever has stood still itself cannot tell who was killed from who
-went on without it and has ended: to it, both are silent.
+is silent to the other, and the lower rank goes on. Who went on without this one may have ended as well, and looks like
+killed: so whoever was silent once stays it, as all do who are gone for one that has stood still or heard nothing.
 
 *Laws*: two parts of a run never both go on; all who go on know the same members and the same generation.
 """
@@ -90,6 +90,7 @@ class Survivors(Porter):
         self.came: list[tuple[Place, Guest]] = []  # by the last meeting, besides those who were here
         self._admits: Sequence[Guest] = ()
         self._still_s = 0.0
+        self._silent: dict[str, float] = {}  # in this meeting, since when
         self.hatch: Hatch | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
@@ -108,8 +109,8 @@ class Survivors(Porter):
     def meet(self, admits: Sequence[Guest] = (), still_s: float = 0.0) -> tuple[Meeting, int, list[int]]:
         """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
         nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``:
-        for how long it stood still just now, while the others may have gone on, and ended."""
-        self._admits, self.came, self._still_s = admits, [], still_s
+        for how long it stood still just now, or heard nothing, while the others may have gone on, and ended."""
+        self._admits, self.came, self._still_s, self._silent = admits, [], still_s, {}
         token, end = secrets.token_hex(8), time.monotonic() + LATE_S
         while time.monotonic() < end:
             for place in self.places:
@@ -145,7 +146,7 @@ class Survivors(Porter):
 
     def _ask(self, place: Place, token: str) -> dict[str, Any] | None:
         """What has been decided there; None where nobody answers, or decides yet."""
-        if place.look() != HERE:
+        if self._look([place])[place.name] != HERE:
             return None
         with contextlib.suppress(LinkError):
             meeting = self._line(place, self.rank, len(self.places))
@@ -166,7 +167,6 @@ class Survivors(Porter):
     def _decide(self, end: float) -> dict[str, Any] | None:
         """As the lowest that answers; None where a lower one answers after all."""
         others = [place for place in self.places if place is not self.me]
-        silent: dict[str, float] = {}  # since when
         meeting = self._line(self.me, self.rank, len(self.places))
         try:
             while True:
@@ -175,11 +175,10 @@ class Survivors(Porter):
                 if any(seen[place.name] == HERE for place in self.places[: self.rank]):
                     return None
                 calls = {p.name: meeting.get(f"call/{p.name}") for p in others if meeting.check([f"call/{p.name}"])}
-                silent = {name: silent.get(name, now) for name, how in seen.items() if how == SILENT}
                 # who called and died is gone
                 came = [p for p in others if p.name in calls and seen[p.name] != GONE]
                 missing = [p for p in others if p not in came and seen[p.name] != GONE]
-                if all(now - silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
+                if all(now - self._silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
                     return self._tell(meeting, came, missing, calls)
                 time.sleep(PAUSE_S)
         finally:
@@ -190,7 +189,13 @@ class Survivors(Porter):
             return {}
         with ThreadPoolExecutor(min(32, len(places))) as crowd:
             seen = dict(zip((p.name for p in places), crowd.map(lambda place: place.look(), places), strict=True))
-        return {name: SILENT if how == GONE and self._still_s else how for name, how in seen.items()}
+        for name, how in seen.items():
+            if how == HERE:
+                self._silent.pop(name, None)
+            elif how == SILENT or self._still_s or name in self._silent:
+                seen[name] = SILENT
+                self._silent.setdefault(name, time.monotonic())
+        return seen
 
     def _tell(
         self, meeting: Meeting, came: Sequence[Place], silent: Sequence[Place], calls: dict[str, bytes]
@@ -264,8 +269,8 @@ class Survivors(Porter):
             who = ", ".join(f"rank {where[place.name]} on {place.host}" for place in silent)
             if self._still_s:
                 return (
-                    f"this process stood still for {self._still_s:.0f} s, and {who} may have gone on without it "
-                    f"meanwhile, and ended; start this node again, with --resume where they did not end the training"
+                    f"this process stood still, or heard nothing of another one, for {self._still_s:.0f} s, and {who} "
+                    f"may have gone on without it, and ended; start it again, with --resume if training has not ended"
                 )
             return (
                 f"cut off from {who}, and the larger part of a run goes on, of two equal parts that with the lowest "
