@@ -4,6 +4,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 
 import pytest
 
@@ -25,11 +26,12 @@ def listening():
 
 def test_what_was_opened_within_is_closed_and_who_accepts_there_finds_nobody():
     before, eyes = listening(), select.epoll()
-    with shut_after("127.0.0.1") as opened:
-        server, other = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.2", 0))
+    with shut_after("127.0.0.1", lambda: [socket.create_server((f"127.0.0.{n}", 0)) for n in (1, 2)]) as (
+        server,
+        other,
+    ):
         eyes.register(server.fileno(), select.EPOLLIN)
         server.setblocking(False)
-        opened()
         later, port = socket.create_server(("127.0.0.1", 0)), server.getsockname()[1]
         assert set(listening()) - set(before) == {server.fileno(), other.fileno(), later.fileno()}
         socket.create_connection(("127.0.0.1", port)).close()
@@ -42,6 +44,31 @@ def test_what_was_opened_within_is_closed_and_who_accepts_there_finds_nobody():
         with pytest.raises(BlockingIOError):
             server.accept()
     eyes.close()
+
+
+def test_threads_that_open_at_the_same_moment_close_their_own():
+    """Story: ranks that were threads took each other's ports for theirs, and closed them before all had come."""
+    before, servers, closed = set(listening()), [], threading.Barrier(8)
+
+    def one():
+        with shut_after("127.0.0.1", lambda: socket.create_server(("127.0.0.1", 0))) as server:
+            servers.append(server)
+            closed.wait(30)
+            if len(servers) < 8 or servers[0] is not server:
+                closed.wait(30)
+                with socket.create_connection(server.getsockname()):
+                    pass
+        if servers[0] is server:
+            closed.wait(30)
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(listening()) == before
+    for server in servers:
+        server.close()
 
 
 def test_gloo_leaves_no_port_open():

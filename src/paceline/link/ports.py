@@ -9,32 +9,43 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from paceline.link.cable import sockets
 
+Result = TypeVar("Result")
+
+_turn = threading.Lock()  # of all threads that open something here: each must know what is its own
+
 
 @contextlib.contextmanager
-def shut_after(address: str) -> Iterator[Callable[[], None]]:
-    """To be called within, as soon as the library listens at ``address``: what it has opened so far, ends with this."""
-    before, opened = _listening(address), set[int]()
+def shut_after(address: str, begin: Callable[[], Result]) -> Iterator[Result]:
+    """Gives what ``begin()`` returns; where it has begun to listen at ``address``, nobody listens after this."""
+    with _turn:
+        before = _listening(address)
+        begun = begin()
+        opened = {number: kind for number, kind in _listening(address).items() if before.get(number) != kind}
     try:
-        yield lambda: opened.update(_listening(address) - before)
+        yield begun
     finally:
-        for descriptor in opened:
-            _shut(descriptor)
+        with _turn:
+            there = _listening(address)
+            for number in [number for number, kind in opened.items() if there.get(number) == kind]:
+                _shut(number)
 
 
-def _listening(address: str) -> set[int]:
-    """This process's descriptors."""
-    found = set()
-    for descriptor in sockets():
+def _listening(address: str) -> dict[int, str]:
+    """This process's sockets, by descriptor."""
+    found = {}
+    for descriptor, kind in sockets().items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
             if line.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             here = line.family == socket.AF_INET6 or line.getsockname()[0] == address  # IPv6 has many spellings
             if here and line.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(descriptor)
+                found[descriptor] = kind
     return found
 
 

@@ -158,10 +158,8 @@ class Link(contract.Link):
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=PATIENCE_S)
         options._threads = 2
-        with shut_after(address) as opened:
-            device = dist.ProcessGroupGloo.create_device(hostname=address)
+        with shut_after(address, lambda: dist.ProcessGroupGloo.create_device(hostname=address)) as device:
             _outlive(device)
-            opened()
             options._devices = [device]
             return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
