@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-LEAST_S, MOST_S = 5.0, 60.0
+LEAST_S, MOST_S = 4.0, 60.0
 UNKNOWN_S = 30.0  # before a step has been measured
 BETWEEN_S = 12.0  # between steps, where one process may do what the others wait for
 TIMES, RECENT = 10.0, 64  # steps

@@ -48,8 +48,8 @@ def ticks() -> float:
 
 
 class Pulse:
-    """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + 2 BEAT_S, a stalled one within
-    ``whereabouts.limit_s`` + 2 BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
+    """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + BEAT_S, a stalled one within
+    ``whereabouts.limit_s`` + BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
 
     def __init__(
         self,
@@ -164,27 +164,36 @@ class Pulse:
                         eyes.unregister(key.fileobj)
                 while self._wanted:
                     self._ask(self._wanted.pop())
-                if (late_s := time.monotonic() - next_beat) >= 0:
-                    next_beat = time.monotonic() + BEAT_S
-                    # who has stood still itself has not listened, and judges nobody
-                    for peer in self._beat(judge=late_s < BEAT_S):
+                left_s = next_beat - time.monotonic()
+                # the last beat has had time to be confirmed; who has stood still itself has not listened
+                if left_s < BEAT_S / 2 and still_s < BEAT_S:
+                    for peer in self._judge():
                         eyes.unregister(self._peers[peer].line)
+                if left_s <= 0:
+                    next_beat = time.monotonic() + BEAT_S
+                    self._beat()
                     self._mind_the_wait()
 
-    def _beat(self, judge: bool) -> list[int]:
-        """A sign of life to everyone; the peers that have been without one for too long, who are dead from now on."""
-        now, buried = time.monotonic(), []
+    def _alive(self) -> list[int]:
+        return [peer for peer in self._peers if peer not in self.dead and peer not in self.left]
+
+    def _beat(self) -> None:
+        """A sign of life to everyone."""
         news = json.dumps(self.everyone() if self.rank == 0 else self.whereabouts.tell()).encode()
-        alive = [peer for peer in self._peers if peer not in self.dead and peer not in self.left]
-        for peer in alive:
-            words, silent_s = self._peers[peer], now - self._heard[peer]
-            # asked before another beat is on its way
-            stalled = words.arrived
-            if not words.stuck:
-                words.say(b"h", news)
-            if judge and silent_s > (max(LIMIT_S, self.whereabouts.limit_s) if stalled else LIMIT_S):
-                self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
-                buried.append(peer)
+        for peer in self._alive():
+            if not self._peers[peer].stuck:
+                self._peers[peer].say(b"h", news)
+
+    def _judge(self) -> list[int]:
+        """The peers that have been without a sign of life for too long, who are dead from now on."""
+        now, buried = time.monotonic(), []
+        for peer in self._alive():
+            silent_s = now - self._heard[peer]
+            if silent_s > LIMIT_S:
+                stalled = self._peers[peer].arrived
+                if not stalled or silent_s > self.whereabouts.limit_s:
+                    self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
+                    buried.append(peer)
         return buried
 
     def _hear(self, peer: int) -> bool:
