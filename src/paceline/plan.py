@@ -67,8 +67,11 @@ def make(
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
     facts = profile.facts if profile else Facts()
     if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
-        store(found, command, machine)
-        return dataclasses.replace(found, reason=f"{found.reason} (measured before)")
+        measured = any(row.measured_s for row in found.rows)
+        if measured or budget_s is None:  # who names a budget wants it spent where nothing could be tried before
+            store(found, command, machine)
+            how = "measured before" if measured else "as before; `paceline plan` measures"
+            return dataclasses.replace(found, reason=f"{found.reason} ({how})")
     names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
     names += [REPRODUCIBLE] if reproducible and REPRODUCIBLE not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
