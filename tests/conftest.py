@@ -93,15 +93,14 @@ DEAR = (
         "test_nodes_that_compute_in_unlike_rows",
         "outlived.py::test_a_node_of_several",
     ),
-    *("two_threads[micro-batches", "test_links_add_up.py::test_law[mpi-3-", "test_links_add_up.py::test_law[mpi-4-"),
+    *("two_threads[micro-batches", "test_links_add_up.py::test_law[mpi-4-"),
     *(
         "until_all_others_have_ended_does_not_go_on_alone[1",
         "test_a_row_that_was_never_run",
         "test_a_lane_that_cannot_be",
     ),
     *("are_those_of_one_process[processes:3-", "test_a_firewall_that_lets", "mpi.py::test_declared_bytes"),
-    *("norm_is_everyones.py::test_processes_equal_one_process[processes:3", "commands.py::test_bytes_on_the_wire"),
-    *("test_memories.py::test_two_nodes_go_on_bit_for_bit", "test_two_processes_name_the_layer"),
+    *("commands.py::test_bytes_on_the_wire", "test_two_processes_name_the_layer"),
     *("fault_has_struck[20000", "fault_has_struck[30000"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 from machines import left_behind, needs_cluster
 from paceline.bench import cluster
 from paceline.bench.cluster import namespaces, peers, predicted, scaling, tasks
+from paceline.bench.cluster.driver import _ended_by_signals
 from paceline.bench.cluster.heat import Pace, faster, light, run
 from paceline.bench.cluster.namespaces import Cluster, check_rate
 from paceline.bench.cluster.race import Entry, Lap, Phase, Race, Result, result
@@ -186,6 +188,18 @@ def test_a_node_that_fails_is_told_and_nothing_stays():
     with pytest.raises(ValueError, match=r"node \d failed.*(?s:.)*no codec named 'topkk'"):
         run(race, Pace(), quiet)
     assert not left_behind()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_whose_exception_was_swallowed_is_heeded_later(number):
+    """Story: it came while Python forked, where whatever a handler raises is dropped."""
+    with _ended_by_signals() as heed:
+        heed()
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            heed()
 
 
 @needs_cluster

@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+import time
 
 import pytest
 
@@ -48,26 +49,29 @@ def test_what_was_opened_within_is_closed_and_who_accepts_there_finds_nobody():
 
 def test_threads_that_open_at_the_same_moment_close_their_own():
     """Story: ranks that were threads took each other's ports for theirs, and closed them before all had come."""
-    before, servers, closed = set(listening()), [], threading.Barrier(8)
+    servers, met = {}, threading.Barrier(2)
 
-    def one():
-        with shut_after("127.0.0.1", lambda: socket.create_server(("127.0.0.1", 0))) as server:
-            servers.append(server)
-            closed.wait(30)
-            if len(servers) < 8 or servers[0] is not server:
-                closed.wait(30)
-                with socket.create_connection(server.getsockname()):
-                    pass
-        if servers[0] is server:
-            closed.wait(30)
+    def begin():
+        server = socket.create_server(("127.0.0.1", 0))
+        time.sleep(0.2)  # the other one opens its own meanwhile, unless it waits for its turn
+        return server
 
-    threads = [threading.Thread(target=one) for _ in range(8)]
+    def one(first):
+        with shut_after("127.0.0.1", begin) as servers[first]:
+            met.wait(30)
+            if not first:
+                met.wait(30)
+                socket.create_connection(servers[first].getsockname()).close()  # the other one has closed, its own
+        if first:
+            met.wait(30)
+
+    threads = [threading.Thread(target=one, args=(first,)) for first in (True, False)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(listening()) == before
-    for server in servers:
+    assert not {server.fileno() for server in servers.values()} & set(listening())
+    for server in servers.values():
         server.close()
 
 
