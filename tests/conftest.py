@@ -100,7 +100,7 @@ DEAR = (
         "test_a_lane_that_cannot_be",
     ),
     *("are_those_of_one_process[processes:3-", "test_a_firewall_that_lets", "mpi.py::test_declared_bytes"),
-    *("commands.py::test_bytes_on_the_wire", "test_two_processes_name_the_layer"),
+    *("commands.py::test_bytes_on_the_wire", "test_two_processes_name_the_layer", "test_a_named_budget_is_spent"),
     *("fault_has_struck[20000", "fault_has_struck[30000"),
 )
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline import plan
 from paceline.job import Job
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
@@ -312,3 +313,15 @@ def test_a_model_that_cannot_be_taken_apart_is_told_why(tmp_path):
     profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
     assert profile is None
     assert why == "paceline: not profiled: ZeroDivisionError: division by zero"
+
+
+def test_a_named_budget_is_spent_where_nothing_could_be_tried_before(tmp_path):
+    """Story: a plan from a minute in which the machine was busy was answered for ever."""
+    (tmp_path / "job.py").write_text(JOB)
+    command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
+    first = plan.make(command, budget_s=0.1)
+    assert not any(row.measured_s for row in first.rows)
+    assert plan.make(command).reason == f"{first.reason} (as before; `paceline plan` measures)"
+    second = plan.make(command, budget_s=25.0)
+    assert any(row.measured_s for row in second.rows)
+    assert plan.make(command, budget_s=25.0).reason == f"{second.reason} (measured before)"
