@@ -57,9 +57,9 @@ scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 8e-3, total_steps=STE
 with paceline.join(model, optimizer, loss, batch_size=16, clip=1.0, scheduler=scheduler) as pace:
     for batch in pace.batches(Windows()):
         value = pace.step(batch)
-        if pace.loop.num_steps % 15 == 0 and pace.leader:
-            print(f"step {pace.loop.num_steps}: loss {value:.3f}")
-        if pace.loop.num_steps == STEPS:
+        if pace.num_steps % 15 == 0 and pace.leader:
+            print(f"step {pace.num_steps}: loss {value:.3f}")
+        if pace.num_steps == STEPS:
             break
 
     if pace.leader:

@@ -59,7 +59,7 @@ with paceline.join(
     folder=arguments.out,  # with a folder, Ctrl-C ends the step, saves, and exits
 ) as pace:
     if arguments.out and pace.restore() and pace.leader:
-        print(f"going on after step {pace.loop.num_steps}")
+        print(f"going on after step {pace.num_steps}")
     for batch in pace.batches(train, arguments.epochs):
         loss = pace.step(batch)
         if batch.ends_epoch:

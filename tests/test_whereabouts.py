@@ -124,7 +124,15 @@ def test_who_is_missing_is_who_does_not_wait_or_does_not_answer():
 def test_where_all_wait_the_network_is_to_blame():
     everyone = {rank: told("agreeing", True) for rank in range(3)}
     assert waits.missing(everyone, 1) == []
-    assert "look at the network between them" in waits.line(everyone, 1, 3, [])
+    assert "look at the network between them: rank 0" in waits.line(everyone, 1, 3, [])
+
+
+def test_where_all_wait_in_different_places_the_script_may_be_to_blame():
+    """One node saves at another step than the others, as it counts steps itself."""
+    everyone = {0: told("agreeing", True, step=5), 1: told("saving", True), 2: told("saving", True)}
+    line = waits.line(everyone, 1, 3, [])
+    assert "the network between them, or" in line
+    assert "the same calls in every process" in line
 
 
 def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_afterwards_has_ended():

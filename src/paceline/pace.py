@@ -281,6 +281,11 @@ class Pace:
         return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
 
     @property
+    def num_steps(self) -> int:
+        """Steps so far, those before a checkpoint included: the same number in every process, also of a late node."""
+        return self.loop.num_steps
+
+    @property
     def shares(self) -> tuple[int, ...]:
         """Each node's rows of a whole global batch, as they are dealt at present."""
         dealt: tuple[int, ...] = self.loop.seat.dealt(self.job.batch_size)

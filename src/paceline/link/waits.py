@@ -7,6 +7,7 @@ from typing import Any
 
 SILENT_S = 2.5  # without a sign of life, which comes every second
 UNANSWERED = "its process does not answer, so its stack cannot be had: stopped, swapped out, or starved"
+SAME_CALLS = "makes the same calls in every process (count by pace.num_steps, which a late node knows, too)"
 
 Told = Mapping[int, Mapping[str, Any]]  # by rank: what it said of itself, and for how long it has been silent
 
@@ -39,7 +40,9 @@ def line(everyone: Told, rank: int, size: int, absent: Sequence[int]) -> str:
     if absent:
         return f"{said}; not there: {', and '.join(state(other, everyone[other]) for other in absent)}"
     others = ", ".join(state(other, told) for other, told in everyone.items() if other != rank)
-    return f"{said}; all others wait as well, so look at the network between them: {others}"
+    places = {(told["step"], told["doing"]) for told in everyone.values()}
+    script = f", or, as they are not in the same place, at whether the script {SAME_CALLS}" if len(places) > 1 else ""
+    return f"{said}; all others wait as well, so look at the network between them{script}: {others}"
 
 
 def stacks(everyone: Told, absent: Sequence[int], found: Mapping[int, str]) -> list[str]:

@@ -122,8 +122,9 @@ def main(folder: str, launch: str, epochs: str) -> None:
     follow(pace, journal)
     with saved_or_told(), pace:
         pace.restore()
-        journal.step = pace.loop.num_steps
         for batch in pace.batches(Samples(), epochs=int(epochs)):
+            # also of a node that came late, which has counted nothing itself
+            journal.step, journal.generation = pace.num_steps, pace.exchange.link.generation
             try:
                 with saved_or_told():  # the step was made, also where what is written beside it was not
                     pace.step(batch)
@@ -131,7 +132,7 @@ def main(folder: str, launch: str, epochs: str) -> None:
                 note(pace, journal)
                 raise
             note(pace, journal)
-            if journal.step % SAVE_EVERY == 0:
+            if pace.num_steps % SAVE_EVERY == 0:
                 with saved_or_told():
                     pace.save(wait=False)
         state = {name: value.clone() for name, value in net.state_dict().items()}
@@ -139,7 +140,7 @@ def main(folder: str, launch: str, epochs: str) -> None:
     part = Path(folder) / f"{name}.part"
     torch.save(state, part)
     part.replace(Path(folder) / f"{name}.pt")
-    journal.note(ended=journal.step)
+    journal.note(ended=pace.num_steps)
 
 
 def note(pace: paceline.Pace, journal: Journal) -> None:
@@ -148,12 +149,10 @@ def note(pace: paceline.Pace, journal: Journal) -> None:
     seen = mark(pace.job.model.parameters()) if pace.world.local_size == 1 else 0
     loss = ballot.loss_sum / ballot.weight
     journal.note(applied=journal.step, loss=loss, mark=seen, nodes=pace.world.num_nodes)
-    journal.step += 1
 
 
 def follow(pace: paceline.Pace, journal: Journal) -> None:
-    """The journal knows in which generation this process is: the link's at first, then what everyone is told."""
-    journal.generation = pace.link.generation if pace.link else 0
+    """The journal knows of a new generation while a step is still being made."""
     told = pace.exchange.regrouped
 
     def regrouped(news: Regroup) -> None:
