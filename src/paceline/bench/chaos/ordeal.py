@@ -32,6 +32,7 @@ AFTER = 10  # steps that say that a fault is over
 HANG_S = 15.0  # without a step, on a process that is left: nobody should wait longer
 BEGIN_S, SETTLE_S, END_S = 60.0, 60.0, 40.0
 GLANCE_S = 0.01
+AT_ONCE_S = 1.0  # what was on its way may still end some steps
 ENGINES = "sequential", "threads:1", "processes:2"
 LAST_LINES, MOST_STARTS = 8, 40
 
@@ -285,13 +286,17 @@ class Ordeal:
         outcome.lost = len(tries) - len({step for step, _ in tries})
 
     def _pause(self, life: Life, outcome: Outcome) -> float:
-        """The longest of this process's pauses that end after the fault; those that lose nodes count from the fault."""
+        """The longest of this process's pauses that end after the fault; one that begins with a fault that loses nodes
+        counts from the fault. Who came later has not waited for it."""
         times = [each.t for each in life.applied.values()]
+        if min(times) > outcome.struck_s:
+            return 0.0
         ends = [(before, after) for before, after in itertools.pairwise(times) if after > outcome.struck_s]
         if not ends:
             return 0.0
         before, after = max(ends, key=lambda pair: pair[1] - pair[0])
-        return after - (outcome.struck_s if outcome.fault.kind in LOSING else max(before, outcome.struck_s))
+        at_once = outcome.fault.kind in LOSING and before < outcome.struck_s + AT_ONCE_S
+        return after - (outcome.struck_s if at_once else max(before, outcome.struck_s))
 
     def _note_ends(self) -> None:
         """What the faults that ended the run have cost, until a later start has got further."""
