@@ -16,9 +16,11 @@ from torch.nn import functional as F
 import ranks
 from machines import needs_cluster, needs_tun
 from nodes import OPTIMIZERS, build, rows
+from paceline import packing
 from paceline.bench.cluster.namespaces import bits_per_s
 from paceline.engine import sequential
 from paceline.engine.timeline import record
+from paceline.probe import overlap
 from paceline.probe.line import DENSE, FACTORS, Line, Part
 from paceline.probe.overlap import VOTE_BYTES, Wire, predict
 from paceline.probe.wire import Pair, Wires, measure, slope, turns
@@ -126,6 +128,23 @@ def test_the_schedule_drawn_by_hand():
     assert seen.step_s == pytest.approx(9.0 + vote_s + 0.5)
 
 
+@pytest.mark.parametrize(("nodes", "dense_left"), [(2, 0.8), (3, 1.0)])
+def test_on_a_slow_wire_alone_fewer_bytes_are_predicted(nodes, dense_left):
+    """Of factors always, of sums between two nodes: among three a gather would be more."""
+    assert (overlap.SLOW_S, DENSE, FACTORS) == (packing.SLOW_S, "dense", "factors")
+    plain = Part("dense", 100_000), Part("thin", 900_000, 600, 5.0)
+    parts = (
+        replace(plain[0], packed_dense=0.8, packed_factors=0.1),
+        replace(plain[1], packed_factors=0.5, packed_dense=0.1),
+    )
+    forms, vote_bytes = [DENSE, FACTORS], (nodes - 1) * VOTE_BYTES
+    for rate, left in ((2 / packing.SLOW_S, (1.0, 1.0)), (0.5 / packing.SLOW_S, (dense_left, 0.5))):
+        before, seen = (predict([line(*each, rows=5.0)] * nodes, Wire(1e-4, rate), forms) for each in (plain, parts))
+        dense_bytes, factor_bytes = 2 * (nodes - 1) / nodes * 400_000, (nodes - 1) * 5 * 600 * 4
+        assert before.sent_bytes == pytest.approx(dense_bytes + factor_bytes + vote_bytes)
+        assert seen.sent_bytes == pytest.approx(left[0] * dense_bytes + left[1] * factor_bytes + vote_bytes)
+
+
 def test_a_part_waits_for_the_slowest_node_and_for_those_before_it():
     one = line(Part("a", 300, dense_s=1.0), Part("b", 300, dense_s=1.0), order=(1, 0))
     late = one.scaled(2.0)
@@ -173,6 +192,10 @@ def test_a_line_is_what_its_timeline_says():
     engine.close()
     assert timeline.factored_update > 0
     made = Line.of(json.loads(timeline.to_json()), absorbs=True)
+    large = [part for part in made.parts if part.numel * 8 >= packing.LEAST_BYTES]
+    assert large
+    assert all(0.2 < part.packed_dense < 1 for part in large)
+    assert all(part.packed_dense == 1 for part in made.parts if part not in large)
     assert Line.read(json.loads(json.dumps(vars(made), default=vars))) == made
     forms = [DENSE] * len(made.parts)
     assert max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))

@@ -15,9 +15,11 @@ import torch
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
 from paceline.engine.backward import Backward
+from paceline.packing import LEAST_BYTES, pack
 
 FORMAT = 1
 WARM_UP = 2
+SAMPLE = 1 << 18  # values
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Timeline:
     ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
     the seconds since the one before. ``factor_rows`` and ``products``, per spec: rows of its factors, and what it
     takes to multiply them out. ``update``: by dense gradients; ``factored_update``: by factors of these rows, wherever
-    they fit (0.0: not known).
+    they fit (0.0: not known). ``packed``, per spec: what packing leaves of its bytes, dense and as factors.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class Timeline:
     products: tuple[float, ...]
     update: float
     factored_update: float = 0.0
+    packed: tuple[tuple[float, float], ...] = ()
 
     def total(self, forms: Sequence[str]) -> float:
         """Forward, backward and the update by one node's own rows."""
@@ -51,6 +54,8 @@ class Timeline:
             {"names": s.names, "shapes": s.shapes, "linear": s.linear, "factor_rows": rows, "product_seconds": seconds}
             for s, rows, seconds in zip(self.specs, self.factor_rows, self.products, strict=True)
         ]
+        for piece, left in zip(pieces, self.packed, strict=False):
+            piece["packed"] = left
         whole = {
             "timeline": FORMAT,
             "rows": self.rows,
@@ -86,6 +91,7 @@ class Timeline:
                 tuple(p["product_seconds"] for p in pieces),
                 whole["update_seconds"],
                 whole.get("factored_update_seconds", 0.0),
+                tuple(tuple(p["packed"]) for p in pieces if "packed" in p),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -103,8 +109,9 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
     forwards, dense, factors, updates, factored = [], [], [], [], []
     products: dict[int, list[float]] = {}
     forms = [DENSE] * len(engine.specs)
-    for _ in range(WARM_UP + passes):
+    for left in range(WARM_UP + passes, 0, -1):
         forward, backward, agreement = _step(engine, model, batch, forms)
+        whole = _packed(agreement) if left == 1 else {}
         start = time.perf_counter()
         engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
         updates.append(time.perf_counter() - start)
@@ -112,9 +119,10 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         dense.append(backward)
     rows = agreement.ballot.rows
     forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.specs, rows, strict=True)]
-    for _ in range(WARM_UP + passes):
+    for left in range(WARM_UP + passes, 0, -1):
         _, backward, agreement = _step(engine, model, batch, forms)
         factors.append(backward)
+        split = _packed(agreement) if left == 1 else {}
         start = time.perf_counter()
         engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
         factored.append(time.perf_counter() - start)
@@ -133,7 +141,20 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         tuple(statistics.median(products.get(spec.index, [0.0])[-passes:]) for spec in engine.specs),
         statistics.median(updates[WARM_UP:]),
         statistics.median(factored[WARM_UP:]),
+        tuple((whole[i], split[i]) for i in range(len(engine.specs))),
     )
+
+
+def _packed(agreement: Agreement) -> dict[int, float]:
+    """What packing leaves of each piece, by a sample of it; 1.0 for what would not be packed."""
+    found = {}
+    for piece in agreement.pieces:
+        sides = [side.reshape(-1) for side in (piece.flat, piece.left, piece.right) if side is not None]
+        num_bytes = sum(side.nbytes for side in sides)
+        packable = num_bytes >= LEAST_BYTES and sides[0].itemsize > 1
+        left = sum(side.nbytes * pack(side[:SAMPLE]).numel() / side[:SAMPLE].nbytes for side in sides if len(side))
+        found[piece.spec.index] = min(1.0, left / num_bytes) if packable else 1.0
+    return found
 
 
 def _step(

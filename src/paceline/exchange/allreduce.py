@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,26 +17,31 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
-from paceline.exchange.choice import ASKED, Choice
+from paceline.exchange.choice import ASKED, PACKED, Choice
 from paceline.exchange.forms import choose, dense_cost, factor_cost
 from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
+from paceline.exchange.packed import Gathered
+from paceline.packing import LEAST_BYTES, pack
 
 
 class Exchange(Meeting):
     """``forms``: "measured", "bytes" as long as training lasts, or always one of "dense" and "factors" where possible.
 
+    ``packed``: "measured", where the wire is slow enough for it; "always"; "never". It changes no bit of any sum.
     Memory of the codec belongs to this rank and moves only when a step is applied.
     """
 
     overlaps: tuple[str, ...] = ("backward", "forward")
     _absorbs = False
-    _asked = "measured"
+    _asked = _packed = "measured"
 
-    def __init__(self, forms: str = "measured"):
+    def __init__(self, forms: str = "measured", packed: str = "measured"):
         if forms not in ASKED:
             raise ValueError(f"exchange 'allreduce': forms is one of {', '.join(ASKED)}, got {forms!r}")
-        self._asked = forms
+        if packed not in PACKED:
+            raise ValueError(f"exchange 'allreduce': packed is one of {', '.join(PACKED)}, got {packed!r}")
+        self._asked, self._packed = forms, packed
 
     def open(
         self,
@@ -51,13 +57,14 @@ class Exchange(Meeting):
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
-        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, self.overlap == "forward", self.thin)
+        by_need = self.overlap == "forward"
+        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, by_need, self.thin, self._packed)
         self._start()
 
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
         self._flow = Lane(self._send, self.link.threads) if self.link.size > 1 else None
-        self._flight = Flight(self.choice.groups, self.step)
+        self._flight = Flight(self.choice.groups, self.step, self.choice.packed)
         self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
         self._got: list[tuple[Piece, Any]] = []
 
@@ -68,7 +75,7 @@ class Exchange(Meeting):
         return self.choice.why
 
     def before(self, weights: Sequence[Tensor]) -> None:
-        self._flight = Flight(self.choice.groups, self.step)
+        self._flight = Flight(self.choice.groups, self.step, self.choice.packed)
 
     def offer(self, piece: Piece) -> None:
         self.choice.types[piece.spec.index] = piece.kind
@@ -78,7 +85,7 @@ class Exchange(Meeting):
             self._flight.offered[piece.spec.index] = 0.0
             self._flight.waiting[piece.spec.index] = piece
 
-    def _send(self, pieces: Sequence[Piece], step: int) -> Sent:
+    def _send(self, pieces: Sequence[Piece], flight: Flight) -> Sent:
         first, spec = pieces[0], pieces[0].spec
         what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 or len(pieces) > 1 else ''}"
         if first.left is not None and first.right is not None:
@@ -87,18 +94,32 @@ class Exchange(Meeting):
             both = both.to(self.thin or both.dtype)
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
             begin_s = self.link.threads.now()
-            return Sent(pieces, self._lane.all_gather(both, what), begin_s)
+            return Sent(pieces, self._gather(both, what, flight), begin_s)
         payloads, pending = [], []
         for piece in pieces:
             assert piece.flat is not None
-            payload, remembered = self.codec.encode(piece.flat, self.memory[piece.spec.index], step)
+            payload, remembered = self.codec.encode(piece.flat, self.memory[piece.spec.index], flight.step)
             payloads.append(payload)
             pending.append(remembered)
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
-        operation = self._lane.sum if self.codec.sums else self._lane.all_gather
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
         begin_s = self.link.threads.now()
-        return Sent(pieces, operation(payload, what), begin_s, pending, [len(each) for each in payloads])
+        handle = self._sum(payload, what, flight) if self.codec.sums else self._lane.all_gather(payload, what)
+        return Sent(pieces, handle, begin_s, pending, [len(each) for each in payloads])
+
+    def _gather(self, both: Tensor, what: str, flight: Flight) -> contract.Handle:
+        if not flight.packed:
+            return self._lane.all_gather(both, what)
+        width, device = both.shape[1], both.device
+        handle = self._lane.all_gather(pack(both), what)
+        return Gathered(handle, both.dtype, lambda parts: [part.view(-1, width).to(device) for part in parts])
+
+    def _sum(self, payload: Tensor, what: str, flight: Flight) -> contract.Handle:
+        """Among two a gather is no more than a sum, and the addition is the same; among more it would be."""
+        if not flight.packed or self.link.size > 2 or payload.nbytes < LEAST_BYTES or payload.itemsize < 2:
+            return self._lane.sum(payload, what)
+        handle = self._lane.all_gather(pack(payload), what)
+        return Gathered(handle, payload.dtype, lambda parts: (parts[0].add_(parts[1])).to(payload.device))
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
@@ -148,7 +169,8 @@ class Exchange(Meeting):
         coming: list[contract.Coming] = [_Coming(self, flight, self.specs[i]) for group in flight.groups for i in group]
         most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
         costs = self.choice.costs(flight.groups, most)
-        self.choice.learn(merged, (self._before[1] if self._before else []) if later else costs)
+        measured = self._before if later else (flight, costs)
+        self.choice.learn(merged, self._moved(*measured) if measured else [])
         self._before = (flight, costs) if later else None
         redo = self.choice.again(merged, ballots)
         if not merged.ok or redo:
@@ -161,6 +183,11 @@ class Exchange(Meeting):
         if merged.finite:
             self.remember(got)
         return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, drift)
+
+    def _moved(self, flight: Flight, costs: list[Cost]) -> list[Cost]:
+        """With the bytes that were sent, where they were packed: everyone has seen the same messages."""
+        others, packed = self.link.size - 1, flight.packed_bytes
+        return [replace(cost, bytes=others * packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
 
     def _alone(self, ballot: Ballot) -> Agreement:
         pieces = [self._flight.waiting[spec.index] for spec in self.specs]

@@ -19,8 +19,10 @@ from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
 from paceline.exchange import order
 from paceline.exchange.forms import Rates, choose, factor_cost, gathered, multiplication, reason, summed
 from paceline.exchange.wire import SPAN, Wire
+from paceline.packing import SLOW_S
 
 ASKED = ("measured", "bytes", DENSE, FACTORS)
+PACKED = ("measured", "always", "never")
 PATIENCE = 3  # steps, one after the other, that must ask for the same other forms
 
 
@@ -41,9 +43,10 @@ class Choice:
         absorbs: bool,
         by_need: bool,
         thin: torch.dtype | None = None,
+        packing: str = "measured",
     ):
         self.specs, self.size, self.codec, self.asked = specs, size, codec, asked
-        self.absorbs, self.by_need, self.thin = absorbs, by_need, thin
+        self.absorbs, self.by_need, self.thin, self.packing = absorbs, by_need, thin, packing
         self.types = [(torch.float32, torch.device("cpu"))] * len(specs)
         self.never = {spec.index for spec in specs if not spec.linear}
         self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
@@ -55,7 +58,7 @@ class Choice:
     def begin(self, size: int) -> None:
         """Among other ranks all is measured anew."""
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
-        self.wire, self.rates = Wire(), Rates(0.0, 0.0, 0.0)
+        self.wire, self.rates, self.packed = Wire(), Rates(0.0, 0.0, 0.0), self.packing == "always"
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
 
@@ -105,6 +108,9 @@ class Choice:
             return
         first = not self.rates.per_byte
         self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
+        if self.packing == "measured":
+            # once begun, only a wire that is much faster ends it
+            self.packed = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
         if first:
             self._explain()
         if first or self._num_steps % SPAN == 0:

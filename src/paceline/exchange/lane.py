@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.contract import Handle, Piece, Threads
+from paceline.exchange.packed import Gathered
 
 PATIENCE_S = 2000.0  # longer than any link waits
 
@@ -29,15 +30,17 @@ class Sent:
 class Flight:
     """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived.
 
-    ``step``: its number, for the codec, which may be asked when others are already counting the next.
+    ``step``: its number, for the codec, which may be asked when others are already counting the next. ``packed``: what
+    may be, is sent in fewer bytes.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0):
-        self.groups, self.step, self.num_sent = groups, step, 0
+    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False):
+        self.groups, self.step, self.packed, self.num_sent = groups, step, packed, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Piece] = {}
         self.arrived: dict[int, Sent] = {}  # by the first spec of each group, until all of it has been taken
         self.took_s: dict[int, float] = {}  # likewise, without the wait in line
+        self.packed_bytes: dict[int, int] = {}  # likewise, of the longest message, where all were packed
         self.leader = {index: group[0] for group in groups for index in group}
 
     def ready(self) -> tuple[float, ...]:
@@ -50,9 +53,9 @@ class Flight:
 
 
 class Lane:
-    """``send(pieces, step)`` begins one message. What goes wrong in the threads is raised in `wait`."""
+    """``send(pieces, flight)`` begins one message. What goes wrong in the threads is raised in `wait`."""
 
-    def __init__(self, send: Callable[[Sequence[Piece], int], Sent], threads: Threads):
+    def __init__(self, send: Callable[[Sequence[Piece], Flight], Sent], threads: Threads):
         self._send, self._now = send, threads.now
         self._out = threads.Queue()  # (flight, pieces), None at the end
         self._in = threads.Queue()  # (flight, sent), None at the end
@@ -107,7 +110,7 @@ class Lane:
     def _send_in_turn(self) -> None:
         while (turn := self._out.get()) is not None:
             flight, pieces = turn
-            self._in.put((flight, self._send(pieces, flight.step)))
+            self._in.put((flight, self._send(pieces, flight)))
 
     def _see_arrive(self) -> None:
         free_s = 0.0  # when the wire was, by the last arrival
@@ -115,6 +118,8 @@ class Lane:
             flight, sent = turn
             sent.result = sent.handle.wait()
             end_s, leader = self._now(), sent.pieces[0].spec.index
+            if isinstance(sent.handle, Gathered):
+                flight.packed_bytes[leader] = sent.handle.num_bytes
             flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
             with self._changed:
                 flight.arrived[leader] = sent

@@ -40,7 +40,7 @@ class Exchange(allreduce.Exchange):
     def forms(self) -> Sequence[str]:
         return [DENSE] * len(self.specs)
 
-    def _send(self, pieces: Sequence[Piece], step: int) -> Sent:
+    def _send(self, pieces: Sequence[Piece], flight: Flight) -> Sent:
         parts: list[Tensor] = []
         for piece in pieces:
             sums, (low, high), num_shares = piece.sums, piece.span, piece.num_shares

@@ -20,7 +20,8 @@ class Part:
 
     ``sides``: inputs and outputs of a fully-connected layer, 0 for anything else. ``rows``: those of its factors.
     ``dense_s``, ``factors_s``: of backward until it is ready, after the part that was ready before it. ``product_s``:
-    its factors multiplied out, as the update does once for each node.
+    its factors multiplied out, as the update does once for each node. ``packed_dense``, ``packed_factors``: what is
+    left of its bytes where they are packed.
     """
 
     name: str
@@ -30,6 +31,8 @@ class Part:
     dense_s: float = 0.0
     factors_s: float = 0.0
     product_s: float = 0.0
+    packed_dense: float = 1.0
+    packed_factors: float = 1.0
 
     def fits(self, num_rows: float) -> bool:
         """Whether factors of so many rows are no larger than the gradient."""
@@ -68,6 +71,7 @@ class Line:
                     backward[DENSE][i],
                     backward[FACTORS][i],
                     piece["product_seconds"],
+                    *piece.get("packed", (1.0, 1.0)),
                 )
                 for i, piece in enumerate(timeline["pieces"])
             )

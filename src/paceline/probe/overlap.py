@@ -4,10 +4,12 @@
     lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
               a dense one as a sum on a ring, 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
               factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
+              on a slow wire packed: factors, and between two nodes sums, which are then a gather
     exposed   from the end of backward until the last part is there, and the vote
     update    of everyone's sums, or of everyone's factors multiplied out
 
-*Laws*: never below the compute nor below the wire; monotone in latency and bandwidth; one node is its own line.
+*Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
+node is its own line.
 *Source*: wait-free backpropagation: Zhang et al. 2017 (arXiv 1706.03292); affine messages: Hockney 1994 (Parallel
 Computing 20:3).
 """
@@ -22,6 +24,7 @@ from paceline.probe.line import DENSE, FACTORS, Line, Part
 
 VOTE_BYTES = 1024  # of a ballot
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
+SLOW_S, PACKING_S = 4e-8, 4e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
 
 
@@ -41,6 +44,10 @@ class Wire:
     def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
         return messages * self.latency_s + num_bytes * per_byte
+
+    @property
+    def slow(self) -> bool:
+        return 1 / self.bytes_per_s >= SLOW_S
 
     def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> Wire:
         """Another line between the same machines."""
@@ -75,6 +82,11 @@ def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int) -> 
     return 2 * (nodes - 1), 2 * (nodes - 1) / nodes * part.numel * item_bytes
 
 
+def packed(part: Part, form: str, nodes: int) -> float:
+    """What is left of its bytes on a slow wire."""
+    return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
+
+
 def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
     """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
     form takes clearly less time on the wire and in multiplying them out."""
@@ -105,14 +117,17 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
     compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
     # a part enters when the slowest node has it and all before it
     entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
-    now = wire_s = sent_bytes = 0.0
+    now = wire_s = sent_bytes = packed_bytes = 0.0
     for i, entry in enumerate(entries if nodes > 1 else ()):
         part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
         messages, num_bytes = traffic(part, forms[i], nodes, most, lines[0].item_bytes)
+        if wire.slow and (left := packed(part, forms[i], nodes)) < 1:
+            packed_bytes += num_bytes
+            num_bytes *= left
         took_s = wire.seconds(messages, num_bytes, adds=forms[i] == DENSE)
         now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + num_bytes
     vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
-    moving_s = sent_bytes * wire.cpu_s / min(line.cores for line in lines)
+    moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
     rows = [line.rows for line in lines]
     update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
     exposed_s = max(0.0, now - compute_s - moving_s) + vote_s

@@ -1,0 +1,27 @@
+"""What has come packed, as numbers: a thread that sees messages arrive unpacks them while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.packing import unpack
+
+
+class Gathered(contract.Handle):
+    """What ``then`` makes of everyone's numbers. ``num_bytes``: of the longest message, once all have come."""
+
+    def __init__(self, handle: contract.Handle, dtype: torch.dtype, then: Callable[[list[Tensor]], Any]):
+        self.handle, self.dtype, self.then, self.num_bytes = handle, dtype, then, 0
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        parts = self.handle.wait(deadline_s)
+        self.num_bytes = max(len(part) for part in parts)
+        return self.then([unpack(part, self.dtype) for part in parts])
