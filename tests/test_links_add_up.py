@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import ranks
 from paceline.contract import LinkError
 from paceline.find import find, module, names
 from paceline.launch.local import free_port
+from twin import Twin
 
 COUNTS = (0, 1, 7, 1000)  # empty, one, a prime, more than one packet of eight
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -301,7 +303,8 @@ def under_mpirun(link, size):
 
 def one_rank(link, size, port, rank):
     """What each process does."""
-    print(json.dumps(try_all(find("link", link, int(rank), int(size), "127.0.0.1", int(port)))))
+    make = Twin if link == "nccl" else partial(find, "link", link)  # where there is no GPU
+    print(json.dumps(try_all(make(int(rank), int(size), "127.0.0.1", int(port)))))
 
 
 def try_all(whole):
@@ -320,7 +323,12 @@ def try_all(whole):
 
 
 # How a link's ranks are made, and how many; any other link is made like a network's.
-WORLDS = {"memory": (in_threads, (1, 2, 3, 4, 5)), "mpi": (under_mpirun, (3, 4)), "tls": (over_loopback, (2, 3))}
+WORLDS = {
+    "memory": (in_threads, (1, 2, 3, 4, 5)),
+    "mpi": (under_mpirun, (3, 4)),
+    "tls": (over_loopback, (2, 3)),
+    "nccl": (in_processes, (3,)),
+}
 NETWORK = (in_processes, (1, 2, 3))
 
 

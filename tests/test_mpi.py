@@ -125,7 +125,7 @@ def test_under_mpirun_the_link_is_mpi_where_it_can_be(monkeypatch):
     monkeypatch.setenv("PACELINE_LINK", "torch")
     assert chosen() == "torch"
     monkeypatch.setenv("PACELINE_LINK", "tcp")
-    with pytest.raises(ValueError, match=r"PACELINE_LINK='tcp' .* use mpi, tls or torch"):
+    with pytest.raises(ValueError, match=r"PACELINE_LINK='tcp' .* use mpi, nccl, tls, torch"):
         chosen()
     monkeypatch.delenv("PACELINE_LINK")
     monkeypatch.setitem(sys.modules, "mpi4py", None)

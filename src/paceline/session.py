@@ -30,6 +30,7 @@ from paceline.probe import clock, shelf
 from paceline.world import World
 
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
+LINKS = "mpi", "nccl", "tls", "torch"
 
 
 def join(
@@ -212,8 +213,8 @@ def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
             raise ValueError(f"PACELINE_LINK={asked!r} does not encrypt, as asked for; unset it, or use tls")
         return "tls"
     if asked:
-        if asked not in ("mpi", "tls", "torch"):
-            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use mpi, tls or torch, or unset it")
+        if asked not in LINKS:
+            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use {', '.join(LINKS)}, or unset it")
         return asked
     started = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
     possible = all(parameter.device.type == "cpu" for parameter in model.parameters())

@@ -1,0 +1,118 @@
+"""NCCL through torch.distributed, for what lies on a GPU; gloo carries the rest, and the same words about losses.
+
+*Cost*: as `link.torch`: rings; NCCL finds its own way between the GPUs of a machine, and over the network.
+*Laws*: as `link.torch`. A wait is one of the host, with a deadline: NCCL's own would only hold the GPU's stream, where
+a peer that is gone is waited for without end.
+Never run on a GPU; on the CPU another gloo group stands in for NCCL's in the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from paceline.contract import Guest
+from paceline.link import torch as plain
+
+GLANCE_S = 5e-5  # a step's messages are some: the host looks often
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+
+class Link(plain.Link):
+    """One node's end, as `link.torch`'s. Raises ValueError where torch has no NCCL, or sees no GPU."""
+
+    carrier = "NCCL"
+
+    def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
+        self.check()
+        super().__init__(rank, size, host, port, generation)
+
+    @staticmethod
+    def check() -> None:
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise ValueError(
+                f"PACELINE_LINK=nccl needs a GPU that torch sees, and a torch built with NCCL; this is torch "
+                f"{torch.__version__} with {torch.cuda.device_count()} GPUs. Unset it, or use torch (gloo)"
+            )
+
+    def _connect(self, store: Any) -> Any:
+        host = super()._connect(dist.PrefixStore("gloo", store))
+        return Group(host, lambda: self._device_group(dist.PrefixStore("nccl", store)))
+
+    def _device_group(self, store: Any) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=plain.PATIENCE_S)
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> plain.Link:
+        for group in self._groups:
+            group.abandon()
+        return super().rebuild(admits)
+
+
+class Group:
+    """One lane: each operation by the group of the place where its tensors lie. ``make`` gives the GPU's, when it is
+    first needed: a control lane never is."""
+
+    def __init__(self, host: Any, make: Callable[[], Any], on_device: Callable[[Tensor], bool] = lambda t: t.is_cuda):
+        self.host, self.make, self.on_device = host, make, on_device
+        self.device: Any = None
+
+    def _group(self, tensor: Tensor) -> Any:
+        if not self.on_device(tensor):
+            return self.host
+        if self.device is None:
+            self.device = self.make()
+        return self.device
+
+    def _begin(self, tensor: Tensor, begin: Callable[[Any], Any]) -> Any:
+        group = self._group(tensor)
+        return begin(group) if group is self.host else Work(begin(group))
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Any:
+        return self._begin(tensors[0], lambda group: group.allreduce(tensors, options))
+
+    def allgather(self, results: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> Any:
+        return self._begin(tensors[0], lambda group: group.allgather(results, tensors))
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Any:
+        return self._begin(tensors[0], lambda group: group.broadcast(tensors, options))
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        return self._begin(tensors[0], lambda group: group.send(tensors, peer, tag))
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
+        return self._begin(tensors[0], lambda group: group.recv(tensors, peer, tag))
+
+    def abandon(self) -> None:
+        """What is under way on the GPU is given up, so that its stream is free for the next group."""
+        if self.device is not None:
+            with contextlib.suppress(Exception):  # a broken communicator says so, and is what we have
+                self.device.abort()
+
+
+class Work:
+    """An operation of the GPU, waited for by the host."""
+
+    def __init__(self, work: Any):
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises RuntimeError where it is not over in time, or went wrong."""
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.work.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("not yet")
+            time.sleep(GLANCE_S)
+        self.work.wait()  # over: raises what went wrong, and lets this thread's stream see the result
