@@ -71,6 +71,21 @@ def test_they_wait_for_one_that_is_alive_and_comes_later(team):
     assert meet(members, [1, 2], late=[1]) == dict.fromkeys([1, 2], (1, [1, 2]))
 
 
+def test_the_lowest_waits_for_those_who_may_still_come(team):
+    members = team(3)
+    assert meet(members, [0, 1, 2], late=[1, 2]) == dict.fromkeys(range(3), (1, [0, 1, 2]))
+
+
+def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
+    """Story: they were alive and well in another generation, so it waited for them, for five minutes."""
+    members = team(3)
+    heirs = [members[rank].among([1, 2], 1) for rank in (1, 2)]
+    start = time.monotonic()
+    assert meet(members, [0]) == {0: f"rank 0 of 3 on host0: {survivors.WITHOUT}"}
+    assert time.monotonic() - start < 5.0
+    assert meet(heirs, [0, 1]) == dict.fromkeys(range(2), (2, [0, 1]))
+
+
 def test_a_number_is_never_used_again(team):
     """Rank 2 has not heard of a generation that broke while it was made."""
     members = team(3, generations=[4, 4, 3])

@@ -3,7 +3,8 @@
 Each keeps a meeting point of its own from the beginning, and knows those of all others.
 
     each        goes to the lowest rank that answers, and waits there; the one below whom nobody answers waits itself
-    who waits   until every other has come, or is gone (its machine refuses for it), or silent (nothing answers there)
+    who waits   until every other has come, or is gone (its machine refuses for it), or silent (nothing answers there),
+                or says that all went on without this one
     goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
 
 A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
@@ -31,11 +32,13 @@ from paceline.link.meeting_point import MeetingPoint
 from paceline.link.ticket import publish
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
+GENERATION = "generation"  # of the members that are told
 ASKS = {"turn", "host", "place"}  # what every question holds
 KNOCK_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
 DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
+ASK_S = 0.5  # after which those who have not come are asked, again and again, whether they ever will
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
 HERE, GONE, SILENT = "here", "gone", "silent"
@@ -94,6 +97,7 @@ class Survivors(Porter):
         self.hatch: Hatch | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
+        point.post(GENERATION, str(generation))
         publish(written, secret)
 
     def __str__(self) -> str:
@@ -167,6 +171,7 @@ class Survivors(Porter):
     def _decide(self, end: float) -> dict[str, Any] | None:
         """As the lowest that answers; None where a lower one answers after all."""
         others = [place for place in self.places if place is not self.me]
+        ask_s = time.monotonic() + ASK_S
         meeting = self._line(self.me, self.rank, len(self.places))
         try:
             while True:
@@ -180,9 +185,25 @@ class Survivors(Porter):
                 missing = [p for p in others if p not in came and seen[p.name] != GONE]
                 if all(now - self._silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
                     return self._tell(meeting, came, missing, calls)
+                if now > ask_s:
+                    if any(self._went_on(place) for place in missing if seen[place.name] == HERE):
+                        return {"generation": self.generation, "refused": WITHOUT}
+                    ask_s = time.monotonic() + ASK_S
                 time.sleep(PAUSE_S)
         finally:
             meeting.close()
+
+    def _went_on(self, place: Place) -> bool:
+        """Whether it is in a later generation, and this one is not."""
+        with contextlib.suppress(LinkError):
+            meeting = self._line(place, self.rank, len(self.places))
+            try:
+                if int(meeting.get(GENERATION)) > self.generation:
+                    told = json.loads(meeting.get(MEMBERS))  # at least as new
+                    return self.me.name not in [Place.read(text.encode()).name for text in told]
+            finally:
+                meeting.close()
+        return False
 
     def _look(self, places: Sequence[Place]) -> dict[str, str]:
         if not places:
