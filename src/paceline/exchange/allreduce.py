@@ -110,16 +110,17 @@ class Exchange(Meeting):
     def _gather(self, both: Tensor, what: str, flight: Flight) -> contract.Handle:
         if not flight.packed:
             return self._lane.all_gather(both, what)
-        width, device = both.shape[1], both.device
-        handle = self._lane.all_gather(pack(both), what)
-        return Gathered(handle, both.dtype, lambda parts: [part.view(-1, width).to(device) for part in parts])
+        handle, width = self._lane.all_gather(pack(both), what), both.shape[1]
+        return Gathered(
+            handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts]
+        )
 
     def _sum(self, payload: Tensor, what: str, flight: Flight) -> contract.Handle:
         """Among two a gather is no more than a sum, and the addition is the same; among more it would be."""
         if not flight.packed or self.link.size > 2 or payload.nbytes < LEAST_BYTES or payload.itemsize < 2:
             return self._lane.sum(payload, what)
-        handle = self._lane.all_gather(pack(payload), what)
-        return Gathered(handle, payload.dtype, lambda parts: (parts[0].add_(parts[1])).to(payload.device))
+        handle, mine = self._lane.all_gather(pack(payload), what), self.link.rank
+        return Gathered(handle, mine, payload, lambda parts: parts[mine].add_(parts[1 - mine]))
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paceline import contract
@@ -13,10 +12,13 @@ from paceline.packing import unpack
 
 
 class Gathered(contract.Handle):
-    """What ``then`` makes of everyone's numbers. ``num_bytes``: of the longest message, once all have come."""
+    """What ``then`` makes of everyone's numbers, rank after rank; ``mine`` are those of ``rank`` itself, flat.
 
-    def __init__(self, handle: contract.Handle, dtype: torch.dtype, then: Callable[[list[Tensor]], Any]):
-        self.handle, self.dtype, self.then, self.num_bytes = handle, dtype, then, 0
+    ``num_bytes``: of the longest message, once all have come.
+    """
+
+    def __init__(self, handle: contract.Handle, rank: int, mine: Tensor, then: Callable[[list[Tensor]], Any]):
+        self.handle, self.rank, self.mine, self.then, self.num_bytes = handle, rank, mine, then, 0
 
     def done(self) -> bool:
         return self.handle.done()
@@ -24,4 +26,7 @@ class Gathered(contract.Handle):
     def wait(self, deadline_s: float | None = None) -> Any:
         parts = self.handle.wait(deadline_s)
         self.num_bytes = max(len(part) for part in parts)
-        return self.then([unpack(part, self.dtype) for part in parts])
+        mine = self.mine
+        return self.then(
+            [mine if rank == self.rank else unpack(part, mine.dtype).to(mine.device) for rank, part in enumerate(parts)]
+        )
