@@ -29,15 +29,38 @@ MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
 
 
 class Following:
-    """Of one guest, in the process that leads; made between two steps. ``lost``: it is gone."""
+    """Of one guest, in the process that leads. ``lost``: it is gone."""
 
     def __init__(self, pace: Any, porter: Porter, name: str):
         self.porter, self.name, self.lost = porter, name, False
         self._optimizer = pace.job.optimizer
-        copy = handover.Message(mapped(handover.copy(pace), _on_the_host))
-        self._most_bytes, self.num_bytes = 3 * copy.num_bytes, 0
+        self._most_bytes = self.num_bytes = 0
         self._messages: queue.Queue[handover.Message | None] = queue.Queue()
         self._num_put = self._num_sent = 0
+        self._places: list[Tensor] = []
+        self._like = _tensors(handover.copy(pace))
+        self._thread = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
+        self._thread.start()
+
+    def _make_places(self) -> None:
+        """Memory that nobody has touched yet comes slowly: training need not stand still for it."""
+        self._places = [torch.empty_like(tensor, device="cpu").zero_() for tensor in self._like]
+
+    @property
+    def placed(self) -> bool:
+        """There is a place, and nothing in it yet."""
+        return not self._num_put and not self._thread.is_alive()
+
+    def between_steps(self, pace: Any) -> None:
+        """The copy, as soon as there is a place for it."""
+        if not self.placed:
+            return
+        state = handover.copy(pace)
+        alike = [(t.shape, t.dtype) for t in _tensors(state)] == [(p.shape, p.dtype) for p in self._places]
+        places = iter(self._places if alike else ())
+        copy = handover.Message(mapped(state, lambda tensor: next(places).copy_(tensor) if alike else _own(tensor)))
+        self._places, self._like = [], []
+        self._most_bytes = 3 * copy.num_bytes
         self._put(copy)
         self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
         self._thread.start()
@@ -62,10 +85,12 @@ class Following:
     @property
     def hopeless(self) -> bool:
         """The steps are sent no faster than they are made, and everything at once will be less."""
-        return self.num_bytes > self._most_bytes and not self.level
+        return 0 < self._most_bytes < self.num_bytes and not self.level
 
     def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""
+        if not self._num_put:
+            return lambda: None  # they will be in the copy
         groups = handover.options(self._optimizer)
         pieces = [_copied(piece) for piece in agreement.pieces]
         how = {"scale": rule.scale, "clip": rule.clip, "step": rule.step}
@@ -89,7 +114,18 @@ class Following:
         return all_of_it and not self.lost
 
 
-def _on_the_host(tensor: Tensor) -> Tensor:
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.detach())
+        return tensor
+
+    mapped(tree, note)
+    return found
+
+
+def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 

@@ -83,6 +83,7 @@ class Welcome:
             if name not in self._following:
                 self._following[name] = Following(pace, porter, name)
             following = self._following[name]
+            following.between_steps(pace)
             if following.lost:
                 del self._following[name]
                 return {"refused": "the line by which it was given the state broke"}

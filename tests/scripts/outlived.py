@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import paceline
 from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
 
-BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 2
+BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 3
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
 LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -55,7 +55,7 @@ def hold(pace, turns):
     end = time.monotonic() + PATIENCE_S
     while pace.leader and pace.world.num_nodes < NODES and not pace._welcome._ready and time.monotonic() < end:
         following = pace._welcome._following.values()
-        if following and all(each.level or each.lost for each in following):
+        if following and all(each.level or each.lost or each.placed for each in following):
             return
         asked = {name: said["turn"] for name, said in pace.ledger.porter.waiting().items()}
         if asked.items() - turns.items():
