@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
-from paceline.contract import DENSE, FACTORS, Ballot, Cost
+from paceline.contract import DENSE, FACTORS, Ballot, Cost, Spec
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.choice import Choice
 from paceline.exchange.wire import SPAN
@@ -146,13 +146,20 @@ def test_a_convolution_too():
 
 
 def test_only_a_slow_wire_is_worth_it_and_what_was_begun_is_kept():
-    choice = Choice((), 2, parse("codec", "none"), "measured", 1, absorbs=False, by_need=False)
+    seen = decided(1 << 20)
+    assert seen == [False, True, True, False]
+    assert not any(decided(1000)), "a small message takes long for what it is"
+
+
+def decided(numel):
+    spec = Spec(0, ("weight",), ((numel,),), False)
+    choice = Choice((spec,), 2, parse("codec", "none"), "measured", 1, absorbs=False, by_need=False)
     seen = []
     for per_byte in (0.5, 1.2, 0.7, 0.4):
         for _ in range(SPAN):
-            choice.learn(Ballot(took=(per_byte * SLOW_S * (1 << 20),)), [Cost(2, 1 << 20)])
+            choice.learn(Ballot(took=(per_byte * SLOW_S * 4 * numel,), ready=(0.0,)), [Cost(2, 4 * numel)])
         seen.append(choice.packed)
-    assert seen == [False, True, True, False]
+    return seen
 
 
 class Narrow(Slow):
@@ -166,7 +173,7 @@ class Narrow(Slow):
         return Late(handle, self.per_byte * tensor.nbytes) if "sum of" in what else handle
 
 
-def test_a_slow_link_is_packed_for_and_measured_by_what_it_carries():
+def test_a_slow_link_is_packed_for_and_measured_by_what_it_carries(monkeypatch):
     """One bound alone: a busy machine makes it slower still."""
 
     def work(link):
@@ -176,6 +183,7 @@ def test_a_slow_link_is_packed_for_and_measured_by_what_it_carries():
         rank.exchange.close()
         return choice.packed, choice.rates.per_byte
 
+    monkeypatch.setattr("paceline.exchange.choice.LARGE_BYTES", 1 << 12)  # layers of tests are small
     hub = ranks.memory.Hub(2)
     one, other = ranks.run(2, work, [Narrow(hub, 0), Narrow(hub, 1)])
     assert one == other

@@ -18,7 +18,7 @@ import torch
 from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
 from paceline.exchange import order
 from paceline.exchange.forms import Rates, choose, factor_cost, gathered, multiplication, reason, summed
-from paceline.exchange.wire import SPAN, Wire
+from paceline.exchange.wire import LARGE_BYTES, SPAN, Wire
 from paceline.packing import SLOW_S
 
 ASKED = ("measured", "bytes", DENSE, FACTORS)
@@ -110,7 +110,9 @@ class Choice:
         self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
         if self.packing == "measured":
             # once begun, only a wire that is much faster ends it
-            self.packed = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
+            slow = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
+            # small messages take what a message takes: of the wire's bytes they tell nothing
+            self.packed = slow and any(cost.bytes >= LARGE_BYTES for cost in self.costs(self.groups, self.most))
         if first:
             self._explain()
         if first or self._num_steps % SPAN == 0:
