@@ -59,6 +59,16 @@ def sum_adds(link):
             assert result is mine
 
 
+def two_add_up_to_torchs_bits(link):
+    """So it changes nothing where a sum of two is made of a gather."""
+    dice = torch.Generator().manual_seed(7)
+    for dtype in FLOATS:
+        both = [torch.randn(1000, generator=dice, dtype=torch.float64).to(dtype) for _ in range(link.size)]
+        result = link.sum(both[link.rank].clone()).wait(LIMIT_S)
+        if link.size == 2:
+            assert torch.equal(result, both[0] + both[1]), dtype
+
+
 def max_takes_the_largest(link):
     """Even places are largest on the last rank, odd ones on the first."""
     for dtype in (*FLOATS, torch.int64):
@@ -218,6 +228,7 @@ LAWS = {
     law.__name__: law
     for law in (
         sum_adds,
+        two_add_up_to_torchs_bits,
         max_takes_the_largest,
         all_gather_keeps_rank_order,
         all_gather_of_ragged_rows,

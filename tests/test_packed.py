@@ -12,7 +12,7 @@ from paceline.exchange.allreduce import Exchange
 from paceline.exchange.choice import Choice
 from paceline.exchange.wire import SPAN
 from paceline.find import parse
-from paceline.packing import HEAD, SLOW_S, pack, unpack
+from paceline.packing import HEAD, SLOW_S, fits, pack, unpack
 from test_forms_by_seconds import Late, Slow
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -50,6 +50,12 @@ def test_strange_numbers_come_back_too(dtype):
             x = around.to(dtype)
             x[[5, 1999]] = torch.tensor(number, dtype=dtype)
             assert same(unpack(pack(x), dtype), x), number
+
+
+def test_numbers_of_16_bytes_and_of_one_are_not_packed():
+    assert [fits(torch.ones(2, dtype=dtype)) for dtype in (*TYPES, torch.complex128, torch.int8)] == [True] * 4 + [
+        False
+    ] * 2
 
 
 def test_any_bits_at_all_come_back():
@@ -132,12 +138,13 @@ def test_training_is_the_same_bits_and_sends_less(size, forms):
 
 @pytest.mark.parametrize("codec", ["half", "half:type=fp16", "topk:keep=0.2"])
 def test_under_codecs(codec):
-    compared(2, codec=codec)
+    plain, packed = compared(2, codec=codec)
+    assert packed[0][2] < 0.95 * plain[0][2]
 
 
 def test_with_forward_overlap_and_shares_that_differ():
-    compared(2, overlap="forward")
-    compared(3, shares=(3.0, 1.0, 2.0), forms=FACTORS)
+    for plain, packed in (compared(2, overlap="forward"), compared(3, shares=(3.0, 1.0, 2.0), forms=FACTORS)):
+        assert sum(few[2] for few in packed) < 0.95 * sum(many[2] for many in plain)
 
 
 def test_a_convolution_too():

@@ -27,8 +27,13 @@ DENSE = 0.95  # of all numbers: where more are not zero, taking the zeros out is
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def fits(tensor: Tensor) -> bool:
+    """Whether its type is one that can be packed."""
+    return tensor.itemsize in WORDS
+
+
 def pack(tensor: Tensor) -> Tensor:
-    """Bytes, on the CPU. ``tensor``: of any floating-point type of 2 bytes or more."""
+    """Bytes, on the CPU. ``tensor``: of any type that `fits`."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     count, size = flat.numel(), flat.itemsize
     each = flat.view(torch.uint8).view(count, size)

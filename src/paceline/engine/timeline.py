@@ -15,7 +15,7 @@ import torch
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
 from paceline.engine.backward import Backward
-from paceline.packing import LEAST_BYTES, pack
+from paceline.packing import LEAST_BYTES, fits, pack
 
 FORMAT = 1
 WARM_UP = 2
@@ -151,9 +151,11 @@ def _packed(agreement: Agreement) -> dict[int, float]:
     for piece in agreement.pieces:
         sides = [side.reshape(-1) for side in (piece.flat, piece.left, piece.right) if side is not None]
         num_bytes = sum(side.nbytes for side in sides)
-        packable = num_bytes >= LEAST_BYTES and sides[0].itemsize > 1
-        left = sum(side.nbytes * pack(side[:SAMPLE]).numel() / side[:SAMPLE].nbytes for side in sides if len(side))
-        found[piece.spec.index] = min(1.0, left / num_bytes) if packable else 1.0
+        packable = num_bytes >= LEAST_BYTES and all(map(fits, sides))
+        found[piece.spec.index] = 1.0
+        if packable:
+            left = sum(side.nbytes * pack(side[:SAMPLE]).numel() / side[:SAMPLE].nbytes for side in sides if len(side))
+            found[piece.spec.index] = min(1.0, left / num_bytes)
     return found
 
 

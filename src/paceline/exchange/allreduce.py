@@ -22,7 +22,7 @@ from paceline.exchange.forms import choose, dense_cost, factor_cost
 from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
 from paceline.exchange.packed import Gathered
-from paceline.packing import LEAST_BYTES, pack
+from paceline.packing import LEAST_BYTES, fits, pack
 
 
 class Exchange(Meeting):
@@ -108,7 +108,7 @@ class Exchange(Meeting):
         return Sent(pieces, handle, begin_s, pending, [len(each) for each in payloads])
 
     def _gather(self, both: Tensor, what: str, flight: Flight) -> contract.Handle:
-        if not flight.packed:
+        if not flight.packed or not fits(both):
             return self._lane.all_gather(both, what)
         handle, width = self._lane.all_gather(pack(both), what), both.shape[1]
         return Gathered(
@@ -117,7 +117,7 @@ class Exchange(Meeting):
 
     def _sum(self, payload: Tensor, what: str, flight: Flight) -> contract.Handle:
         """Among two a gather is no more than a sum, and the addition is the same; among more it would be."""
-        if not flight.packed or self.link.size > 2 or payload.nbytes < LEAST_BYTES or payload.itemsize < 2:
+        if not flight.packed or self.link.size > 2 or payload.nbytes < LEAST_BYTES or not fits(payload):
             return self._lane.sum(payload, what)
         handle, mine = self._lane.all_gather(pack(payload), what), self.link.rank
         return Gathered(handle, mine, payload, lambda parts: parts[mine].add_(parts[1 - mine]))
