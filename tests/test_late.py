@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 
+import paceline
 from paceline import handover
 from paceline.contract import Guest, LinkError
 from paceline.launch import again, local
@@ -22,6 +23,7 @@ from paceline.link.late import Late
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.survivors import Place, Survivors
 from paceline.link.ticket import Ticket
+from paceline.welcome import Welcome
 from paceline.world import World
 
 SECRET = b"of this run"
@@ -342,3 +344,39 @@ def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkey
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"):
         World.of_environment()
+
+
+class Doorkeeper:
+    """One node asks to follow; what it is told is kept."""
+
+    def __init__(self, pace):
+        said = {"turn": 1, "host": "late", "said": {}, "began": pace.began, "size": 1, "least": 1, "most": 8}
+        self.asked, self.told = {"late": said}, {}
+
+    def waiting(self):
+        return self.asked
+
+    def answer(self, name, told):
+        self.told[name] = told
+
+
+def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goes_on(monkeypatch):
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    pace = paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential")
+    with pace:
+        door = Doorkeeper(pace)
+        monkeypatch.setattr(type(pace.ledger), "porter", door)
+        welcome = Welcome(pace, {})
+
+        def full(*given, **more):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        monkeypatch.setattr(torch, "empty_like", full)
+        until(lambda: welcome._look(False) or door.told)
+        monkeypatch.undo()
+        num_bytes = sum(weight.nbytes for weight in model.parameters())
+        assert door.told["late"]["refused"] == f"the node that leads has no memory for a copy of {num_bytes} bytes"
+        before = model.weight.detach().clone()
+        pace.step((torch.ones(8, 4), torch.ones(8, 2)))
+        assert not torch.equal(before, model.weight)

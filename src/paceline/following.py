@@ -29,10 +29,10 @@ MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
 
 
 class Following:
-    """Of one guest, in the process that leads. ``lost``: it is gone."""
+    """Of one guest, in the process that leads. ``lost``: why it can be followed no longer, else empty."""
 
     def __init__(self, pace: Any, porter: Porter, name: str):
-        self.porter, self.name, self.lost = porter, name, False
+        self.porter, self.name, self.lost = porter, name, ""
         self._optimizer = pace.job.optimizer
         self._most_bytes = self.num_bytes = 0
         self._messages: queue.Queue[handover.Message | None] = queue.Queue()
@@ -44,12 +44,16 @@ class Following:
 
     def _make_places(self) -> None:
         """Memory that nobody has touched yet comes slowly: training need not stand still for it."""
-        self._places = [torch.empty_like(tensor, device="cpu").zero_() for tensor in self._like]
+        try:
+            self._places = [torch.empty_like(tensor, device="cpu").zero_() for tensor in self._like]
+        except (MemoryError, RuntimeError):  # torch's own is the latter
+            num_bytes = sum(tensor.nbytes for tensor in self._like)
+            self._places, self.lost = [], f"the node that leads has no memory for a copy of {num_bytes} bytes"
 
     @property
     def placed(self) -> bool:
         """There is a place, and nothing in it yet."""
-        return not self._num_put and not self._thread.is_alive()
+        return not self._num_put and not self._thread.is_alive() and not self.lost
 
     def between_steps(self, pace: Any) -> None:
         """The copy, as soon as there is a place for it."""
@@ -76,7 +80,7 @@ class Following:
                 self.porter.give(self.name, message.parts(), message.num_bytes)
                 self._num_sent += 1
         except LinkError:
-            self.lost = True
+            self.lost = "the line by which it was given the state broke"
 
     @property
     def level(self) -> bool:

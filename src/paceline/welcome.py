@@ -86,7 +86,7 @@ class Welcome:
             following.between_steps(pace)
             if following.lost:
                 del self._following[name]
-                return {"refused": "the line by which it was given the state broke"}
+                return {"refused": following.lost}
             if not following.level and not following.hopeless:
                 return None
         self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"]))
