@@ -28,7 +28,7 @@ for _ in range(int(sys.argv[2])):
         line.send(bytes(1000))
     except BlockingIOError:
         pass
-    if found := unanswered():
+    if found := unanswered(sys.argv[3:]):
         print(found, flush=True)
         break
     time.sleep(0.1)
@@ -38,15 +38,16 @@ else:
 
 
 @needs_cluster
-@pytest.mark.parametrize("how", ["cable", "stopped"])
+@pytest.mark.parametrize("how", ["cable", "stopped", "a stranger's cable"])
 def test_who_does_not_confirm_is_named_and_who_stands_still_is_not(how):
     with Cluster(2) as cluster:
         server = cluster.start(1, [sys.executable, "-c", SERVE, cluster.address(1)], stdout=subprocess.PIPE, text=True)
         turns = 200 if how == "cable" else int(10 * (SILENT_S + 2))
-        words = [sys.executable, "-c", SEND, cluster.address(1), str(turns)]
+        members = [] if "stranger" in how else [cluster.address(1)]
+        words = [sys.executable, "-c", SEND, cluster.address(1), str(turns), *members]
         sender = cluster.start(0, words, stdout=subprocess.PIPE, text=True)
         assert server.stdout.readline() == "met\n"
-        if how == "cable":
+        if "cable" in how:
             cluster.pull_cable(1)
         else:
             os.kill(server.pid, signal.SIGSTOP)

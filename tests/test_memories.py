@@ -71,7 +71,7 @@ def test_rank_0_has_every_nodes_and_nobody_else_has_any(size):
     def work(link):
         meeting = Meeting()
         meeting.link = link
-        return memories.collect(meeting, link.rank, True, mine(link.rank))
+        return memories.collect(meeting, True, mine(link.rank))
 
     first, *others = ranks.run(size, work)
     assert others == [[]] * (size - 1)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 import ranks
-from nodes import OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, rows
-from paceline import contract, seating
+from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, rows
+from paceline import contract, memories, seating
 from paceline.contract import LinkError
 from paceline.elastic.survive import Surviving
 from paceline.engine.sequential import Engine
+from paceline.evaluate import evaluate
 from paceline.exchange import allreduce
 
 BATCHES = [rows(24, seed) for seed in range(6)]
@@ -78,6 +79,12 @@ class Mortal(contract.Link):
 
     def broadcast(self, tensor, root=0, what="broadcast"):
         return self._do(lambda: self.link.broadcast(tensor, root, what))
+
+    def send(self, tensor, peer, tag=0):
+        return self._do(lambda: self.link.send(tensor, peer, tag))
+
+    def recv(self, tensor, peer, tag=0):
+        return self._do(lambda: self.link.recv(tensor, peer, tag))
 
     def cost(self, operation, num_bytes):
         return self.link.cost(operation, num_bytes)
@@ -238,3 +245,85 @@ def test_words_are_those_of_who_is_left_and_a_refused_step_is_no_loss():
     fates = [Fate((0, 1, 1))]
     gone = ranks.run(3, work)
     assert gone == [([b"rank 0", b"rank 2"], [2.0], 1), None, ([b"rank 0", b"rank 2"], [2.0], 1)]
+
+
+class Numbered(torch.utils.data.Dataset):
+    """Sample i is one whose metric is 2**i: a sum says which were counted."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        return torch.zeros(IN, dtype=torch.float64), 2.0**i
+
+
+def whatever(size, fate, does):
+    """What ``does(exchange, rank)`` gives to those who are left."""
+
+    def work(link):
+        engine = Engine()
+        exchange = Surviving(allreduce.Exchange(), engine.relink)
+        rank = Rank(Mortal(link, fate), build(Plain), exchange=exchange, engine=engine)
+        limits = [seating.Limits((1,) * size, (24,) * size)]
+
+        def regrouped(what):
+            rank.loop.seat, _, limits[0] = seating.regroup(rank.loop.seat, None, 24, limits[0], what)
+
+        exchange.rows = lambda: rank.loop.seat.dealt(24)[rank.loop.seat.node]
+        exchange.regrouped, exchange.begun = regrouped, True
+        fate.counts.pop((0, link.rank), None)
+        try:
+            return does(exchange, rank)
+        except Killed:
+            return None
+        finally:
+            exchange.close()
+
+    return ranks.run(size, work)
+
+
+@pytest.mark.parametrize(("victim", "deaf"), [(0, None), (1, 0), (1, 2), (2, 1)])
+def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
+    def does(exchange, rank):
+        said = []
+        while len(said) < 5:  # who is deaf must not be the last to hear
+            exchange.spread(rank.engine.buffers)
+            seat = rank.loop.seat
+            found = evaluate(
+                rank.model, rank.engine, exchange, seat, Numbered(), lambda _, y: (y.sum(), len(y) / 24), 3
+            )
+            if found is not None:
+                said.append(round(found))
+        return said
+
+    for number in range(1, 8):
+        fate = Fate((0, victim, number), after=number % 2 > 0 or deaf is not None, deaf=deaf)
+        results = [each for each in whatever(3, fate, does) if each is not None]
+        assert fate.fired
+        assert results == [[2**24 - 1] * 5] * 2, number
+
+
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("after", [False, True])
+def test_wherever_one_dies_what_the_others_codecs_remember_is_brought_together(victim, after):
+    fired = 0
+    for number in range(1, 10):
+        fate, had = Fate((0, victim, number), after=after), []
+
+        def does(exchange, rank, had=had):
+            mine = {0: torch.full((3,), float(rank.loop.seat.node)), 1: torch.ones(2)}
+            found = memories.collect(exchange, True, mine)
+            had += [[float(each[0][0]) for each in found]] if found else []
+            generation = exchange.link.generation
+            exchange.gather(b"")
+            return generation
+
+        results = [each for each in whatever(3, fate, does) if each is not None]
+        assert len(results) == 3 - len(fate.fired)
+        assert len(set(results)) == 1
+        if results[0]:
+            assert had == [[float(rank) for rank in range(3) if rank != victim]], number
+        else:  # all was brought together before, and may have died with rank 0
+            assert had == [[0.0, 1.0, 2.0]] or not (had or victim), number
+        fired += len(fate.fired)
+    assert fired > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -84,6 +85,62 @@ def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
     assert meet(members, [0]) == {0: f"rank 0 of 3 on host0: {survivors.WITHOUT}"}
     assert time.monotonic() - start < 5.0
     assert meet(heirs, [0, 1]) == dict.fromkeys(range(2), (2, [0, 1]))
+
+
+def test_another_whom_they_went_on_without_is_told_by_any_of_them(team):
+    """Story: it could not reach the one that had decided, and asked the next for five minutes."""
+    members = team(3)
+    for rank in (0, 1):
+        members[rank].among([0, 1], 1)
+    first = members[0].places[0]
+    members[2].places[0] = Apart(first.name, first.host, first.address, first.port)
+    start = time.monotonic()
+    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {survivors.WITHOUT}"}
+    assert time.monotonic() - start < 5.0
+
+
+def test_the_one_that_decided_dies_before_they_have_come(team):
+    members, heard, dead = team(3), threading.Semaphore(0), threading.Event()
+
+    def die(place, decided):
+        assert all(heard.acquire(timeout=20.0) for _ in range(2))
+        members[0].point.close()
+        dead.set()
+        raise LinkError("it died")
+
+    def later(join, place, decided):
+        heard.release()
+        assert dead.wait(20.0)
+        return join(place, decided)
+
+    members[0]._join = die
+    for rank in (1, 2):
+        members[rank]._join = partial(later, members[rank]._join)
+    found = meet(members, [0, 1, 2])
+    assert [found[rank] for rank in (1, 2)] == [(2, [1, 2])] * 2
+
+
+def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
+    members, found = team(2), {}
+
+    def wait():
+        meeting, *_ = members[0].meet()
+        start = time.monotonic()
+        try:
+            meeting.get("what the dead would say")
+        except LinkError as error:
+            found[str(error)] = time.monotonic() - start
+        meeting.close()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    meeting, *_ = members[1].meet()
+    meeting.close()
+    members[1].point.close()
+    thread.join(30.0)
+    ((words, seconds),) = found.items()
+    assert words == "host1 was met again and is gone"
+    assert seconds < 5.0
 
 
 def test_a_number_is_never_used_again(team):

@@ -32,10 +32,10 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": (type(codec).__module__, codec.wire),
-        **({"virtual shares": (engine.num_shares, torch.get_num_threads())} if engine.num_shares else {}),
+        "virtual shares": (engine.num_shares, torch.get_num_threads() if engine.num_shares else 0),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
-        "torch": torch.__version__,
+        "torch": torch.__version__.partition("+")[0],  # builds for a CPU and for GPUs train together
         "files of paceline": code(),
     }
 

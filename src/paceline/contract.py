@@ -99,6 +99,8 @@ class Engine:
     names: tuple[str, ...] = ()
     absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
+    # (into, left, right): what an update does with a layer's factors, momentum left out
+    multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
@@ -348,6 +350,9 @@ class Exchange:
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
     survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
+    # how a node adds a product to a gradient, (into, left, right), and the processes that share in it
+    multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
+    hands: int = 1
     regroups: int = 0  # losses so far after which something was done again
     regrouped: Callable[[Regroup], None] | None = None  # told of each loss before anything is done again
     link: Link

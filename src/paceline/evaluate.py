@@ -23,7 +23,11 @@ def evaluate(
     metric: Callable[..., Any],
     rows: int,
 ) -> Any:
-    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time."""
+    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time.
+
+    None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
+    """
+    team = [exchange.link.generation, seat.num_nodes]
     source = feed.as_source(dataset)
     mine = seat.rows(len(source))
     training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
@@ -38,8 +42,11 @@ def evaluate(
         for module in training:
             module.training = True
     whole: dict[str, tuple[float, float]] = {}
-    for words in exchange.gather(json.dumps(sums).encode()):
-        _add(whole, json.loads(words))
+    said = [json.loads(words) for words in exchange.gather(json.dumps([team, seat.node, sums]).encode())]
+    if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < seat.num_nodes:
+        return None
+    for _, _, its_sums in said:
+        _add(whole, its_sums)
     means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
     return means[""] if set(means) == {""} else means
 

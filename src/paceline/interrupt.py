@@ -1,13 +1,17 @@
-"""Ctrl-C and SIGTERM end a run between steps: the signal is noted, and everyone told with the next vote."""
+"""Ctrl-C and SIGTERM end a run between steps: the signal is noted, and everyone told with the next vote.
+
+HANGUP says that the line to who started this process is broken.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = signal.SIGHUP
 
 
 class Stopped(SystemExit):
@@ -19,16 +23,18 @@ class Stopped(SystemExit):
 
 
 class Interrupt:
-    """Calls ``note(number)`` at the first signal; a second one acts as if this were not here."""
+    """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. HANGUP may
+    come as often as it likes."""
 
-    def __init__(self, note: Callable[[int], None]):
+    def __init__(self, note: Callable[[int], None], signals: Sequence[int] = SIGNALS):
         self._note, self._before = note, {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._heard) for number in signals}
 
     def _heard(self, number: int, _: FrameType | None) -> None:
         self._note(number)
-        self.close()
+        if number != HANGUP:
+            self.close()
 
     def close(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -62,6 +62,7 @@ class Loop:
         self.kept: Kept | None = None  # of each update, while somebody who comes late is told of them
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
+        self.hung = False  # likewise: end after the step in which everyone is
         self.guests = 0  # the generation in which those are taken in who wait, in the process that knows of them
 
     def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
@@ -173,7 +174,8 @@ class Loop:
                 self._torn = not isinstance(error, NotFinite)  # which everyone raises
                 raise
             else:
-                ballot.stop, ballot.guests, ballot.expected = self.stop, self.guests, batch.weight
+                ballot.stop, ballot.hung, ballot.guests = self.stop, self.hung, self.guests
+                ballot.expected = batch.weight
                 begin = time.perf_counter()
                 ballot.fixed = self._update_s
                 own_s = ballot.seconds - (self.engine.waited_s - waited)

@@ -13,22 +13,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Codec, Exchange
+from paceline.contract import Codec, Exchange, LinkError
 from paceline.elastic.tensors import as_bytes
 from paceline.elastic.tree import pack, unpack
 from paceline.engine.batch import mapped
 
+MOST_LOSSES = 16  # while they are brought together, before something else is to blame
 
-def collect(exchange: Exchange, node: int, holds_link: bool, memory: Any) -> list[Any]:
-    """Every node's, in the process that holds rank 0's link; elsewhere nothing. Every process must call it."""
+
+def collect(exchange: Exchange, holds_link: bool, memory: Any) -> list[Any]:
+    """Every node's, in the process that holds rank 0's link; elsewhere nothing. Every process must call it.
+
+    Where a node is lost meanwhile, once more, by those who are left. Raises LinkError.
+    """
     tensors: dict[str, Tensor] = {}
     tree = pack(memory, "memory", tensors)
     forms = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
     words = json.dumps([tree, forms]).encode() if holds_link else b""
-    heard = [json.loads(each) for each in exchange.gather(words) if each]
-    if not holds_link:
-        return []
-    if node:
+    for _ in range(MOST_LOSSES):
+        heard = [json.loads(each) for each in exchange.gather(words) if each]
+        team, found, lost = [exchange.link.generation, exchange.link.size], list[Any](), False
+        try:
+            found = _carry(exchange, tensors, memory, heard) if holds_link else []
+        except LinkError:
+            if not exchange.survives:
+                raise
+            lost = True
+        if not exchange.survives or not any(forms for _, forms in heard):
+            return found
+        # everyone is told the same, also of whoever was lost in this very operation
+        ended = json.dumps([team, lost]).encode() if holds_link else b""
+        ends = [json.loads(each) for each in exchange.gather(ended) if each]
+        if all(end == [team, False] for end in ends) and len(ends) == team[1]:
+            return found
+    raise LinkError(f"what the codec remembers could not be brought together in {MOST_LOSSES} attempts")
+
+
+def _carry(exchange: Exchange, tensors: dict[str, Tensor], memory: Any, heard: Sequence[Any]) -> list[Any]:
+    if exchange.link.rank:
         for tensor in tensors.values():
             if tensor.nbytes:
                 exchange.link.send(as_bytes(tensor), 0).wait()

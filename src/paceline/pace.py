@@ -29,7 +29,7 @@ from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
-from paceline.interrupt import Interrupt, Stopped
+from paceline.interrupt import HANGUP, SIGNALS, Interrupt, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
 from paceline.live import Live, stacks, tell
@@ -90,6 +90,7 @@ class Pace:
         self.whereabouts: Whereabouts = ledger.whereabouts or Whereabouts()
         ledger.whereabouts = self.whereabouts
         seat = seating.place(job, world, engine.num_shares)
+        exchange.multiply, exchange.hands = engine.multiply, world.local_size
         surviving: Surviving | None = None
         if world.least:
             if link:
@@ -166,7 +167,7 @@ class Pace:
         self._usage: Usage | None = None
         self._welcome = Welcome(self, said) if surviving else None
         self._entry = Entry(self, late, said) if world.late else None
-        self._interrupt = Interrupt(self._heard) if folder and not self.watched else None
+        self._interrupt = self._interrupts()
         if link:
             atexit.register(_leave, ledger)
             if exchange.overlap == "forward":
@@ -227,13 +228,15 @@ class Pace:
         self.world = dataclasses.replace(self.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
         loop.seat, loop.who, self._limits = seat, self._who(), limits
         loop.balance = seating.follow(job.batch_size, limits) if self._follows and len(sizes) > 1 else None
-        self.engine.accumulate = job.accumulate * max(1, -(-self.shares[seat.node] // limits.most[seat.node]))
+        # virtual shares are cut into micro-batches, which must stay the same ones
+        times = 1 if seat.virtual else max(1, -(-self.shares[seat.node] // limits.most[seat.node]))
+        self.engine.accumulate = job.accumulate * times
         if loop.drift:
             loop.drift.divided |= max(sizes) > 1
 
     def _lead(self) -> None:
         """The leader was lost: what one of all does is this process's from now on."""
-        self.leader = True
+        self.leader = self._speaks = True
         if self.loop.drift:
             self.loop.drift.leads = True
         self.loop.stragglers = self._stragglers()
@@ -339,8 +342,8 @@ class Pace:
             self.stopwatch.tick(batch.weight, ballot.seconds)
         if self.witness:
             self.witness.step(loss, self.engine.state() if self.leader else None)
-        if ballot.stop:
-            self._end(ballot.stop)
+        if ballot.stop or ballot.hung:
+            self._end(ballot.stop or HANGUP)
         return loss
 
     def backward(self, loss: Any, rows: int | None = None) -> None:
@@ -458,11 +461,10 @@ class Pace:
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         while True:
-            regroups = self.exchange.regroups
             self.exchange.spread(self.engine.buffers)
             with self.whereabouts.at("evaluating"):
                 found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
-            if self.exchange.regroups == regroups:  # else some samples were a lost node's
+            if found is not None:
                 return found
 
     # what is kept
@@ -511,8 +513,16 @@ class Pace:
 
     # the end
 
+    def _interrupts(self) -> Interrupt | None:
+        """A node that is cut off from who started it trains on, where the others are not."""
+        signals = (*(SIGNALS if self.folder else ()), *([HANGUP] if self.world.least else ()))
+        return Interrupt(self._heard, signals) if signals and not self.watched else None
+
     def _heard(self, number: int) -> None:
-        self.loop.stop = number
+        if number == HANGUP:
+            self.loop.hung = True
+        else:
+            self.loop.stop = number
 
     def _end(self, number: int) -> None:
         if number == FAILED:

@@ -36,7 +36,7 @@ def state(pace: Any) -> dict[str, Any]:
         "scaler": dict(vars(pace.loop.scaler)),
         "exchange": exchange,
         "random": [json.loads(words) for words in pace.exchange.gather(mine)],
-        "memories": memories.collect(pace.exchange, pace.world.node, pace.world.local_rank == 0, memory),
+        "memories": memories.collect(pace.exchange, pace.world.local_rank == 0, memory),
         "methods": pace.methods,
         "plan": pace.row,
         "facts": pace.facts,

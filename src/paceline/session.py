@@ -156,6 +156,10 @@ def join(
 
         if hidden:
             raise ValueError("a node cannot come late to an encrypted run; start the run again, with --resume")
+        if (kind := _link(world, model, hidden)) != "torch":
+            raise ValueError(
+                f"a node comes late over gloo alone, and PACELINE_LINK asks for {kind}; start the run again"
+            )
         link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""))
     elif world.num_nodes > 1 and world.local_rank == 0:
         link = find(

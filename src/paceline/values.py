@@ -112,6 +112,7 @@ class Ballot:
     multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     stop: int = 0  # a signal has asked this process to end after this step
+    hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
     guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
@@ -125,7 +126,7 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??ddddddddqBIIIIIIII")
+    _HEAD = struct.Struct("<??ddddddddqB?IIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -141,6 +142,7 @@ class Ballot:
             self.multiply,
             self.hash,
             self.stop,
+            self.hung,
             self.guests,
             len(self.used),
             len(self.dense),
@@ -204,6 +206,7 @@ class Ballot:
             multiply=max(b.multiply for b in ballots),
             hash=first.hash,
             stop=max(b.stop for b in ballots),
+            hung=all(b.hung for b in ballots),
             guests=max(b.guests for b in ballots),
             # a process without rows has no terms
             terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),

@@ -109,8 +109,9 @@ class Welcome:
                 f"versions"
             )
         most = os.environ.get("PACELINE_NODES", "").partition(":")[2]
-        if most and self.pace.world.num_nodes >= int(most):
-            return f"{self.pace.world.num_nodes} nodes train, and there are to be at most {most} (--nodes)"
+        num_nodes = self.pace.world.num_nodes + len(self._ready)
+        if most and num_nodes >= int(most):
+            return f"{num_nodes} nodes train, or are about to, and there are to be at most {most} (--nodes)"
         return ""
 
     def _meet(self) -> tuple[Guest, ...]:

@@ -28,7 +28,7 @@ from paceline.engine.everyone import Everyone
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
-from paceline.engine.update import Factored, finish, refuse_closures, takes_factors
+from paceline.engine.update import Factored, finish, multiply, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12  # at least, of each step
 HASH_STEPS = 1000  # in which every value has been looked at
@@ -58,6 +58,8 @@ class Engine(contract.Engine):
         refuse_closures(optimizer)
         solidify(model)
         self.absorbs = takes_factors(optimizer)
+        if self.absorbs:
+            self.multiply = multiply
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.numerics.prepare(model, optimizer)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
@@ -19,6 +20,7 @@ from paceline.packing import LEAST_BYTES, fits, pack
 
 FORMAT = 1
 WARM_UP = 2
+TRIAL_FLOPS = 1 << 26  # of a product that is timed by a part of it
 SAMPLE = 1 << 18  # values
 
 
@@ -99,6 +101,16 @@ class Timeline:
             ) from error
 
 
+def _product_s(engine: contract.Engine, left: Tensor, right: Tensor) -> float:
+    """Seconds of adding left.T @ right to a gradient, by a part of it."""
+    (rows, out_features), in_features = left.shape, right.shape[1]
+    slab = max(1, min(out_features, TRIAL_FLOPS // max(1, 2 * rows * in_features)))
+    into = torch.zeros(slab, in_features, dtype=right.dtype, device=right.device)
+    start = time.perf_counter()
+    engine.multiply(into, left.T[:slab], right)
+    return float((time.perf_counter() - start) * out_features / slab)
+
+
 def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: int = 7) -> Timeline:
     """The medians of ``passes`` steps on ``batch``, by an engine of one process that was opened on ``model``.
 
@@ -128,9 +140,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         factored.append(time.perf_counter() - start)
         for piece in agreement.pieces:
             if piece.left is not None and piece.right is not None:
-                start = time.perf_counter()
-                torch.mm(piece.left.T, piece.right)
-                products.setdefault(piece.spec.index, []).append(time.perf_counter() - start)
+                products.setdefault(piece.spec.index, []).append(_product_s(engine, piece.left, piece.right))
     return Timeline(
         round(agreement.ballot.weight),
         str(engine.weights[0].dtype).removeprefix("torch."),

@@ -125,6 +125,14 @@ def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: f
         w.add_(b, alpha=-stride)
 
 
+def multiply(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right, as a layer's factors are added to its momentum."""
+    if products.suits(into):
+        _add_by_onednn(into, left, right.T.contiguous(), 1.0, 1.0)
+    else:
+        _add(into, left, right, 1.0, 1.0)
+
+
 def _add(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
     """keep into + take left @ right; what ``into`` holds does not matter where keep is 0."""
     into.addmm_(left, right, beta=keep, alpha=take)

@@ -59,6 +59,7 @@ class Exchange(Meeting):
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
         by_need = self.overlap == "forward"
         self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, by_need, self.thin, self._packed)
+        self.choice.multiply_by, self.choice.hands = self.multiply, self.hands
         self._start()
 
     def _start(self) -> None:
@@ -93,8 +94,7 @@ class Exchange(Meeting):
             both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
             both = both.to(self.thin or both.dtype)
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
-            begin_s = self.link.threads.now()
-            return Sent(pieces, self._gather(both, what, flight), begin_s)
+            return Sent(pieces, *self._gather(both, what, flight))
         payloads, pending = [], []
         for piece in pieces:
             assert piece.flat is not None
@@ -103,24 +103,34 @@ class Exchange(Meeting):
             pending.append(remembered)
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
+        lengths = [len(each) for each in payloads]
+        if self.codec.sums:
+            return Sent(pieces, *self._sum(payload, what, flight), pending, lengths)
         begin_s = self.link.threads.now()
-        handle = self._sum(payload, what, flight) if self.codec.sums else self._lane.all_gather(payload, what)
-        return Sent(pieces, handle, begin_s, pending, [len(each) for each in payloads])
+        return Sent(pieces, self._lane.all_gather(payload, what), begin_s, pending, lengths)
 
-    def _gather(self, both: Tensor, what: str, flight: Flight) -> contract.Handle:
+    def _gather(self, both: Tensor, what: str, flight: Flight) -> tuple[contract.Handle, float]:
+        """(the gather, when it began)."""
+        now = self.link.threads.now
         if not flight.packed or not fits(both):
-            return self._lane.all_gather(both, what)
-        handle, width = self._lane.all_gather(pack(both), what), both.shape[1]
+            begin_s = now()
+            return self._lane.all_gather(both, what), begin_s
+        packed, begin_s, width = pack(both), now(), both.shape[1]
+        handle = self._lane.all_gather(packed, what)
         return Gathered(
-            handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts]
-        )
+            handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts], now
+        ), begin_s
 
-    def _sum(self, payload: Tensor, what: str, flight: Flight) -> contract.Handle:
-        """Among two a gather is no more than a sum, and the addition is the same; among more it would be."""
+    def _sum(self, payload: Tensor, what: str, flight: Flight) -> tuple[contract.Handle, float]:
+        """(the sum, when it began). Among two a gather is no more than a sum, and the addition is the same; among more
+        it would be."""
+        now, mine = self.link.threads.now, self.link.rank
         if not flight.packed or self.link.size > 2 or payload.nbytes < LEAST_BYTES or not fits(payload):
-            return self._lane.sum(payload, what)
-        handle, mine = self._lane.all_gather(pack(payload), what), self.link.rank
-        return Gathered(handle, mine, payload, lambda parts: parts[mine].add_(parts[1 - mine]))
+            begin_s = now()
+            return self._lane.sum(payload, what), begin_s
+        packed, begin_s = pack(payload), now()
+        handle = self._lane.all_gather(packed, what)
+        return Gathered(handle, mine, payload, lambda parts: parts[mine].add_(parts[1 - mine]), now), begin_s
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
 from paceline.exchange import order
@@ -50,7 +51,8 @@ class Choice:
         self.types = [(torch.float32, torch.device("cpu"))] * len(specs)
         self.never = {spec.index for spec in specs if not spec.linear}
         self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
-        self.multiply = 0.0
+        self.multiply, self.hands = 0.0, 1
+        self.multiply_by: Callable[[Tensor, Tensor, Tensor], Any] = Tensor.addmm_
         self.begin(size)
         self.forms = self._choose()
         self._explain()
@@ -96,7 +98,8 @@ class Choice:
         possible = [spec for spec in self.specs if spec.index not in self.never and spec.fits(self.total[spec.index])]
         if self.asked == "measured" and self.seen and not self.multiply and possible:
             largest = max(possible, key=lambda spec: spec.numel)
-            self.multiply = multiplication(largest, self.total[largest.index], *self.types[largest.index])
+            rows, kind = self.total[largest.index], self.types[largest.index]
+            self.multiply = multiplication(largest, rows, *kind, self.multiply_by) / self.hands
         return self.multiply
 
     def learn(self, merged: Ballot, costs: Sequence[Cost]) -> None:

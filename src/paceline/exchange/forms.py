@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.contract import DENSE, FACTORS, Cost, Spec
 
@@ -106,7 +107,9 @@ def _told(cost: Cost, rates: Rates) -> str:
     return f"{cost.bytes / 1e6:.2f} MB" + (f" in {1e3 * seconds:.1f} ms" if rates.per_byte else "")
 
 
-def multiplication(spec: Spec, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+def multiplication(
+    spec: Spec, rows: int, dtype: torch.dtype, device: torch.device, multiply: Callable[..., object] = Tensor.addmm_
+) -> float:
     """Seconds per floating-point operation of adding ``rows`` to a gradient of this shape, by trial on a part of it."""
     rows = max(1, rows)
     out_features, in_features = spec.shapes[0]
@@ -117,7 +120,7 @@ def multiplication(spec: Spec, rows: int, dtype: torch.dtype, device: torch.devi
 
     def once() -> float:
         start = time.perf_counter()
-        into.addmm_(left, right)
+        multiply(into, left, right)
         float(into[0, 0])  # a device has then done it
         return time.perf_counter() - start
 

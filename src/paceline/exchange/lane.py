@@ -119,6 +119,7 @@ class Lane:
             sent.result = sent.handle.wait()
             end_s, leader = self._now(), sent.pieces[0].spec.index
             if isinstance(sent.handle, Gathered):
+                end_s = sent.handle.came_s
                 flight.packed_bytes[leader] = sent.handle.num_bytes
             flight.took_s[leader], free_s = end_s - max(sent.begin_s, free_s), end_s
             with self._changed:

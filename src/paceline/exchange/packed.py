@@ -14,17 +14,26 @@ from paceline.packing import unpack
 class Gathered(contract.Handle):
     """What ``then`` makes of everyone's numbers, rank after rank; ``mine`` are those of ``rank`` itself, flat.
 
-    ``num_bytes``: of the longest message, once all have come.
+    ``num_bytes``: of the longest message, once all have come, which was at ``came_s`` by the clock ``now``.
     """
 
-    def __init__(self, handle: contract.Handle, rank: int, mine: Tensor, then: Callable[[list[Tensor]], Any]):
-        self.handle, self.rank, self.mine, self.then, self.num_bytes = handle, rank, mine, then, 0
+    def __init__(
+        self,
+        handle: contract.Handle,
+        rank: int,
+        mine: Tensor,
+        then: Callable[[list[Tensor]], Any],
+        now: Callable[[], float],
+    ):
+        self.handle, self.rank, self.mine, self.then, self.now = handle, rank, mine, then, now
+        self.num_bytes, self.came_s = 0, 0.0
 
     def done(self) -> bool:
         return self.handle.done()
 
     def wait(self, deadline_s: float | None = None) -> Any:
         parts = self.handle.wait(deadline_s)
+        self.came_s = self.now()  # what follows is not the wire's
         self.num_bytes = max(len(part) for part in parts)
         mine = self.mine
         return self.then(

@@ -118,6 +118,11 @@ def _why(host: Host, errors: str, last: str) -> str:
     return next((said for sign, said in causes.items() if sign in errors), f"ssh could not reach it: {last}")
 
 
+def public(version: str | None) -> str | None:
+    """Without what tells builds apart: those for a CPU and for GPUs train together."""
+    return version and version.partition("+")[0]
+
+
 def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list[str]:
     """What differs there and must not; ``mine`` and ``theirs`` as `facts.tell` gives them."""
     found = []
@@ -133,8 +138,8 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
                 found.append(f"{path} is not in {way.folder} there; copy it there, or add --send")
             elif content not in (None, there):
                 found.append(f"{path} there is another than here; copy it there again, or add --send")
-    for name, here in mine["versions"].items():
-        version = theirs["versions"].get(name)
+    for name, found_here in mine["versions"].items():
+        version, here = public(theirs["versions"].get(name)), public(found_here)
         wanted = f"{name}=={here}" if here else name
         remedy = f"install it there: {way.python} -m pip install {wanted}; or name another interpreter with --python"
         if version is None and here:

@@ -101,7 +101,8 @@ def start(
     received: list[int] = []
 
     def pass_on(number: int, _: object = None) -> None:
-        received.append(number)
+        if number != signal.SIGHUP:  # which asks for nothing by itself
+            received.append(number)
         for child in children:
             if child.code is None:
                 child.process.send_signal(number)
@@ -155,10 +156,12 @@ def _wait(
 ) -> int:
     failed: int | None = None
     num_nodes = len({child.node for child in children})
-    hurry, lost = False, dict[int, int]()  # nodes that failed, and with which code
+    hurry = hung = False
+    lost = dict[int, int]()  # nodes that failed, and with which code
     end, limit_s = float("inf"), float("inf")
     while True:
         for number in asked():
+            hung |= number == signal.SIGHUP
             if number:
                 pass_on(number)
             else:
@@ -169,7 +172,7 @@ def _wait(
         if failed is None and lost and not _go_on(num_nodes, least, lost, again):
             failed = next(iter(lost.values()))
         codes = [child.code for child in children]
-        coming = again is not None and bool(lost) and failed is None and not received and not hurry
+        coming = again is not None and bool(lost) and failed is None and not received and not hurry and not hung
         if again and coming and (None in codes or not least):
             for node in again.look(children):
                 del lost[node]

@@ -3,7 +3,8 @@
 Its `main` is what ssh starts; the rest comes through stdin, because anybody can read command
 lines. The first line is a JSON object: node, sizes, host, port, engine, command, folder, environment. Each later
 line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone:
-the node saves and ends, unless it was started to stay, as one of a detached run is.
+the node saves and ends, unless it was started to stay, as one of a detached run is. Where a run survives losses, it
+ends when all its nodes are without the launcher: one that has lost its line alone trains on.
 Once it has its orders it says so on stdout, in a line that the launcher keeps to itself.
 """
 
@@ -26,7 +27,7 @@ class Orders:
 
     def __init__(self, source: int = 0):
         self._source, self._bytes, self._ended, self._signalled = source, b"", False, False
-        self.stays = False
+        self.stays = self.survives = False
 
     def first(self) -> dict[str, Any]:
         while b"\n" not in self._bytes:
@@ -35,7 +36,7 @@ class Orders:
                 raise ValueError("stdin ended before it said what to start; this is started by: paceline run -H HOSTS")
         line, _, self._bytes = self._bytes.partition(b"\n")
         said: dict[str, Any] = json.loads(line)
-        self.stays = bool(said.get("stays"))
+        self.stays, self.survives = bool(said.get("stays")), bool(said.get("returns"))
         return said
 
     def later(self) -> list[int]:
@@ -48,7 +49,10 @@ class Orders:
         numbers = [int(line) for line in lines]
         if self._ended and not ended and not self.stays:
             # who was already asked to end is saving: a second signal would cut that short
-            numbers += [0] if self._signalled or any(numbers) else [signal.SIGTERM, 0]
+            if self._signalled or any(numbers):
+                numbers.append(0)
+            else:
+                numbers += [signal.SIGHUP] if self.survives else [signal.SIGTERM, 0]
         self._signalled |= any(numbers)
         return numbers
 

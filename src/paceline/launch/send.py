@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch import receive
-from paceline.launch.calls import MOST_BYTES, Calls
+from paceline.launch.calls import MOST_BYTES, Calls, kill
 from paceline.launch.hosts import READ, Host, Way, program
 from paceline.launch.snapshot import PART, Tree
 
+STALL_S = 300.0  # in which nothing was sent and nothing answered: longer than a disk needs to look at what it has
 MOST_LINES, LONGEST = 1000, 64 << 20  # of what a host says before it answers; bytes of an answer
 
 
@@ -35,6 +36,16 @@ class Delivery:
     all_bytes: int = 0
     waits: bool = False
     seconds: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
+    since: tuple[object, float] = ((), 0.0)  # how far it was, and when it got there
+
+    def look(self) -> None:
+        """Ends it where nothing has moved for long: a stopped process there keeps a line open for ever."""
+        far, now = (self.done_bytes, self.all_bytes, self.waits, self.process is None), time.monotonic()
+        if far != self.since[0] or self.waits:
+            self.since = far, now
+        if self.process and now - self.since[1] > STALL_S:
+            kill(self.process)
 
     def __str__(self) -> str:
         if self.waits:
@@ -58,6 +69,8 @@ def send(
     with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
         waiting = [pool.submit(_deliver, calls, each, way, trees) for each in deliveries]
         while not all(one.done() for one in waiting):
+            for each in deliveries:
+                each.look()
             show("; ".join(map(str, deliveries)))
             time.sleep(0.05)
         ends = [one.result() for one in waiting]
@@ -74,6 +87,7 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
         process = calls.start(
             way.command(to.host, "-c", READ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
         )
+        to.process = process
         try:
             answer = _talk(process, to, trees)
         except Broken as error:
@@ -83,6 +97,7 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
                 with contextlib.suppress(OSError):
                     pipe.close()  # type: ignore[union-attr]
             process.wait()
+            to.process = None
         to.seconds = time.monotonic() - start
         if answer and isinstance(answer.get("folders"), list) and answer["folders"]:
             to.home = str(answer.get("home", ""))

@@ -85,7 +85,7 @@ def start(
                     "returns": RETURNS if least else 0,
                 }
             )
-        first = _watch(nodes, received, least or len(nodes))
+        first = _watch(nodes, received, least or len(nodes), detach.left())
     finally:
         for node in nodes:
             node.close()
@@ -140,9 +140,9 @@ class Node:
                 pipe.close()
 
 
-def _watch(nodes: Sequence[Node], received: Sequence[int], least: int) -> Node | None:
+def _watch(nodes: Sequence[Node], received: Sequence[int], least: int, stay: bool) -> Node | None:
     """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first, where
-    fewer than ``least`` did not."""
+    fewer than ``least`` did not. ``stay``: a node whose line is lost trains on, and the others with it."""
     first: Node | None = None
     told, end, late = 0, float("inf"), float("inf")
     sys.stdout.flush()
@@ -163,7 +163,7 @@ def _watch(nodes: Sequence[Node], received: Sequence[int], least: int) -> Node |
                 for node in nodes:
                     node.tell(number)
             if first is None and not received:
-                first = _first_failed(nodes, least)
+                first = _first_failed(nodes, least, (0, LOST) if stay else (0,))
                 for other in nodes if first else ():
                     other.tell(0)
             if first or received:
@@ -187,7 +187,7 @@ def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
     print(f"paceline: cut off from {left}, which {why}", file=sys.stderr)
 
 
-def _first_failed(nodes: Sequence[Node], least: int) -> Node | None:
-    """None as long as enough have not."""
-    failed = [node for node in nodes if node.process.poll()]
+def _first_failed(nodes: Sequence[Node], least: int, well: Sequence[int] = (0,)) -> Node | None:
+    """None as long as enough have not. ``well``: codes that are no failure."""
+    failed = [node for node in nodes if node.process.poll() not in (None, *well)]
     return failed[0] if len(nodes) - len(failed) < least and failed else None

@@ -19,6 +19,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable
 
 from paceline.contract import LinkError
@@ -29,6 +30,7 @@ HANDSHAKE_S = 5.0
 STALL_S = 20.0  # in which nothing could be sent, or came
 PART_BYTES = 1 << 22
 MAX_STRANGERS = 16
+PAUSE_S = 0.1  # after an accept that failed
 LENGTH, NUMBER = struct.Struct("<I"), struct.Struct("<Q")
 DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
 
@@ -107,7 +109,7 @@ class Hatch:
     """
 
     def __init__(self, address: str, secret: bytes):
-        self._secret = secret
+        self._secret, self._closed = secret, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS)
         self.address, self.port = self._server.getsockname()[:2]
@@ -116,9 +118,12 @@ class Hatch:
         threading.Thread(target=self._run, name="paceline hatch", daemon=True).start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
+        while not self._closed:
+            try:
                 line, _ = self._server.accept()
+            except OSError:  # it was closed; or too many files are open, which passes
+                time.sleep(PAUSE_S)
+            else:
                 if self._room.acquire(blocking=False):
                     threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
                 else:
@@ -148,6 +153,9 @@ class Hatch:
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):  # wakes whoever waits in accept
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         for bulk in self.here.values():
             bulk.close()

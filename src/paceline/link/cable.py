@@ -11,8 +11,11 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+import psutil
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 SILENT_S = 5  # without an answer, or without one to what was sent
 ASK_AFTER_S, ASK_EVERY_S, ASK_TIMES = 2, 1, 3
 INFO_BYTES = 104  # of struct tcp_info, in which are: segments without an answer, milliseconds since the last one
@@ -51,13 +54,22 @@ def sockets() -> dict[int, str]:
     return found
 
 
-def unanswered() -> str:
-    """An address that has not confirmed what this process sent it for SILENT_S, by whatever library; empty if none."""
+def addresses() -> list[str]:
+    """This machine's own, as others may see them."""
+    cards = [one.address for card in psutil.net_if_addrs().values() for one in card if one.family in FAMILIES]
+    return [address.partition("%")[0] for address in cards]
+
+
+def unanswered(among: Collection[str]) -> str:
+    """Which of these addresses has not confirmed what this process sent it for SILENT_S, by whatever library; empty if
+    none. A script's own connections to elsewhere may break as they like."""
     for descriptor in sockets():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
             if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
                 told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
                 waiting, silent_ms = UNACKED.unpack_from(told, 24)[0], LAST_ACK.unpack_from(told, 56)[0]
                 if waiting and told[2] > 1 and silent_ms > 1000 * SILENT_S:  # told[2]: times that it was sent again
-                    return str(line.getpeername()[0])
+                    address = str(line.getpeername()[0]).partition("%")[0].removeprefix("::ffff:")
+                    if address in among:
+                        return address
     return ""

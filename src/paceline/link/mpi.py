@@ -24,9 +24,10 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
-from paceline.link.cable import SILENT_S, unanswered
+from paceline.link.cable import SILENT_S, addresses, unanswered
 from paceline.link.library import library
 from paceline.link.progress import Flight
+from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
 from paceline.whereabouts import Whereabouts
 
@@ -34,7 +35,7 @@ JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.2
 LEFT_S = 8.0  # in which what a peer sent before it left has arrived
-NAME_BYTES = 256
+NAME_BYTES = 1024
 
 
 class Link(contract.Link):
@@ -66,10 +67,11 @@ class Link(contract.Link):
         self._comm = self._duplicate(world, "joining the others")
         names = self._tell(socket.gethostname())
         self.hosts = self._tell(os.environ.get("PACELINE_HOST", socket.gethostname()))
+        self._addresses = {each for words in self._tell(" ".join(addresses())) for each in words.split()}
         if size > 1:
             try:
                 address = _address(host, names) if rank == 0 else ""
-                self.pulse = Pulse(rank, size, _Bulletin(self), address, whereabouts=self.whereabouts)
+                self.pulse = Pulse(rank, size, _Bulletin(self), address, secret_of_environment(), self.whereabouts)
             except OSError as error:
                 if isinstance(error, LinkError):
                     raise
@@ -246,7 +248,7 @@ class _Handle(contract.Handle):
         start, flight, pulse = time.monotonic(), self.flight, self.link.pulse
         while flight and not self.link._library.progress.wait(flight, min(GLANCE_S, patience_s)):
             waited_s = time.monotonic() - start
-            if waited_s > SILENT_S and (address := unanswered()) and not self.done():
+            if waited_s > SILENT_S and (address := unanswered(self.link._addresses)) and not self.done():
                 raise self.link.cut_off(self.what, waited_s, address)
             if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)) and not self.done():
                 raise self.link.lost(self.what, waited_s)

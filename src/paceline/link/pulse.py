@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, cast
 
 from paceline.contract import LinkError
@@ -34,6 +35,7 @@ STILL_S = 3.0  # in which this process ran nothing, or heard nothing of a peer, 
 GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
 ANSWER_S = 2.5
 JOIN_S = 60.0
+WAIT_S = 0.5
 NONCE = 16  # bytes
 BEAT = b"beat"  # whose proof is no guest's at the meeting point
 MAX_STRANGERS = 64
@@ -59,7 +61,9 @@ class Pulse:
         address: str,
         secret: bytes = b"",
         whereabouts: Whereabouts | None = None,
+        alert: Callable[[], None] = lambda: None,
     ):
+        """``alert``: called while waiting for the others' first; raises where waiting has become pointless."""
         self.rank, self.size, self._secret = rank, size, secret
         self.whereabouts = whereabouts or Whereabouts()
         self.dead: dict[int, str] = {}
@@ -75,13 +79,13 @@ class Pulse:
         self._questions: list[int] = []
         self._noticed_s: float | None = None  # the wait that people have been told of
         if rank == 0:
-            self._gather(store, address)
+            self._gather(store, address, alert)
         else:
             self._reach(store)
         self._thread = threading.Thread(target=self._run, name="paceline pulse", daemon=True)
         self._thread.start()
 
-    def _gather(self, store: Any, address: str) -> None:
+    def _gather(self, store: Any, address: str, alert: Callable[[], None]) -> None:
         nonce = secrets.token_bytes(NONCE)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
@@ -94,7 +98,9 @@ class Pulse:
                 if (left_s := end - time.monotonic()) <= 0:
                     who = ", ".join(f"rank {rank}" for rank in sorted(missing))
                     raise LinkError(f"{who} did not send a heartbeat to {address} within {JOIN_S:.0f} s; look there")
-                for key, _ in eyes.select(left_s):
+                if not (ready := eyes.select(min(left_s, WAIT_S))):
+                    alert()
+                for key, _ in ready:
                     with contextlib.suppress(BlockingIOError):
                         if key.fileobj is server:
                             line, _ = server.accept()

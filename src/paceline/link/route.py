@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -29,17 +30,26 @@ TOKEN = 16  # bytes
 def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
     """The address of MASTER_ADDR as this machine sees it, IPv4 first. Raises LinkError for the loopback trap."""
     end = time.monotonic() + patience_s
-    while True:
-        try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            break
-        except OSError as error:
-            if time.monotonic() > end:
-                raise LinkError(
-                    f"MASTER_ADDR={host!r} is no name that {socket.gethostname()} knows ({error.strerror or error}); "
-                    f"give rank 0's address"
-                ) from error
-            time.sleep(0.2)  # in a young cluster names come up with their machines
+    found: list[Any] = []
+    why: list[str] = []
+
+    def ask() -> None:
+        while not found and time.monotonic() < end:
+            try:
+                found.extend(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+            except OSError as error:
+                why.append(error.strerror or str(error))
+                time.sleep(0.2)  # in a young cluster names come up with their machines
+
+    # a server of names that is silent would hold this thread for as long as it likes
+    thread = threading.Thread(target=ask, name="paceline resolve", daemon=True)
+    thread.start()
+    thread.join(patience_s + 0.5)
+    if not found:
+        raise LinkError(
+            f"MASTER_ADDR={host!r} is no name that {socket.gethostname()} knows "
+            f"({why[-1] if why else 'no answer'}); give rank 0's address"
+        )
     address = str(min(found, key=lambda way: way[0] != socket.AF_INET)[4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise LinkError(f"MASTER_ADDR={host!r} is every address of a machine; give one (here: {_addresses()})")

@@ -38,6 +38,7 @@ KNOCK_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
 DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
+LOOK_S = 2.0  # after which those who have been met, and do not go on, are looked for
 ASK_S = 0.5  # after which those who have not come are asked, again and again, whether they ever will
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
@@ -120,22 +121,31 @@ class Survivors(Porter):
             for place in self.places:
                 decided = self._decide(end) if place is self.me else self._ask(place, token)
                 if decided:
-                    return self._join(place, decided)
-                if place is self.me:
+                    self.generation = decided["generation"]
+                    if decided["refused"]:
+                        raise LinkError(f"{self}: {decided['refused']}")
+                    with contextlib.suppress(LinkError):  # who decided has died since: all meet again
+                        return self._join(place, decided)
+                if decided or place is self.me:
                     break
             time.sleep(PAUSE_S)
         raise LinkError(f"{self} met none of the others again within {LATE_S:.0f} s; look at what those say")
 
     def _join(self, host: Place, decided: dict[str, Any]) -> tuple[Meeting, int, list[int]]:
-        self.generation = decided["generation"]
-        if decided["refused"]:
-            raise LinkError(f"{self}: {decided['refused']}")
         ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
         self.came = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
         meeting = self._line(host, ranks.index(self.rank), len(ranks) + len(self.came))
         meeting.patience_s = JOIN_S
-        if self.came:
-            meeting.alert = self._look_after_guests
+        next_s = time.monotonic() + LOOK_S
+
+        def alert() -> None:
+            nonlocal next_s
+            self._look_after_guests()
+            if time.monotonic() > next_s:
+                self._look_after([self.places[rank] for rank in ranks if rank != self.rank])
+                next_s = time.monotonic() + LOOK_S
+
+        meeting.alert = alert
         return meeting, self.generation, ranks
 
     def _look_after_guests(self) -> None:
@@ -143,6 +153,14 @@ class Survivors(Porter):
         for place, guest in self.came:
             if place.look() != HERE:
                 raise LinkError(f"{guest.host} was to be taken in and is gone")
+
+    def _look_after(self, others: Sequence[Place]) -> None:
+        """While waiting for those who were met a moment ago. Raises LinkError where one is gone by now."""
+        seen = self._look(others)
+        now = time.monotonic()
+        for place in others:
+            if seen[place.name] == GONE or now - self._silent.get(place.name, now) > DOUBT_S:
+                raise LinkError(f"{place.host} was met again and is gone")
 
     def _line(self, host: Place, rank: int, size: int) -> Meeting:
         point = self.point if host is self.me else None
@@ -157,7 +175,12 @@ class Survivors(Porter):
             try:
                 meeting.set(f"call/{self.me.name}", f"{token} {self.generation}")
                 end = time.monotonic() + TURN_S
+                ask_s = time.monotonic() + ASK_S
                 while time.monotonic() < end:
+                    if time.monotonic() > ask_s:
+                        if self._went_on(place):  # whoever decided cannot be reached from here
+                            return {"generation": self.generation, "refused": WITHOUT}
+                        ask_s = time.monotonic() + ASK_S
                     for key in (f"decided/{token}", f"without/{self.me.name}"):
                         if meeting.check([key]):
                             found: dict[str, Any] = json.loads(meeting.get(key))
@@ -246,6 +269,7 @@ class Survivors(Porter):
 
     def waiting(self) -> dict[str, dict[str, Any]]:
         if not self.point.num_leased and not (self.hatch and self.hatch.here):
+            self._shut()
             return {}  # as in nearly every step
         asked = {name: json.loads(words) for name, words in self.point.posted(GUEST).items()}
         asked = {name: said for name, said in asked.items() if said.keys() >= ASKS}
@@ -264,6 +288,12 @@ class Survivors(Porter):
                 self._post(name, {"refused": why}, said)
             here.setdefault(_node(name), f"{said['host']}, which waits to be taken in")
         return asked
+
+    def _shut(self) -> None:
+        """What listens for those who come late does so while somebody asks."""
+        if self.hatch:
+            self.hatch.close()
+            self.hatch = None
 
     def answer(self, name: str, said: dict[str, Any]) -> None:
         if asked := self.waiting().get(name):

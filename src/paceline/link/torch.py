@@ -69,7 +69,7 @@ class Link(contract.Link):
         self._survivors: Survivors | None = None
         self.pulse: Pulse | None = None
         if self.size > 1:
-            self.pulse = Pulse(self.rank, self.size, store, address, meeting.secret, self.whereabouts)
+            self.pulse = Pulse(self.rank, self.size, store, address, meeting.secret, self.whereabouts, meeting.alert)
         self._meeting.alert = self._look_at_pulse
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
