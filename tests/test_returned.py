@@ -13,7 +13,9 @@ from launching import HERE, environment
 from nodes import OPTIMIZERS, Plain, build, gap, reference
 from paceline.data import order
 from paceline.elastic import checkpoint
+from paceline.report import used as used_
 from paceline.report.record import read
+from paceline.report.run import load
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from outlived import BATCH, COUNT, EPOCHS, Samples
@@ -69,6 +71,7 @@ def check(folder, done, nodes=3, local=1, exact=True):
     weights = {event["step"]: event["weight"] for event in events if event["event"] == "step"}
     assert [weights[step] for step in sorted(weights)] == LENGTHS
     assert checkpoint.read_newest(folder).step == len(LENGTHS)
+    assert used_.told(load(folder)) == f"each once in {EPOCHS} whole epochs"
     return events
 
 

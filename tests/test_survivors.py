@@ -77,6 +77,15 @@ def test_the_lowest_waits_for_those_who_may_still_come(team):
     assert meet(members, [0, 1, 2], late=[1, 2]) == dict.fromkeys(range(3), (1, [0, 1, 2]))
 
 
+def test_people_are_told_for_whom_a_meeting_waits(team, monkeypatch):
+    monkeypatch.setattr(survivors, "NOTICE_S", 0.3)
+    members, told = team(2), []
+    members[0].notice = told.append
+    assert meet(members, [0, 1], late=[1]) == dict.fromkeys(range(2), (1, [0, 1]))
+    (words,) = told
+    assert "waits for rank 1 on host1: alive, and not there yet" in words
+
+
 def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
     """Story: they were alive and well in another generation, so it waited for them, for five minutes."""
     members = team(3)

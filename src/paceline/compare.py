@@ -37,6 +37,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
         "torch": torch.__version__.partition("+")[0],  # builds for a CPU and for GPUs train together
         "files of paceline": code(),
+        "script": script(),
     }
 
 
@@ -66,12 +67,15 @@ def code() -> str:
     return digest.hexdigest()[:16]
 
 
+def script() -> str:
+    """Of the file that Python was started with, if any."""
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+
 def digests(facts: dict[str, Any], thin: torch.dtype | None) -> dict[str, str]:
     """What a node that comes late says of itself: more than those who begin together tell each other."""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    text = Path(script).read_bytes() if script and Path(script).is_file() else b""
-    more = {**facts, "script": text, "precision": str(thin)}
-    return {name: _digest(fact).hex()[:32] for name, fact in more.items()}
+    return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": str(thin)}.items()}
 
 
 def _digest(fact: Any) -> bytes:

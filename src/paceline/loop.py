@@ -93,6 +93,7 @@ class Loop:
             drift=agreement.drift,
             norm=self.engine.norm,
             **({"terms": self.terms} if self.terms else {}),
+            **({"samples": ballot.samples} if ballot.samples else {}),
             **facts,
         )
         if (why := list(self.exchange.why())) != self._why:
@@ -175,7 +176,7 @@ class Loop:
                 raise
             else:
                 ballot.stop, ballot.hung, ballot.guests = self.stop, self.hung, self.guests
-                ballot.expected = batch.weight
+                ballot.expected, ballot.samples = batch.weight, getattr(batch, "held", 0)
                 begin = time.perf_counter()
                 ballot.fixed = self._update_s
                 own_s = ballot.seconds - (self.engine.waited_s - waited)

@@ -49,7 +49,7 @@ class Spent:
     """A batch whose rows have already been used."""
 
     def __init__(self, batch: Any):
-        for name in ("epoch", "step", "ends_epoch", "wait_s", "dealt"):
+        for name in ("epoch", "step", "ends_epoch", "wait_s", "dealt", "held"):
             if hasattr(batch, name):
                 setattr(self, name, getattr(batch, name))
         self.weight = batch.weight

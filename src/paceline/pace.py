@@ -324,6 +324,8 @@ class Pace:
             self._welcome.before(batch, gradient is not None)
         ends = getattr(batch, "ends_epoch", False)
         rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
+        if where[1] is not None:
+            rates |= {"batch": where[1], "rows": int(batch.weight), "ends_epoch": ends}
         try:
             shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
             self.agreement = (self.tracer or self.loop).step(shared, gradient, **rates)

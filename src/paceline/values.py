@@ -104,6 +104,7 @@ class Ballot:
     finite: bool = True
     loss_sum: float = 0.0
     metric_sum: float = 0.0
+    samples: int = 0  # whose gradient this is, where they were dealt
     weight: float = 0.0  # what the loss divides by: samples, tokens, mask
     expected: float = 0.0  # the same of all ranks together, as known before the step: backward has divided by it
     seconds: float = 0.0  # spent computing
@@ -126,7 +127,7 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??ddddddddqB?IIIIIIII")
+    _HEAD = struct.Struct("<??ddIddddddqB?IIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -134,6 +135,7 @@ class Ballot:
             self.finite,
             self.loss_sum,
             self.metric_sum,
+            self.samples,
             self.weight,
             self.expected,
             self.seconds,
@@ -198,6 +200,7 @@ class Ballot:
             finite=all(b.finite for b in ballots),
             loss_sum=sum(b.loss_sum for b in ballots),
             metric_sum=sum(b.metric_sum for b in ballots),
+            samples=sum(b.samples for b in ballots),
             weight=sum(b.weight for b in ballots),
             expected=first.expected,
             seconds=max(b.seconds for b in ballots),

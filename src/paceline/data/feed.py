@@ -34,7 +34,7 @@ class Batch:
     """One global batch. ``weight``: its number of rows, known before anybody computes.
 
     ``num_steps``: of its epoch, or None where only reading on would tell. ``wait_s``: seconds for which its rows were
-    waited for, so far. ``dealt``: whether seats say whose its rows are.
+    waited for, so far. ``dealt``: whether seats say whose its rows are. ``held``: how many `share` gave here.
     """
 
     dealt = True
@@ -52,6 +52,7 @@ class Batch:
         self.source, self.indices, self.epoch, self.step = source, indices, epoch, step
         self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
         self.weight = float(len(indices))
+        self.held = 0
         self._take: Callable[[Batch, Seat], Any] = Batch.fetch
 
     @property
@@ -62,7 +63,7 @@ class Batch:
     def share(self, seat: Seat) -> Any:
         """The seat's rows, or None if it has none."""
         start = time.perf_counter()
-        rows = self._take(self, seat)
+        rows, self.held = self._take(self, seat), len(self.indices_of(seat))
         self.wait_s += time.perf_counter() - start
         return rows
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import secrets
 import socket
@@ -33,6 +34,7 @@ from paceline.whereabouts import Whereabouts
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
 GLANCE_S, PAUSE_S = 0.02, 0.2
+NOTICE_S = 10.0  # before people are told of a wait for an answer
 OVER = "none of those who trained answers any more; the run has ended, or look there"
 
 
@@ -134,10 +136,17 @@ class Late(memory.Link):
         self, line: Meeting, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
     ) -> dict[str, Any]:
         self._turn += 1
+        notice_s = time.monotonic() + NOTICE_S
         said = {**said, "name": self._name, "host": self._host, "place": self._me.write(), "turn": self._turn}
         line.lease(GUEST + self._name, json.dumps(said))
         while time.monotonic() < end:
             self.glance()
+            if time.monotonic() > notice_s:
+                notice_s = math.inf
+                self.whereabouts.notice(
+                    f"this node, {self._host}, has waited {NOTICE_S:.0f} s to be taken in by those who train at "
+                    f"{line.host}:{line.port}: they answer between two of their steps"
+                )
             if line.check([ANSWER + self._name]):
                 told: dict[str, Any] = json.loads(line.get(ANSWER + self._name))
                 if told.pop("turn") == self._turn:

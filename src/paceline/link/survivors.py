@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -40,6 +41,7 @@ DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
 LOOK_S = 2.0  # after which those who have been met, and do not go on, are looked for
 ASK_S = 0.5  # after which those who have not come are asked, again and again, whether they ever will
+NOTICE_S = 10.0  # of a meeting, before people are told for whom it waits
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
 HERE, GONE, SILENT = "here", "gone", "silent"
@@ -92,6 +94,8 @@ class Survivors(Porter):
         self.point, self.secret, self.least = point, secret, least
         self.me = self.places[rank]
         self.came: list[tuple[Place, Guest]] = []  # by the last meeting, besides those who were here
+        self.notice: Callable[[str], None] = lambda text: None  # told once of a meeting that lasts
+        self._mentions_s = math.inf
         self._admits: Sequence[Guest] = ()
         self._still_s = 0.0
         self._silent: dict[str, float] = {}  # in this meeting, since when
@@ -108,7 +112,7 @@ class Survivors(Porter):
         """The same member, among those of ``ranks`` and those who came."""
         places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
         heir = Survivors(ranks.index(self.rank), places, generation, self.point, self.secret, self.least)
-        heir.hatch = self.hatch
+        heir.hatch, heir.notice = self.hatch, self.notice
         return heir
 
     def meet(self, admits: Sequence[Guest] = (), still_s: float = 0.0) -> tuple[Meeting, int, list[int]]:
@@ -117,6 +121,7 @@ class Survivors(Porter):
         for how long it stood still just now, or heard nothing, while the others may have gone on, and ended."""
         self._admits, self.came, self._still_s, self._silent = admits, [], still_s, {}
         token, end = secrets.token_hex(8), time.monotonic() + LATE_S
+        self._mentions_s = time.monotonic() + NOTICE_S
         while time.monotonic() < end:
             for place in self.places:
                 decided = self._decide(end) if place is self.me else self._ask(place, token)
@@ -177,6 +182,7 @@ class Survivors(Porter):
                 end = time.monotonic() + TURN_S
                 ask_s = time.monotonic() + ASK_S
                 while time.monotonic() < end:
+                    self._mention([place])
                     if time.monotonic() > ask_s:
                         if self._went_on(place):  # whoever decided cannot be reached from here
                             return {"generation": self.generation, "refused": WITHOUT}
@@ -208,6 +214,7 @@ class Survivors(Porter):
                 missing = [p for p in others if p not in came and seen[p.name] != GONE]
                 if all(now - self._silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
                     return self._tell(meeting, came, missing, calls)
+                self._mention([place for place in missing if seen[place.name] == HERE])
                 if now > ask_s:
                     if any(self._went_on(place) for place in missing if seen[place.name] == HERE):
                         return {"generation": self.generation, "refused": WITHOUT}
@@ -215,6 +222,15 @@ class Survivors(Porter):
                 time.sleep(PAUSE_S)
         finally:
             meeting.close()
+
+    def _mention(self, others: Sequence[Place]) -> None:
+        if others and time.monotonic() > self._mentions_s:
+            self._mentions_s = math.inf
+            who = ", ".join(f"rank {self.places.index(place)} on {place.host}" for place in others)
+            self.notice(
+                f"{self} has been meeting those who are left for {NOTICE_S:.0f} s, and waits for {who}: alive, "
+                f"and not there yet; it may be computing its step"
+            )
 
     def _went_on(self, place: Place) -> bool:
         """Whether it is in a later generation, and this one is not."""

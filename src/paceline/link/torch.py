@@ -95,6 +95,10 @@ class Link(contract.Link):
     def survive(self, survivors: Survivors) -> None:
         """From now on they decide who goes on after a loss, and who is taken in."""
         self._survivors = survivors
+        survivors.notice = self._notice
+
+    def _notice(self, text: str) -> None:
+        self.whereabouts.notice(text)  # which is another's to say once all have joined
 
     @classmethod
     def of(cls, meeting: Meeting, generation: int, whereabouts: Whereabouts) -> Link:

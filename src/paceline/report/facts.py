@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from paceline.report import bars
+from paceline.report import bars, used
 from paceline.report.axis import Values, number, quantity
 from paceline.report.run import Run
 from paceline.report.table import table
@@ -68,6 +68,7 @@ def facts(run: Run) -> dict[str, str]:
         "global batch": str(run.join.get("batch_size", "")),
         "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
         "epochs": str(len(run.epochs) or ""),
+        "samples": used.told(run),
         "peak memory": quantity(held.max(), "B") if len(held) else "",
         "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
         "sent per step": quantity(step_bytes, "B") if step_bytes > 0 else "",

@@ -25,6 +25,7 @@ STEP = (
     "update_seconds",
     "lr",
     "norm",
+    *("epoch", "batch", "rows", "samples", "ends_epoch"),
 )
 EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
 USAGE = (
