@@ -1,6 +1,7 @@
 """Real processes, killed: the others end the training that all began, sample by sample."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,12 @@ def test_a_node_of_several_processes_dies_as_one(tmp_path, victim):
     done = launch(tmp_path, f"{victim}:4:forward", engine="processes:2", num_nodes=2)
     said = [f"{1 - victim}-0", f"{1 - victim}-1"]
     check(tmp_path, done, said, num_losses=1)
+
+
+def test_where_nobody_is_to_outlive_a_loss_in_an_evaluation_says_who_was_doing_what(tmp_path):
+    done = launch(tmp_path, "1:12:evaluate", num_nodes=2, least=0)
+    assert done.returncode != 0
+    assert re.search(r"rank 0 of 2 on .+, evaluating at step \d+: lost rank 1", done.stderr), done.stderr
 
 
 def test_with_too_few_left_the_run_ends(tmp_path):

@@ -416,6 +416,16 @@ class Pace:
             with contextlib.suppress(LinkError, NotFinite):
                 self.settle()
 
+    @contextlib.contextmanager
+    def _among_all(self, doing: str) -> Iterator[None]:
+        """What all must do between two steps. A loss says what this process was doing."""
+        with self.whereabouts.at(doing):
+            try:
+                yield
+            except LinkError as error:
+                self.exchange.close()  # as in a step
+                raise LinkError(f"{self.loop.who}, {doing} at step {self.num_steps}: {error}", error.peer) from error
+
     # what must happen once, everywhere, or be counted once
 
     def once(self, work: Callable[..., Any] | None = None, *args: Any) -> Any:
@@ -426,7 +436,8 @@ class Pace:
         chosen = self.world.local_rank == 0
         if work is None:
             return chosen
-        return self._alone(chosen, lambda: work(*args))
+        with self._among_all("waiting for what one process does once"):
+            return self._alone(chosen, lambda: work(*args))
 
     def _alone(self, chosen: bool, work: Callable[[], Any]) -> Any:
         """``work`` in the chosen processes while the others wait. An error there is raised everywhere."""
@@ -462,12 +473,12 @@ class Pace:
         rows = rows or max(1, self.job.batch_size // self.world.size)
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
-        while True:
-            self.exchange.spread(self.engine.buffers)
-            with self.whereabouts.at("evaluating"):
+        with self._among_all("evaluating"):
+            while True:
+                self.exchange.spread(self.engine.buffers)
                 found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
-            if found is not None:
-                return found
+                if found is not None:
+                    return found
 
     # what is kept
 
@@ -481,7 +492,7 @@ class Pace:
         Raises CheckpointError (an OSError).
         """
         run = self._run_folder(folder, "save")
-        with self.whereabouts.at("saving"):
+        with self._among_all("saving"):
             return None if self.watched else self._saving.save(run, wait)
 
     row = ""  # the plan's row that this run obeys
@@ -496,7 +507,8 @@ class Pace:
         run = self._run_folder(folder, "restore")
         if self._entry:
             return True  # the others are further
-        found = not self.watched and self._saving.restore(run) is not None
+        with self._among_all("restoring"):
+            found = not self.watched and self._saving.restore(run) is not None
         self._resumed = self._resumed or found
         return found
 
@@ -505,8 +517,9 @@ class Pace:
         if self.watched:
             return
         self.settle()
-        self.exchange.spread(self.engine.buffers)
-        self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
+        with self._among_all("exporting"):
+            self.exchange.spread(self.engine.buffers)
+            self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         if folder is None and self.folder is None:
