@@ -24,6 +24,8 @@ START = (
     "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), least=int(sys.argv[3])))"
 )
 
+NUM_STEPS = EPOCHS * -(-COUNT // BATCH)
+
 
 def launch(folder, *fates, engine="sequential", num_nodes=3, least=1, **more):
     script = [sys.executable, str(HERE / "scripts" / "outlived.py"), str(folder), *fates]
@@ -80,7 +82,7 @@ def test_the_leader_dies_and_then_another_and_the_last_one_ends_the_training(tmp
 @pytest.mark.parametrize("where", ["vote", "evaluate"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_wherever_a_node_dies_the_others_end_the_training(tmp_path, victim, where):
-    step = 5 if where == "vote" else 12
+    step = 5 if where == "vote" else NUM_STEPS
     survivors = [f"{node}-0" for node in range(3) if node != victim]
     check(tmp_path, launch(tmp_path, f"{victim}:{step}:{where}"), survivors, num_losses=1)
 
@@ -93,7 +95,7 @@ def test_a_node_of_several_processes_dies_as_one(tmp_path, victim):
 
 
 def test_where_nobody_is_to_outlive_a_loss_in_an_evaluation_says_who_was_doing_what(tmp_path):
-    done = launch(tmp_path, "1:12:evaluate", num_nodes=2, least=0)
+    done = launch(tmp_path, f"1:{NUM_STEPS}:evaluate", num_nodes=2, least=0)
     assert done.returncode != 0
     assert re.search(r"rank 0 of 2 on .+, evaluating at step \d+: lost rank 1", done.stderr), done.stderr
 

@@ -65,7 +65,7 @@ class Loop:
         self.hung = False  # likewise: end after the step in which everyone is
         self.guests = 0  # the generation in which those are taken in who wait, in the process that knows of them
 
-    def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
+    def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
         start, self._spent = time.perf_counter(), dict[str, float]()
         self.whereabouts.begin(self.num_steps)

@@ -59,7 +59,7 @@ class Tracer:
         said = loop.exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
         return cls(loop, model, world, folder, ledger, *parse(said)) if said else None
 
-    def step(self, batch: Any, gradient: Gradient | None = None, **facts: Any) -> Agreement:
+    def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
         number = self.loop.num_steps
         if not self.first <= number <= self.last:
             return self.loop.step(batch, gradient, **facts)
