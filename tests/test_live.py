@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline import live
@@ -73,6 +74,8 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
         (name,) = (name for name in live.names() if name.startswith(f"{live.PREFIX}{asked.pid}-"))
         assert live.ask(name) == {}
         os.kill(asked.pid, signal.SIGSTOP)
+        while psutil.Process(asked.pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
         start = time.monotonic()
         assert live.ask(name, 0.3) is None
         assert time.monotonic() - start < 10

@@ -76,7 +76,7 @@ def test_another_interpreter_is_told_what_it_lacks(sshd, tmp_path):
         check(parse("one"), Way(sshd.ssh, python="/no/python"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     bare = Way(sshd.ssh, python=str(tmp_path / "bare" / "bin" / "python"))
-    mine = facts.tell(".", [])["versions"]["torch"]
+    mine = facts.tell(".", [])["versions"]["torch"].partition("+")[0]
     with pytest.raises(ValueError, match=re.escape(f"- one: torch is not installed for {bare.python} there, and here")):
         check(parse("one"), bare)
     (packages,) = tmp_path.glob("bare/lib/python*/site-packages")

@@ -104,6 +104,9 @@ class Pace:
             exchange.link.size, exchange.link.grows = world.num_nodes, bool(world.late)
             exchange.link.whereabouts = self.whereabouts
         self.exchange = engine.relay(exchange)
+        generation = self.exchange.hand(str(exchange.link.generation).encode())
+        if world.local_rank:
+            self.exchange.link.generation = int(bytes(generation))
         if job.batch_norm == "sync":
             engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)

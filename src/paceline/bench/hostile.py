@@ -1,6 +1,6 @@
 """A run beside a hostile host, and a listener on the wire: what breaks, what is late, what can be read.
 
-    python -m paceline.bench.hostile --messages 10000 --seconds 60 [--out FOLDER]
+    python -m paceline.bench.hostile --messages 10000 --seconds 60 [--json]
 
 Four nodes, each in a network namespace of its own, train two models by turns, one over gloo and one with encryption.
 In a fifth namespace a stranger connects to every port that is open on any of them, says noise, what it has heard from

@@ -143,6 +143,6 @@ def _told(ours: Sequence[float], theirs: Sequence[float], nodes: int) -> str:
             "|---|---|---|---|",
             *rows,
             "",
-            f"{ratio:.1f} times less (demanded: {DEMANDED:.0f}). Horovod was not compared: it is not installed.",
+            f"{ratio:.1f} times less (demanded: {DEMANDED:.0f}). Horovod elastic is not compared here.",
         ]
     )
