@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from paceline.link.late import Late
     from paceline.report.usage import Usage
 
+MOST_LOSSES = 16  # during one evaluation
+
 
 class Pace:
     """A model being trained by one or many. Made by `join`.
@@ -477,11 +479,12 @@ class Pace:
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         with self._among_all("evaluating"):
-            while True:
+            for _ in range(MOST_LOSSES):
                 self.exchange.spread(self.engine.buffers)
                 found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
                 if found is not None:
                     return found
+            raise LinkError(f"{MOST_LOSSES} times not all counted who had begun; look at the network")
 
     # what is kept
 
