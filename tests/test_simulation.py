@@ -14,7 +14,7 @@ from paceline.contract import LinkError
 from paceline.link.faults import CLASSES, LONG, PARTITION, Net
 from paceline.link.virtual import World
 
-COUNT = 150  # on a busy machine a schedule may take a tenth of a second
+COUNT = 500  # on a busy machine a schedule may take a tenth of a second
 
 
 @pytest.mark.parametrize("first", range(0, 80_000, 10_000))

@@ -33,6 +33,8 @@ LIMIT_S, END_S = 300.0, 20.0
 WARM = 25  # steps, so that there is a checkpoint
 EPOCHS = 16  # of each training of ours, in which two nodes of four are killed
 GLANCE_S = 0.01
+# else agents that restart for another's loss find the addresses of the attempt before, and start again for ever
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Torchrun:
@@ -53,7 +55,7 @@ class Torchrun:
             *(str(self.folder), str(steps)),
         ]
         with (self.folder / f"{node}.err").open("w") as errors:
-            return self.cluster.start(node, words, stdout=errors, stderr=errors)
+            return self.cluster.start(node, words, OWN_STORE, stdout=errors, stderr=errors)
 
     def newest(self) -> int:
         journal.read(self.folder, self.known)
