@@ -74,6 +74,8 @@ class Entry:
         said = handover.read(bytearray(message) if isinstance(message, bytes) else message)
         if "pieces" in said:
             follow(self.pace, said)
+        if "part" in said:
+            handover.take_part(self.pace, said)
         if "weights" in said:
             handover.take(self.pace, said)
         if "sizes" in said:

@@ -1,8 +1,9 @@
 """A copy of what is large, sent while training goes on, and every update since: so a late node becomes level.
 
-    leader   copies its weights and optimizer state between two steps, and sends them from a thread of its own; then
-             each step's sums, as everybody applies them
-    guest    takes the copy, and applies the same sums in the same order: replicas stay bit-equal
+    leader   copies its weights and optimizer state, a part between two steps, and sends them from a thread of its own;
+             from the first part on also each step's sums, as everybody applies them
+    guest    takes part after part, and applies the same sums in the same order: replicas stay bit-equal, once each part
+             has replaced what sums have made of the guest's own
 
 Once all is sent but the last step, the guest can be taken in, and what is left to be sent then is small.
 
@@ -37,37 +38,40 @@ class Following:
         self._most_bytes = self.num_bytes = 0
         self._messages: queue.Queue[handover.Message | None] = queue.Queue()
         self._num_put = self._num_sent = 0
-        self._places: list[Tensor] = []
-        self._like = _tensors(handover.copy(pace))
+        self._left = handover.parts(pace)
+        self._like = [_tensors(handover.part(pace, rows)) for rows in self._left]
+        self._places: list[list[Tensor]] = []
         self._thread = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
         self._thread.start()
 
     def _make_places(self) -> None:
         """Memory that nobody has touched yet comes slowly: training need not stand still for it."""
         try:
-            self._places = [torch.empty_like(tensor, device="cpu").zero_() for tensor in self._like]
+            for part in self._like:
+                self._places.append([torch.empty_like(tensor, device="cpu").zero_() for tensor in part])
         except (MemoryError, RuntimeError):  # torch's own is the latter
-            num_bytes = sum(tensor.nbytes for tensor in self._like)
+            num_bytes = sum(tensor.nbytes for part in self._like for tensor in part)
             self._places, self.lost = [], f"the node that leads has no memory for a copy of {num_bytes} bytes"
 
     @property
     def placed(self) -> bool:
-        """There is a place, and nothing in it yet."""
-        return not self._num_put and not self._thread.is_alive() and not self.lost
+        """There is a place for the next part, and nothing in it yet."""
+        return bool(self._left) and (self._num_put > 0 or not self._thread.is_alive()) and not self.lost
 
     def between_steps(self, pace: Any) -> None:
-        """The copy, as soon as there is a place for it."""
+        """The next part, as soon as there is a place for it."""
         if not self.placed:
             return
-        state = handover.copy(pace)
-        alike = [(t.shape, t.dtype) for t in _tensors(state)] == [(p.shape, p.dtype) for p in self._places]
-        places = iter(self._places if alike else ())
-        copy = handover.Message(mapped(state, lambda tensor: next(places).copy_(tensor) if alike else _own(tensor)))
-        self._places, self._like = [], []
-        self._most_bytes = 3 * copy.num_bytes
-        self._put(copy)
-        self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
-        self._thread.start()
+        first = not self._num_put
+        state, mine = handover.part(pace, self._left.pop(0)), self._places.pop(0)
+        alike = [(t.shape, t.dtype) for t in _tensors(state)] == [(p.shape, p.dtype) for p in mine]
+        places = iter(mine if alike else ())
+        self._put(handover.Message(mapped(state, lambda tensor: next(places).copy_(tensor) if alike else _own(tensor))))
+        if first:
+            self._most_bytes = 3 * sum(tensor.nbytes for part in self._like for tensor in part)
+            self._like = []
+            self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
+            self._thread.start()
 
     def _put(self, message: handover.Message) -> None:
         self._num_put += 1
@@ -84,7 +88,7 @@ class Following:
 
     @property
     def level(self) -> bool:
-        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self.lost
+        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self._left and not self.lost
 
     @property
     def hopeless(self) -> bool:
@@ -94,7 +98,7 @@ class Following:
     def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""
         if not self._num_put:
-            return lambda: None  # they will be in the copy
+            return lambda: None  # they will be in each part
         groups = handover.options(self._optimizer)
         pieces = [_copied(piece) for piece in agreement.pieces]
         how = {"scale": rule.scale, "clip": rule.clip, "step": rule.step}

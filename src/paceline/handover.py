@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,8 +23,10 @@ from paceline import resume, seating
 from paceline.elastic import tensors
 from paceline.elastic.tree import pack, unpack
 from paceline.engine.batch import mapped
+from paceline.engine.shares import SLICES, division
 
 LENGTHS = struct.Struct("<QQ")
+PART_BYTES = 1 << 25  # copied at once, between two steps: some 10 ms
 
 
 class Message:
@@ -55,6 +58,92 @@ def read(message: bytearray) -> Any:
 def copy(pace: Any) -> dict[str, Any]:
     """What is large. Every process of the node must call it."""
     return {"weights": dict(pace.engine.state()), "optimizer": pace.engine.optimizer_state()}
+
+
+Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: all of it
+
+
+def parts(pace: Any) -> list[list[Rows]]:
+    """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
+
+    One list of none stands for `copy`, where something in these states has no part of its own. Of one process.
+    """
+    weights, states, numbers = (
+        pace.engine.state(),
+        pace.engine.optimizer_state().get("state", {None: 0}),
+        _numbers(pace),
+    )
+    if not all(isinstance(each, Tensor) for each in weights.values()) or not states.keys() <= set(numbers.values()):
+        return [[]]
+    found: list[list[Rows]] = [[]]
+    num_bytes = 0
+    for name, weight in weights.items():
+        state = states.get(numbers.get(name), {})
+        its_bytes = weight.nbytes + sum(each.nbytes for each in state.values() if isinstance(each, Tensor))
+        # elsewhere an update of some rows depends on all of them
+        cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(pace.job.optimizer) == SLICES
+        stride = max(1, PART_BYTES * len(weight) // its_bytes) if cut else 0
+        for start in range(0, len(weight), stride) if cut else [0]:
+            size = min(its_bytes, PART_BYTES) if cut else its_bytes
+            if found[-1] and num_bytes + size > PART_BYTES:
+                found.append([])
+                num_bytes = 0
+            found[-1].append((name, start, min(len(weight), start + stride) if cut else 0))
+            num_bytes += size
+    return found
+
+
+def part(pace: Any, rows: Sequence[Rows]) -> dict[str, Any]:
+    """What is large, of these; without any, all of it."""
+    if not rows:
+        return copy(pace)
+    weights, states, numbers = pace.engine.state(), pace.engine.optimizer_state()["state"], _numbers(pace)
+    said: dict[str, Any] = {"part": {}, "states": {}, "rows": {}}
+    for name, start, stop in rows:
+        weight, state = weights[name], states.get(numbers.get(name))
+        said["part"][name], said["rows"][name] = _cut(weight, weight, start, stop), [start, stop]
+        if state is not None:
+            said["states"][name] = {key: _cut(value, weight, start, stop) for key, value in state.items()}
+    return said
+
+
+def _cut(value: Any, weight: Tensor, start: int, stop: int) -> Any:
+    whole = not stop or not isinstance(value, Tensor) or value.shape != weight.shape
+    return value if whole else value[start:stop]
+
+
+def take_part(pace: Any, said: dict[str, Any]) -> None:
+    """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace."""
+    weights, whole, numbers = pace.engine.state(), pace.engine.optimizer_state(), _numbers(pace)
+    for name, tensor in said["part"].items():
+        weight, (start, stop) = weights[name], said["rows"][name]
+        mine, its = whole["state"].pop(numbers.get(name), {}), said["states"].get(name)
+        if its is not None:
+            whole["state"][numbers[name]] = {
+                key: _put(mine.get(key), value, weight, start, stop) for key, value in its.items()
+            }
+        _put(weight, tensor, weight, start, stop)
+    pace.engine.load_optimizer_state(whole)
+
+
+def _put(mine: Any, its: Any, weight: Tensor, start: int, stop: int) -> Any:
+    """``mine`` with the rows that have come, or what has come instead of it."""
+    if not isinstance(its, Tensor):
+        return its
+    if not stop or its.shape[1:] != weight.shape[1:] or len(its) != stop - start or its.dim() != weight.dim():
+        return mine.copy_(its) if mine is weight else its.clone()
+    if mine is None or mine.shape != weight.shape:
+        mine = torch.zeros_like(weight, dtype=its.dtype)
+    mine[start:stop].copy_(its)
+    return mine
+
+
+def _numbers(pace: Any) -> dict[str, int]:
+    """Each parameter's number in the optimizer's ``state_dict``, by each of its names."""
+    given = [parameter for group in pace.job.optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(given)}
+    named = pace.job.model.named_parameters(remove_duplicate=False)
+    return {name: numbers[id(parameter)] for name, parameter in named if id(parameter) in numbers}
 
 
 def rest(pace: Any) -> dict[str, Any]:

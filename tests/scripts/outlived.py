@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import paceline
 from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
+from paceline import handover
 
 BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 3
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
@@ -79,6 +80,7 @@ def watch(pace, folder):
 
 def main(folder, *words):
     fates = {}
+    handover.PART_BYTES = 1 << 16  # a weight or two
     for word in words:
         if ":" in word and not LATE:
             node, step, where = word.split(":")
