@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from launching import HERE, command, environment
+from launching import HERE, command, environment, launch
 from paceline.report.record import read
 
 DEADLINE_S = 90.0
@@ -169,3 +169,19 @@ def test_a_hang_inside_a_node_is_told_with_the_stack_of_who_hangs(start):
     assert run.process.poll() is None
     seen = doctor(run.folder)
     assert re.search(r"rank 0, local rank 1, pid \d+, at step 30: computing the gradient, for ", seen.stdout), seen
+
+
+@pytest.mark.parametrize(
+    ("seconds", "what", "says"),
+    [
+        (0.0, "wait", r"one of all 0\.0"),
+        (3.5, "wait", r"one of all [0-2]\."),
+        (6.0, "go on", r"lost rank 0 .* making sure that the others are still there"),
+    ],
+    ids=["never stopped", "not long enough", "given up"],
+)
+def test_who_stood_still_makes_sure_that_it_is_still_one_of_all(tmp_path, seconds, what, says):
+    """Story: a node that was stopped found everyone's votes when it woke, and applied a step that the others had made
+    without it."""
+    launch("certain.py", tmp_path, seconds, what, engine="sequential", num_nodes=2)
+    assert re.match(says, (tmp_path / "said").read_text())

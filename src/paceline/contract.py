@@ -218,6 +218,11 @@ class Porter:
         raise NotImplementedError
 
 
+def ticks() -> float:
+    """Seconds, also those in which the machine was suspended, where that can be told."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 class Link:
     """How bytes move. Collectives are MPI's, on one lane in one order; handles are asynchronous."""
 
@@ -259,6 +264,10 @@ class Link:
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         raise NotImplementedError
+
+    def certain(self, since: float) -> None:
+        """Called when an operation has ended, with when the one before did, by `ticks`. Raises LinkError where this
+        process stood still in between, and the others went on without it: what it heard, they may not have."""
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""

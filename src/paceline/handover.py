@@ -68,12 +68,9 @@ def parts(pace: Any) -> list[list[Rows]]:
 
     One list of none stands for `copy`, where something in these states has no part of its own. Of one process.
     """
-    weights, states, numbers = (
-        pace.engine.state(),
-        pace.engine.optimizer_state().get("state", {None: 0}),
-        _numbers(pace),
-    )
-    if not all(isinstance(each, Tensor) for each in weights.values()) or not states.keys() <= set(numbers.values()):
+    weights, states, numbers = pace.engine.state(), pace.engine.optimizer_state().get("state"), _numbers(pace)
+    plain = all(isinstance(each, Tensor) for each in weights.values())
+    if not plain or states is None or not states.keys() <= set(numbers.values()):
         return [[]]
     found: list[list[Rows]] = [[]]
     num_bytes = 0

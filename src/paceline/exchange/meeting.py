@@ -19,13 +19,19 @@ class Meeting(contract.Exchange):
 
     link: contract.Link
     _votes: Sequence[bytes] = ()
+    _certain_s = 0.0  # until when this process was one of all, by `ticks`
 
     def vote(self, ballot: Ballot) -> tuple[Ballot, list[Ballot], bool]:
         """(all ballots as one, each rank's, whether the replicas' hashes differ)."""
         words = torch.frombuffer(bytearray(self._words(ballot)), dtype=torch.uint8)
         everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
+        self._make_sure()
         self._votes = [bytes(part.numpy()) for part in everyone]
         return self._counted(self._votes)
+
+    def _make_sure(self) -> None:
+        self.link.certain(self._certain_s)
+        self._certain_s = contract.ticks()
 
     def _words(self, ballot: Ballot) -> bytes:
         return ballot.pack()
@@ -50,6 +56,7 @@ class Meeting(contract.Exchange):
             return list(words)
         mine = torch.frombuffer(bytearray(contract.framed(words)), dtype=torch.uint8)
         everyone = self.link.all_gather(mine, "gathering words").wait()
+        self._make_sure()
         return [word for part in everyone for word in contract.unframed(bytes(part.numpy()))]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:

@@ -76,6 +76,9 @@ class Chosen(Link):
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self.link.recv(tensor, peer, tag)
 
+    def certain(self, since: float) -> None:
+        self.link.certain(since)
+
     def cost(self, operation: str, num_bytes: int) -> Cost:
         if operation != "sum":
             return self.link.cost(operation, num_bytes)

@@ -105,6 +105,9 @@ class Ledger(Link):
     def ask(self, rank: int) -> str:
         return self.link.ask(rank)
 
+    def certain(self, since: float) -> None:
+        self.link.certain(since)
+
     def cost(self, operation: str, num_bytes: int) -> Cost:
         return self.link.cost(operation, num_bytes)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import selectors
 import socket
@@ -22,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, cast
 
-from paceline.contract import LinkError
+from paceline.contract import LinkError, ticks
 from paceline.link import waits
 from paceline.link.proof import GUEST, SERVER, SIZE, Seal, prove, same
 from paceline.link.words import MAX_BYTES, Words
@@ -42,11 +43,6 @@ MAX_STRANGERS = 64
 RANK = struct.Struct("<H")
 SILENT = "has been silent for {:.0f} s"
 STALLED = "is stalled: its machine answers, its process has not for {:.0f} s (stopped, swapped out, or starved)"
-
-
-def ticks() -> float:
-    """Seconds, also those in which the machine was suspended, where that can be told."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Pulse:
@@ -77,6 +73,7 @@ class Pulse:
         self._wanted: list[int] = []  # stacks that other threads ask for
         self._askers: defaultdict[int, set[int]] = defaultdict(set)
         self._questions: list[int] = []
+        self._turn_s, self._woke_s = ticks(), -math.inf  # of the thread: its last turn, and when it had stood still
         self._noticed_s: float | None = None  # the wait that people have been told of
         if rank == 0:
             self._gather(store, address, alert)
@@ -159,12 +156,13 @@ class Pulse:
             for peer, words in self._peers.items():
                 words.line.setblocking(False)
                 eyes.register(words.line, selectors.EVENT_READ, peer)
-            next_beat, turn_s = time.monotonic(), ticks()
+            next_beat, self._turn_s = time.monotonic(), ticks()
             while not self._closing.is_set() and eyes.get_map():
                 said = eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic())))
-                if (still_s := ticks() - turn_s) > STILL_S:
+                if (still_s := ticks() - self._turn_s) > STILL_S:
                     self.whereabouts.woke(still_s)
-                turn_s = ticks()
+                    self._woke_s = ticks()
+                self._turn_s = ticks()
                 for key, _ in said:
                     if not self._hear(key.data):
                         eyes.unregister(key.fileobj)
@@ -250,6 +248,26 @@ class Pulse:
         with self._changed:
             self._changed.wait_for(lambda: bool(self.dead), grace_s)
         return next(iter(self.dead), None)
+
+    def confirms(self, since: float) -> bool:
+        """Whether the others have not given this process up, as far as it stood still ``since`` then, by `ticks`.
+
+        Where it did, it hears first what they said before they went on; that takes a beat.
+        """
+        if ticks() - self._turn_s > BEAT_S:  # it may have stood still just now
+            turn_s = self._turn_s
+            self._wait_for(lambda: self._turn_s > turn_s, 2 * BEAT_S)
+        if self._woke_s < since:
+            return True
+        now = time.monotonic()
+        hubs = self._alive() if self.rank == 0 else [0]
+        self._wait_for(lambda: self.dead or all(self._heard.get(hub, 0.0) > now for hub in hubs), 2.5 * BEAT_S)
+        return not self.dead
+
+    def _wait_for(self, what: Callable[[], object], limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not what() and time.monotonic() < end and self._thread.is_alive():
+            time.sleep(GLANCE_S / 5)
 
     # what everyone is at
 

@@ -267,6 +267,10 @@ class Link(contract.Link):
         work = self._start(lambda: _Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
 
+    def certain(self, since: float) -> None:
+        if self.pulse and not self.pulse.confirms(since):
+            raise self.lost("making sure that the others are still there", contract.ticks() - since, None)
+
     def cost(self, operation: str, num_bytes: int) -> Cost:
         others = self.size - 1
         if operation in ("sum", "max", "reduce-scatter"):
