@@ -54,6 +54,27 @@ def test_values_and_slopes_are_torchs(fast, bias, shape):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [False, True], ids=["half width", "full width"])
+@pytest.mark.parametrize("rows", [1, products.MANY_ROWS - 1, products.MANY_ROWS, 3 * products.MANY_ROWS])
+def test_of_a_smaller_layer_many_rows_are_torchs_too(fast, width, rows, monkeypatch):
+    """As a transformer's, whose rows are tokens; few of them are left to torch, bit for bit."""
+    monkeypatch.setattr(products, "_full_width", lambda: width)
+    torch.manual_seed(0)
+    plain = nn.Linear(320, 256)
+    model = copy.deepcopy(plain)
+    products.install(model)
+    x, slope = torch.randn(rows, 320), torch.randn(rows, 256)
+    found = []
+    for each in (plain, model):
+        its = x.clone().requires_grad_()
+        output = each(its)
+        output.backward(slope)
+        found.append([output.detach(), its.grad, *(p.grad for p in each.parameters())])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert rows >= products.MANY_ROWS or torch.equal(got, want)
+
+
 def test_a_slope_of_a_slope_is_torchs(fast):
     """As a gradient penalty asks for."""
     found = []

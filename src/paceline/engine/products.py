@@ -1,8 +1,8 @@
 """Products of large fully-connected layers by oneDNN, where torch's BLAS leaves half the processor idle.
 
 MKL computes with AVX2 on an AMD processor, also where it has AVX-512: 86 instead of 206 GFlop/s on a core of one.
-oneDNN asks the processor what it can do. Which of both is used depends on the processor and on the size of the weight
-alone, so like nodes compute alike. PACELINE_PRODUCTS=blas or onednn says it for all.
+oneDNN asks the processor what it can do. Which of both is used depends on the processor and on sizes alone, for updates
+on that of the weight alone, so like nodes compute alike. PACELINE_PRODUCTS=blas or onednn says it for all.
 
 *Laws*: the same as torch's up to the order of summation, backward of any order included.
 """
@@ -10,6 +10,7 @@ alone, so like nodes compute alike. PACELINE_PRODUCTS=blas or onednn says it for
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch.nn import functional as F
 
 LEAST_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
 LEAST_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
+SOME_VALUES, MANY_ROWS = 1 << 16, 256  # of a weight, and of what is multiplied with it: as in a transformer
+FULL_WIDTH = 26  # from this family on AMD's processors compute 512 bits at once; before, twice 256
 BLAS, ONEDNN = "blas", "onednn"
 
 
@@ -46,10 +49,20 @@ def _wide() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
+@cache
+def _full_width() -> bool:
+    families = re.findall(r"^cpu family\s*: (\d+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE) if _amd() else []
+    return bool(families) and int(families[0]) >= FULL_WIDTH
+
+
 def suits(weight: Tensor) -> bool:
     """Whether products with a matrix like this one are faster by oneDNN: the same answer for any of its rows."""
+    return _plain(weight) and weight.shape[1] >= LEAST_INPUTS and fast()
+
+
+def _plain(weight: Tensor) -> bool:
     plain = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.dim() == 2
-    return plain and weight.is_contiguous() and weight.shape[1] >= LEAST_INPUTS and fast()
+    return plain and weight.is_contiguous()
 
 
 def times(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,26 +85,40 @@ class _Linear(torch.autograd.Function):
         if x is not None:
             inputs = x.reshape(-1, x.shape[-1])
             # a graph of this backward is asked for: torch's own product has one
-            by_weight = rows.T @ inputs if torch.is_grad_enabled() else times(rows.T, inputs.T)
+            own = torch.is_grad_enabled() or not (_full_width() or rows.shape[1] * inputs.shape[1] >= LEAST_VALUES)
+            by_weight = rows.T @ inputs if own else times(rows.T, inputs.T)
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None if weight is None else slope @ weight, by_weight, by_bias
+        return None if weight is None else _by_input(slope, rows, weight), by_weight, by_bias
+
+
+def _by_input(slope: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """``slope @ weight``; oneDNN lays the weight out anew, which few rows at full width do not make up for."""
+    if torch.is_grad_enabled() or (_full_width() and len(rows) < MANY_ROWS):
+        return slope @ weight
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), weight.T, None, "none", [], "")
+    return product.view(*slope.shape[:-1], weight.shape[1])
 
 
 def _forward(module: nn.Linear, input: Tensor) -> Tensor:
     weight = module.weight
     ours = type(input) is Tensor and input.dtype == weight.dtype == torch.float32 and input.numel() > 0
+    few = input.numel() < MANY_ROWS * input.shape[-1] and not _always(weight)
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not ours or transformed or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
+    if not ours or few or transformed or torch.is_autocast_enabled("cpu") or not weight.is_contiguous():
         return F.linear(input, weight, module.bias)
     product: Tensor = _Linear.apply(input, weight, module.bias)  # type: ignore[no-untyped-call]
     return product
+
+
+def _always(weight: Tensor) -> bool:
+    return weight.numel() >= LEAST_VALUES and weight.shape[1] >= LEAST_INPUTS
 
 
 def _large(model: nn.Module) -> Iterator[nn.Linear]:
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             weight = module._parameters.get("weight")  # a parametrization makes it anew at each use
-            if weight is not None and weight.numel() >= LEAST_VALUES and suits(weight):
+            if weight is not None and weight.numel() >= SOME_VALUES and _plain(weight) and fast():
                 yield module
 
 
