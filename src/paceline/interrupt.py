@@ -24,12 +24,13 @@ class Stopped(SystemExit):
 
 class Interrupt:
     """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. HANGUP may
-    come as often as it likes."""
+    come as often as it likes, and is left alone where it is ignored, as under nohup."""
 
     def __init__(self, note: Callable[[int], None], signals: Sequence[int] = SIGNALS):
         self._note, self._before = note, {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in signals}
+            wanted = [n for n in signals if n != HANGUP or signal.getsignal(n) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._heard) for number in wanted}
 
     def _heard(self, number: int, _: FrameType | None) -> None:
         self._note(number)

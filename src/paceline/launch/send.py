@@ -37,6 +37,7 @@ class Delivery:
     waits: bool = False
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
+    stalled: bool = False
     since: tuple[object, float] = ((), 0.0)  # how far it was, and when it got there
 
     def look(self) -> None:
@@ -44,8 +45,10 @@ class Delivery:
         far, now = (self.done_bytes, self.all_bytes, self.waits, self.process is None), time.monotonic()
         if far != self.since[0] or self.waits:
             self.since = far, now
-        if self.process and now - self.since[1] > STALL_S:
-            kill(self.process)
+        process = self.process  # another thread's, and gone when it is done
+        if process and now - self.since[1] > STALL_S:
+            self.stalled = True
+            kill(process)
 
     def __str__(self) -> str:
         if self.waits:
@@ -106,6 +109,8 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
         last = (errors.read().decode(errors="replace").strip() or "nothing was said").splitlines()[-1]
     if answer and "error" in answer:
         return Broken(answer["error"])
+    if to.stalled:
+        last = f"nothing moved for {STALL_S:.0f} s; look at the machine and its disk"
     return Broken(
         f"the connection was lost after {to.done_bytes / 1e6:.1f} of {to.all_bytes / 1e6:.1f} MB ({last}); start "
         f"again: what has arrived there stays"
