@@ -17,10 +17,12 @@ import paceline
 from paceline import handover
 from paceline.contract import Guest, LinkError
 from paceline.launch import again, local
-from paceline.link import bulk
+from paceline.link import bulk, tls
+from paceline.link import torch as plain
 from paceline.link.bulk import Hatch, reach
 from paceline.link.late import Late
 from paceline.link.meeting_point import MeetingPoint
+from paceline.link.proof import Hiding
 from paceline.link.survivors import Place, Survivors
 from paceline.link.ticket import Ticket
 from paceline.welcome import Welcome
@@ -93,6 +95,15 @@ def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no ticket of a run"):
         Ticket.read(path)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_to_a_run_that_is_encrypted_one_comes_encrypted_and_to_another_not(tmp_path, hides):
+    path, kinds = tmp_path / "ticket.json", {False: plain.Link, True: tls.Link}
+    Ticket("word", "2:4", ["name 127.0.0.1 80 host"], hides).write(path)
+    Late(path, "", kinds[hides])
+    with pytest.raises(ValueError, match="start it as the others"):
+        Late(path, "", kinds[not hides])
 
 
 def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
@@ -228,13 +239,45 @@ def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
         hatch.close()
 
 
-@pytest.mark.parametrize("at", [3, 20, 4_000_000, -1], ids=["length", "first", "second part", "seal"])
-def test_a_flipped_byte_is_refused(at):
+def ends(ours, theirs, secret):
+    nonces = bytes(64)
+    return (
+        bulk.Bulk(ours, secret, 1, nonces, (bulk.DOWN, bulk.UP)),
+        bulk.Bulk(theirs, secret, 1, nonces, (bulk.UP, bulk.DOWN)),
+    )
+
+
+@pytest.mark.parametrize("secret", [SECRET, Hiding(SECRET)], ids=["plain", "hidden"])
+def test_much_at_once_arrives_bit_by_bit_and_where_it_is_hidden_nobody_reads_it(secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
         theirs, _ = server.accept()
     with ours, theirs:
-        sends, receives = bulk.Bulk(ours, b"down", b"up"), bulk.Bulk(theirs, b"up", b"down")
+        sends, receives = ends(ours, theirs, secret)
+        caught, sent = bytearray(), b"a weight that nobody should see, " * 300_000  # more than two parts
+
+        class Wire:
+            def sendall(self, part):
+                caught.extend(part)
+
+        sends._line = Wire()
+        for message in (sent, b"", sent):
+            sends.send([memoryview(message)], len(message))
+        assert (b"nobody should see" in caught) == (not isinstance(secret, Hiding))
+        writer = threading.Thread(target=_write, args=(ours, caught), daemon=True)
+        writer.start()
+        assert [bytes(receives.receive()) for _ in range(3)] == [sent, b"", sent]
+        writer.join(10.0)
+
+
+@pytest.mark.parametrize("secret", [SECRET, Hiding(SECRET)], ids=["plain", "hidden"])
+@pytest.mark.parametrize("at", [3, 20, 4_000_000, -1], ids=["length", "first", "second part", "seal"])
+def test_a_flipped_byte_is_refused(at, secret):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    with ours, theirs:
+        sends, receives = ends(ours, theirs, secret)
         caught, sent = bytearray(), bytes(5_000_000)
 
         class Wire:

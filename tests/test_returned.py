@@ -147,14 +147,17 @@ def _has_lost(folder):
     return record.exists() and "regroup" in record.read_text()
 
 
-def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path):
-    """Nobody starts the one that died again; another does, by the command line."""
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt):
+    """Nobody starts the one that died again; another does, by the command line; the ticket says whether it encrypts."""
     script, ticket = str(HERE / "scripts" / "outlived.py"), tmp_path / "ticket.json"
     start = START.replace("returns=3", "returns=0")
     command = [sys.executable, "-c", start, "sequential", "2", "1", sys.executable, script, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
-        [*command, "1:3:backward", "back"], env=environment(PACELINE_TICKET=str(ticket)), **pipes
+        [*command, "1:3:backward", "back"],
+        env=environment(PACELINE_TICKET=str(ticket), PACELINE_ENCRYPT=encrypt),
+        **pipes,
     ) as run:
         try:
             end = time.monotonic() + 60

@@ -21,6 +21,7 @@ from paceline.elastic.checkpoint import CheckpointError
 from paceline.engine import heap
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
+from paceline.find import module as find_module
 from paceline.job import Job
 from paceline.link.chosen import choose
 from paceline.link.collective import Collective
@@ -154,13 +155,9 @@ def join(
     if world.late and world.local_rank == 0:
         from paceline.link.late import Late  # which only some need
 
-        if hidden:
-            raise ValueError("a node cannot come late to an encrypted run; start the run again, with --resume")
-        if (kind := _link(world, model, hidden)) != "torch":
-            raise ValueError(
-                f"a node comes late over gloo alone, and PACELINE_LINK asks for {kind}; start the run again"
-            )
-        link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""))
+        if (kind := _link(world, model, hidden)) == "mpi":
+            raise ValueError("nobody comes late over MPI, which PACELINE_LINK asks for; start the run again")
+        link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
     elif world.num_nodes > 1 and world.local_rank == 0:
         link = find(
             "link", _link(world, model, hidden), world.node, world.num_nodes, world.host, world.port, next(_joins)

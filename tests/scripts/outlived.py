@@ -56,7 +56,8 @@ def hold(pace, turns):
     end = time.monotonic() + PATIENCE_S
     while pace.leader and pace.world.num_nodes < NODES and not pace._welcome._ready and time.monotonic() < end:
         following = pace._welcome._following.values()
-        if following and all(each.level or each.lost or each.placed for each in following):
+        all_ask = len(following) + pace.world.num_nodes == NODES
+        if all_ask and all(each.level or each.lost or each.placed for each in following):
             return
         asked = {name: said["turn"] for name, said in pace.ledger.porter.waiting().items()}
         if asked.items() - turns.items():
@@ -80,7 +81,7 @@ def watch(pace, folder):
 
 def main(folder, *words):
     fates = {}
-    handover.PART_BYTES = 1 << 16  # a weight or two
+    handover.PART_BYTES = 1 << 18  # some parts: there are 18 steps, and a part takes one
     for word in words:
         if ":" in word and not LATE:
             node, step, where = word.split(":")

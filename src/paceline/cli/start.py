@@ -279,6 +279,7 @@ def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str,
     if nodes or hosts:
         raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
     found = Ticket.read(ticket)
+    hide(found.hides)
     return {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 
 

@@ -8,7 +8,11 @@ another has not entered.
                                 part in a vote has all pieces of the step, so a vote alone ends it
     for nobody                  a step is REDO, dealt anew; numbers and words are gathered again from those who are left
 
-*Laws*: nobody goes back behind a step that another has applied; a step is lost at most; replicas stay bit-equal.
+A step ends here when everyone is known to have the vote, which takes another message from each to each: else one that
+is cut off in that moment would apply what the others, who go on without it, compute again.
+
+*Laws*: nobody goes back behind a step that another has applied, whether that one goes on or not; a step is lost at
+most; replicas stay bit-equal.
 """
 
 from __future__ import annotations
@@ -61,8 +65,19 @@ class Surviving(contract.Exchange):
             agreement = self.exchange.agree(ballot)
         except LinkError as error:
             return self._again(error, self.exchange.finish) or self._redo()
-        self._end(self.exchange.voted() if self.link.size > 1 else b"")
+        if self.link.size > 1:
+            self._end(self.exchange.voted())
+            self._all_know()
+        else:
+            self._end(b"")
         return agreement
+
+    def _all_know(self) -> None:
+        """Where it breaks, those who are left are told the vote by this one, or it may not go on."""
+        try:
+            self.link.all_gather(torch.zeros(1, dtype=torch.uint8), "making sure that all know", even=True).wait()
+        except LinkError as error:
+            self._again(error, _impossible)
 
     def recover(self, error: LinkError) -> Agreement:
         return self._again(error, _impossible) or self._redo()

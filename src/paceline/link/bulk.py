@@ -6,7 +6,7 @@
     then each way:   length, bytes, seal; a message is its length, and as many parts as it takes
 
 A seal is HMAC-SHA256 over a part's number and bytes, with a key of this conversation and direction, and is checked
-before the next part is read. Nothing is hidden: who listens on the wire can read.
+before the next part is read. Who listens on the wire can read, unless the secret is a `Hiding` one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from paceline.contract import LinkError
 from paceline.link.meeting import LATE, knock
-from paceline.link.proof import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, exactly, prove, same
+from paceline.link.proof import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, Veil, exactly, prove, same
 
 HANDSHAKE_S = 5.0
 STALL_S = 20.0  # in which nothing could be sent, or came
@@ -38,8 +38,11 @@ DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
 class Bulk:
     """A line whose ends have proved the secret. Raises LinkError where the other end is gone, or is another's."""
 
-    def __init__(self, line: socket.socket, says: bytes, hears: bytes):
-        self._line, self._says, self._hears = line, says, hears
+    def __init__(self, line: socket.socket, secret: bytes, rank: int, nonces: bytes, directions: tuple[bytes, bytes]):
+        self._line = line
+        self._says, self._hears = (prove(secret, each, rank, nonces) for each in directions)
+        veils = (prove(secret, b"veil of " + each, rank, nonces) for each in directions)
+        self._hides, self._shows = (Veil(secret, key) for key in veils)
         self._num_said = self._num_heard = 0
         line.settimeout(STALL_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -69,6 +72,8 @@ class Bulk:
         return bool(select.select([self._line], [], [], limit_s)[0])
 
     def _put(self, part: bytes | memoryview) -> None:
+        if self._hides.hides:
+            part = self._hides.hide(part, self._num_said)
         self._line.sendall(LENGTH.pack(len(part)))
         self._line.sendall(part)
         self._line.sendall(self._seal(self._says, self._num_said, part))
@@ -76,19 +81,21 @@ class Bulk:
 
     def _take(self, into: bytearray | memoryview) -> memoryview:
         (length,) = LENGTH.unpack(exactly(self._line, LENGTH.size))
-        view = memoryview(into)
-        if length > len(view):
+        view, more = memoryview(into), TAG if self._shows.hides else 0
+        if not more <= length <= len(view) + more:
             raise ValueError(f"a part of {length} bytes, where {len(view)} were to come")
-        view, at = view[:length], 0
+        heard, at = memoryview(bytearray(length)) if more else view[:length], 0
         while at < length:
-            count = self._line.recv_into(view[at:])
+            count = self._line.recv_into(heard[at:])
             if not count:
                 raise ConnectionResetError("it hung up")
             at += count
-        if not same(exactly(self._line, SIZE), self._seal(self._hears, self._num_heard, view)):
+        if not same(exactly(self._line, SIZE), self._seal(self._hears, self._num_heard, heard)):
             raise ValueError("a part with a wrong seal")
+        if more:
+            view[: length - more] = self._shows.show(heard, self._num_heard)
         self._num_heard += 1
-        return view
+        return view[: length - more]
 
     @staticmethod
     def _seal(key: bytes, number: int, part: bytes | memoryview) -> bytes:
@@ -149,7 +156,7 @@ class Hatch:
             line.sendall(REFUSED)
             raise ValueError("a stranger")
         line.sendall(prove(self._secret, SERVER, rank, nonces))
-        bulk = Bulk(line, prove(self._secret, DOWN, rank, nonces), prove(self._secret, UP, rank, nonces))
+        bulk = Bulk(line, self._secret, rank, nonces, (DOWN, UP))
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
@@ -183,7 +190,7 @@ def _greet(line: socket.socket, secret: bytes, name: str) -> Bulk:
     line.sendall(HELLO.pack(HEADER, LATE, nonce, prove(secret, GUEST, LATE, nonces)))
     if not same(exactly(line, SIZE), prove(secret, SERVER, LATE, nonces)):
         raise LinkError("the node that was to give its state did not prove that it belongs to this run")
-    bulk = Bulk(line, prove(secret, UP, LATE, nonces), prove(secret, DOWN, LATE, nonces))
+    bulk = Bulk(line, secret, LATE, nonces, (UP, DOWN))
     words = name.encode()
     bulk.send([words], len(words))
     return bulk

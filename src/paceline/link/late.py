@@ -26,7 +26,7 @@ from paceline.link import memory, route
 from paceline.link.bulk import Bulk, reach
 from paceline.link.meeting import LATE, Meeting
 from paceline.link.meeting_point import MeetingPoint
-from paceline.link.proof import secret_of_environment
+from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.survivors import ANSWER, GUEST, HERE, JOIN_S, MEMBERS, NEW, SILENT, TURN_S, Place, Survivors
 from paceline.link.ticket import Ticket
 from paceline.link.torch import Link
@@ -39,13 +39,20 @@ OVER = "none of those who trained answers any more; the run has ended, or look t
 
 
 class Late(memory.Link):
-    """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before."""
+    """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before. ``kind``: of the link
+    that the members have. Raises ValueError where the run is encrypted and that link is not, or the reverse."""
 
-    def __init__(self, ticket: Path, node: str = ""):
+    def __init__(self, ticket: Path, node: str = "", kind: type[Link] = Link):
         super().__init__(memory.Hub(1), 0)
         self.whereabouts = Whereabouts()
-        self.grows, self._ticket, found = True, ticket, Ticket.read(ticket)
-        self._secret = found.secret.encode()
+        self.grows, self._ticket, found, self._kind = True, ticket, Ticket.read(ticket), kind
+        if found.hides != kind.hides:
+            theirs, mine = ("with", "without") if found.hides else ("without", "with")
+            raise ValueError(
+                f"{ticket} is of a run that was started {theirs} --encrypt, and this node was started {mine}; start it "
+                f"as the others (PACELINE_ENCRYPT)"
+            )
+        self._secret = Hiding(found.secret.encode()) if found.hides else found.secret.encode()
         secret_of_environment()  # what this process starts does not get it
         self._places = [Place.read(each.encode()) for each in found.members]
         self._behind: list[Place] = []
@@ -182,7 +189,7 @@ class Late(memory.Link):
         assert self._point
         meeting = Meeting(host.address, host.port, self._secret, rank, len(names), TURN_S)
         meeting.patience_s = JOIN_S
-        link = Link.of(meeting, generation, self.whereabouts)
+        link = self._kind.of(meeting, generation, self.whereabouts)
         link.survive(Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"])))
         link.origin, link.came = tuple(range(len(members))), tuple(guest for _, guest in guests)
         return link

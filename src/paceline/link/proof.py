@@ -29,6 +29,7 @@ HELLO = struct.Struct(f"<{len(HEADER)}sH{SIZE}s{SIZE}s")
 REFUSED = bytes(SIZE)
 MAX_BYTES = 64 * 1024  # of a body
 GUEST, SERVER = b"guest", b"server"
+TAG = 16  # bytes by which AES-GCM lengthens what it hides
 
 
 class Distrust(ValueError):
@@ -129,16 +130,20 @@ class Veil:
 
             self._cipher = AESGCM(key)
 
-    def hide(self, words: bytes, number: int) -> bytes:
+    @property
+    def hides(self) -> bool:
+        return self._cipher is not None
+
+    def hide(self, words: bytes | memoryview, number: int) -> bytes:
         if self._cipher is None:
-            return words
+            return bytes(words)
         hidden: bytes = self._cipher.encrypt(struct.pack("<QI", number, 0), words, None)
         return hidden
 
-    def show(self, words: bytes, number: int) -> bytes:
+    def show(self, words: bytes | memoryview, number: int) -> bytes:
         """Of what has been proved to be a member's."""
         if self._cipher is None:
-            return words
+            return bytes(words)
         shown: bytes = self._cipher.decrypt(struct.pack("<QI", number, 0), words, None)
         return shown
 

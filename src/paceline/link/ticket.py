@@ -18,11 +18,13 @@ from paceline.link.proof import Hiding
 
 @dataclass(frozen=True)
 class Ticket:
-    """``nodes``: the fewest and the most, as PACELINE_NODES has them; ``members``: their places, the first leads."""
+    """``nodes``: the fewest and the most, as PACELINE_NODES has them; ``members``: their places, the first leads;
+    ``hides``: the run is encrypted."""
 
     secret: str
     nodes: str
     members: Sequence[str]
+    hides: bool = False
 
     def write(self, path: Path) -> None:
         """Whole, or not at all. Nodes of one machine may write the same at once."""
@@ -38,7 +40,8 @@ class Ticket:
         """Raises ValueError for what is no ticket."""
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
-            return cls(str(said["secret"]), str(said["nodes"]), [str(each) for each in said["members"]])
+            members = [str(each) for each in said["members"]]
+            return cls(str(said["secret"]), str(said["nodes"]), members, said["hides"] is True)
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"{path} is no ticket of a run ({error!r}); give the ticket.json of a run that was started with --nodes"
@@ -46,6 +49,7 @@ class Ticket:
 
 
 def publish(members: Sequence[str], secret: bytes) -> None:
-    """These are the members now. Nobody comes late to a run that is encrypted."""
-    if (path := os.environ.get("PACELINE_TICKET")) and not isinstance(secret, Hiding):
-        Ticket(secret.decode(), os.environ.get("PACELINE_NODES", ""), members).write(Path(path))
+    """These are the members now."""
+    if path := os.environ.get("PACELINE_TICKET"):
+        nodes = os.environ.get("PACELINE_NODES", "")
+        Ticket(secret.decode(), nodes, members, isinstance(secret, Hiding)).write(Path(path))

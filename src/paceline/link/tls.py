@@ -37,7 +37,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 class Link(plain.Link):
     """One node's end, as `link.torch`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
 
-    carrier = "TLS"
+    carrier, hides = "TLS", True
 
     @staticmethod
     def secret() -> bytes:

@@ -50,7 +50,7 @@ QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which take
 class Link(contract.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
 
-    carrier = "gloo"
+    carrier, hides = "gloo", False
 
     def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
         self.whereabouts = Whereabouts()
