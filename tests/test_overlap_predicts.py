@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,24 @@ def test_without_compute_a_step_is_the_wire_in_closed_form(nodes):
     messages = 2 * (nodes - 1) + 2 * (nodes - 1) + (nodes - 1)
     assert seen.sent_bytes == pytest.approx(num_bytes)
     assert seen.step_s == pytest.approx(messages * 1e-3 + num_bytes / 1e6)
+
+
+def test_it_is_said_of_every_fully_connected_layer_how_it_travels_and_why():
+    for lines, wire in cases():
+        seen = predict(lines, wire)
+        layers = sorted((part.numel for part in lines[0].parts if part.sides), reverse=True)
+        assert len(seen.why) == len(layers)
+        forms = {part.name: form for part, form in zip(lines[0].parts, seen.forms, strict=True)}
+        sizes = {part.name: part.numel for part in lines[0].parts}
+        told = [re.match(r"(part \d+) (factors|dense): (.*)", words).groups() for words in seen.why]
+        assert [sizes[name] for name, _, _ in told] == layers
+        for name, form, why in told:
+            assert form == forms[name]
+            if "no smaller" not in why:
+                factors_s, dense_s = (float(number) for number in re.findall(r"([\d.]+) ms", why))
+                assert (form == FACTORS) == (factors_s < dense_s) or abs(factors_s - dense_s) <= max(
+                    1e3 * overlap.SAVES_S, overlap.SAVES * max(factors_s, dense_s)
+                ) + 0.1  # as printed
 
 
 def test_the_schedule_drawn_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -73,6 +74,10 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
             assert team["measured_s"] > 0, team["reason"]
             assert team["per_s"] == pytest.approx(batch / team["measured_s"])
             assert team["sent_bytes"] > 0
+            assert re.fullmatch("[012] of 2", team["factors"])
+            assert re.fullmatch(
+                r"0\.weight, 0\.bias (dense|factors): .*; 2\.weight, 2\.bias (dense|factors): .*", team["forms"]
+            )
         assert [(team["nodes"], team["hosts"], team["measured_s"]) for team in imagined] == [(8, "", None)] * 2
         assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
         assert imagined[0]["exposed_s"] > 0.001

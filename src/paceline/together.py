@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.balance import fair
-from paceline.probe.line import Line
+from paceline.probe.line import FACTORS, Line
 from paceline.probe.overlap import Prediction, Wire, predict
 from paceline.probe.rows import split
 from paceline.probe.sheet import Plan, Row
@@ -148,6 +148,8 @@ class Survey:
             efficiency=seen.per_s / ideal,
             sent_bytes=seen.sent_bytes,
             exposed_s=seen.exposed_s,
+            factors=f"{seen.forms.count(FACTORS)} of {len(seen.why)}" if seen.why else "",
+            forms="; ".join(seen.why),
             reason="predicted only",
         )
         return Try(team, rows, shares)

@@ -30,7 +30,7 @@ from paceline.launch.far import Far
 from paceline.launch.hosts import Host, Way, parse
 from paceline.launch.lines import shown
 from paceline.plan import Plan
-from paceline.probe.teams import team_table
+from paceline.probe.teams import forms_told, team_table
 from paceline.probe.what import WhatIf
 from paceline.settings import Settings
 
@@ -118,7 +118,8 @@ def plan(
         show(made)
     if made.teams:
         (console if console.is_terminal else Console(highlight=False, width=200)).print(team_table(made.teams))
-        console.print(shown(said), markup=False)
+        for words in (*forms_told(made.teams), said):
+            console.print(shown(words), markup=False, highlight=False)
 
 
 def _over(

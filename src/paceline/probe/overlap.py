@@ -57,7 +57,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Prediction:
-    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: of each part."""
+    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: of each part. ``why``: a
+    line for each fully-connected layer, the largest first."""
 
     nodes: int
     rows: float
@@ -68,6 +69,7 @@ class Prediction:
     update_s: float
     sent_bytes: float
     forms: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
 
     @property
     def per_s(self) -> float:
@@ -98,16 +100,45 @@ def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
 
 def _form(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> str:
     """``everywhere``: one part, as each node has it."""
+    if not _can(everywhere):
+        return DENSE
+    num_bytes, seconds = _costs(everywhere, wire, item_bytes)
+    fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
+    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
+    return sooner if clear else fewer
+
+
+def _can(everywhere: Sequence[Part]) -> bool:
+    return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
+
+
+def _costs(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(bytes, seconds) of each form; factors are multiplied out as well."""
     part, nodes = everywhere[0], len(everywhere)
     most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
-    if not part.fits(total) or not all(one.rows for one in everywhere):
-        return DENSE
     cost = {form: traffic(part, form, nodes, most, item_bytes) for form in (DENSE, FACTORS)}
     seconds = {form: wire.seconds(*cost[form], adds=form == DENSE) for form in cost}
     seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
-    fewer, sooner = min(cost, key=lambda form: cost[form][1]), min(seconds, key=lambda form: seconds[form])
-    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
-    return sooner if clear else fewer
+    return {form: num_bytes for form, (_, num_bytes) in cost.items()}, seconds
+
+
+def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str]:
+    """How each fully-connected layer travels, and what either form would take; the largest first."""
+    told = []
+    for i, part in sorted(enumerate(lines[0].parts), key=lambda each: -each[1].numel):
+        everywhere = [line.parts[i] for line in lines]
+        if not part.sides:
+            continue
+        if not _can(everywhere):
+            total = sum(one.rows for one in everywhere)
+            told.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
+            continue
+        num_bytes, seconds = _costs(everywhere, wire, lines[0].item_bytes)
+        each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
+        told.append(
+            f"{part.name} {forms[i]}: as factors {each[FACTORS]} with multiplying them out, dense {each[DENSE]}"
+        )
+    return told
 
 
 def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = None) -> Prediction:
@@ -141,4 +172,5 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
         update_s,
         sent_bytes + (nodes - 1) * VOTE_BYTES,
         tuple(forms),
+        tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
     )

@@ -6,7 +6,8 @@ Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty wh
 ``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
 it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
 ``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
-(predicted seconds per step in which nodes wait for the network); ``reason``.
+(predicted seconds per step in which nodes wait for the network); ``factors`` (how many of the fully-connected layers
+travel as factors); ``forms`` (how each does, and what either form would take, the largest first); ``reason``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SAME = 0.03  # closer than this to the best, fewer machines win
 WAITS = 0.1  # of a step: then the network is named as the reason
 SHARED, EACH = "shared", "each"
 FAILED = "failed: "  # and why, as a reason
+MOST_LAYERS = 6  # whose way is told below a table; all are in the plan
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Team:
     efficiency: float | None = None
     sent_bytes: float | None = None
     exposed_s: float | None = None
+    factors: str = ""
+    forms: str = ""
     reason: str = ""
 
     @property
@@ -115,6 +119,17 @@ def _subject(nodes: int, num_hosts: int) -> str:
     return f"all {nodes} machines are" if nodes == num_hosts else f"{nodes} of {num_hosts} machines are"
 
 
+def forms_told(teams: Sequence[Team]) -> list[str]:
+    """For below the table: how layers travel between the fewest nodes, and in what other numbers differ."""
+    told, before = [], ""
+    for team in teams:
+        if team.forms and team.factors != before:
+            begins = f"{team.nodes} nodes{f' over {team.link}' if team.link else ''}: {team.factors} layers as factors"
+            told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MOST_LAYERS])]
+            before = team.factors
+    return told
+
+
 def team_table(teams: Sequence[Team]) -> Table:
     """For a terminal: one line per team, the reason last. Columns without a single value are left out."""
     from rich.console import Console
@@ -140,6 +155,7 @@ def team_table(teams: Sequence[Team]) -> Table:
         "efficiency": [number(team.efficiency, "{:.0%}") for team in teams],
         "MB sent": [number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
         "exposed ms": [number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
+        "as factors": [team.factors for team in teams],
         "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
     }
     kept = {name: cells for name, cells in columns.items() if any(cells)}

@@ -7,5 +7,5 @@ ordeal      one training, struck until it ends; where it was lost, it is started
 many        as many of these as so many faults need
 laws        what the journals must say in the end
 tally       one line for each class of fault, and the record
-torchrun    the same loss of a node under torchrun, with checkpoints
+killed      the same loss of a node under others: torchrun with checkpoints (ddp), Horovod elastic (hvd)
 """

@@ -4,7 +4,7 @@
 --only WORDS               classes of faults, separated by commas, by how their names begin
 --nodes N --epochs N       of each training
 --record FOLDER            writes README.md and raw.json there
---against torchrun         instead: what a killed node costs, here and there
+--against torchrun,horovod instead: what a killed node costs, here and there
 
 Ends with status 1 where a law was broken, a run hung, or ended.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bench.chaos import many, tally, torchrun
+from paceline.bench.chaos import killed, many, tally
 from paceline.bench.chaos.faults import CLASSES
 
 
@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--against", choices=["torchrun"])
+    parser.add_argument("--against")
     asked = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:
         kinds = chosen(asked.only)
         if asked.against:
-            return torchrun.compare(asked.faults, asked.seed, asked.nodes, asked.record, show)
+            return killed.compare(asked.against.split(","), asked.faults, asked.seed, asked.nodes, asked.record, show)
         outcomes, trainings = many.suffer(asked.faults, asked.seed, kinds, asked.nodes, asked.epochs, show)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
