@@ -179,7 +179,7 @@ def test_the_wire_never_waits_while_a_piece_is_ready_and_what_is_read_first_goes
     dice = torch.Generator().manual_seed(seed)
     ready = torch.rand(9, generator=dice).sort().values.tolist()
     seconds = (torch.rand(9, generator=dice) * 0.3).tolist()
-    turns = order.by_need(ready, seconds)
+    turns = order.at_once(ready, seconds)
     assert sorted(turns) == list(range(9))
     now = 0.0
     for place, turn in enumerate(turns):
@@ -192,6 +192,31 @@ def test_the_wire_never_waits_while_a_piece_is_ready_and_what_is_read_first_goes
     for i in range(9):
         as_they_come = max(as_they_come, ready[i]) + seconds[i]
     assert now == pytest.approx(as_they_come), "order moves no bytes"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_moved_by_need_forward_ends_no_later_and_nearly_as_soon_as_by_any_order(seed):
+    dice = torch.Generator().manual_seed(seed)
+    backward = (0.01 + 0.3 * torch.rand(6, generator=dice)).tolist()
+    ready = list(itertools.accumulate(backward))
+    seconds = (torch.rand(6, generator=dice) * 0.5).tolist()
+    turns = order.by_need(ready, seconds)
+    assert sorted(turns) == list(range(6))
+    end = order.forward_ends(turns, ready, seconds)
+    assert end <= order.forward_ends(order.at_once(ready, seconds), ready, seconds)
+    best = min(order.forward_ends(each, ready, seconds) for each in itertools.permutations(range(6)))
+    assert end <= 1.05 * best
+
+
+def test_when_forward_ends_as_drawn_by_hand():
+    """
+    backward   0 1 . 2 |     three pieces, ready after 1, 2 and 4 s; each 2 s on the wire, in the order 0, 2, 1
+    wire       . 0 0 . 2 2 1 1          from 1 to 3, 4 to 6, 6 to 8
+    forward    . . . . . . 2 . 1 0      reads 2 at 6, for 1 s; 1 at 8, for half one; 0 has long been there
+    """
+    assert order.forward_ends([0, 2, 1], [1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 8.5
+    assert order.forward_ends([0, 1, 2], [1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == 8.5
+    assert order.forward_ends([0, 2, 1], [1.0, 2.0, 4.0], [0.0, 0.0, 0.0]) == 5.5
 
 
 def test_small_neighbours_go_together_where_messages_are_dear():

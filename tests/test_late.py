@@ -120,10 +120,12 @@ def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
     asking.join(20.0)
     assert asking.told["position"] == [1, 2, 0]
     until(lambda: left[0].hatch and left[0].hatch.here)
+    where = left[0].hatch.address, left[0].hatch.port
     asking.late.leave()
-    until(lambda: not left[0].waiting())
-    assert not left[0].hatch.here
-    left[0].hatch.close()
+    # once nobody asks, nobody listens for who does
+    until(lambda: not left[0].waiting() and left[0].hatch is None)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(where, timeout=5.0)
 
 
 def test_a_node_that_is_here_already_is_refused_by_name(team):

@@ -198,6 +198,11 @@ class Exchange(Meeting):
     def _moved(self, flight: Flight, costs: list[Cost]) -> list[Cost]:
         """With the bytes that were sent, where they were packed: everyone has seen the same messages."""
         others, packed = self.link.size - 1, flight.packed_bytes
+        for group in flight.groups:
+            whole = costs[group[0]].bytes
+            left = others * packed[group[0]] / whole if whole and group[0] in packed else 1.0
+            for i in group:
+                self.choice.left[i] = left
         return [replace(cost, bytes=others * packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
 
     def _alone(self, ballot: Ballot) -> Agreement:

@@ -61,6 +61,7 @@ class Choice:
         """Among other ranks all is measured anew."""
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
         self.wire, self.rates, self.packed = Wire(), Rates(0.0, 0.0, 0.0), self.packing == "always"
+        self.left = [1.0] * len(self.specs)  # of each piece's bytes, as it was last sent
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
 
@@ -123,16 +124,19 @@ class Choice:
 
     def _order(self) -> order.Groups:
         single = self.costs([(spec.index,) for spec in self.specs], self.most)
-        seconds = [cost.steps * self.rates.latency + cost.bytes * self.rates.per_byte for cost in single]
+        num_bytes = [cost.bytes * left for cost, left in zip(single, self.left, strict=True)]
+        seconds = [
+            c.steps * self.rates.latency + n * self.rates.per_byte for c, n in zip(single, num_bytes, strict=True)
+        ]
         ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
         turns = order.by_need(ready, seconds) if self.by_need else list(range(len(self.specs)))
-        num_bytes = [self.codec.payload_bytes(s.numel, self.types[s.index][0]) for s in self.specs]
+        payloads = [self.codec.payload_bytes(s.numel, self.types[s.index][0]) for s in self.specs]
         joinable = [self.codec.sums and form == DENSE for form in self.forms]
         kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
         message_s = 2 * (self.size - 1) * self.rates.latency
         if len(turns) * message_s < order.NOTICED * sum(seconds):
             message_s = 0.0
-        return order.merged(turns, ready, seconds, num_bytes, kinds, message_s)
+        return order.merged(turns, ready, seconds, payloads, kinds, message_s)
 
     def again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
