@@ -225,6 +225,10 @@ def test_small_neighbours_go_together_where_messages_are_dear():
     assert order.merged(range(4), ready, seconds, sizes, kinds, 0.0) == ((0,), (1,), (2,), (3,))
     assert order.merged(range(4), ready, seconds, sizes, ["fp32", "", "fp32", "fp32"], 0.02) == ((0,), (1,), (2,), (3,))
     assert order.merged(range(4), ready, seconds, [1 << 24] * 4, kinds, 1.0) == ((0,), (1,), (2,), (3,))
+    # also where all have long been ready when the wire is free: nothing is saved
+    assert order.merged(range(4), ready, [9.0] * 4, sizes, kinds, 0.0) == ((0,), (1,), (2,), (3,))
+    assert order.merged(range(4), ready, [9.0] * 4, sizes, kinds, 0.02) == ((0, 1, 2), (3,))
+    assert order.merged(range(4), ready, [9.0] * 4, sizes, kinds, 0.02, True) == ((0,), (1,), (2,), (3,))
 
 
 def test_a_ballot_keeps_what_was_measured():

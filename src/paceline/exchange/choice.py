@@ -136,7 +136,7 @@ class Choice:
         message_s = 2 * (self.size - 1) * self.rates.latency
         if len(turns) * message_s < order.NOTICED * sum(seconds):
             message_s = 0.0
-        return order.merged(turns, ready, seconds, payloads, kinds, message_s)
+        return order.merged(turns, ready, seconds, payloads, kinds, message_s, self.by_need)
 
     def again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""

@@ -76,9 +76,12 @@ def merged(
     num_bytes: Sequence[int],
     kinds: Sequence[str],
     message_s: float,
+    each_waited_for: bool = False,
 ) -> Groups:
     """Neighbours in one message where the later one is ready, before the earlier could have left by more than the
-    time that a message costs. ``kinds``: only what is of one kind may be laid together; "": nothing may."""
+    time that a message costs, and that is more than laying them together does. ``kinds``: only what is of one kind may
+    be laid together; "": nothing may. ``each_waited_for``: what comes with another delays that one by less than it
+    saves."""
     groups: list[list[int]] = []
     now = 0.0  # when the wire is free for the last group
     for i in order:
@@ -91,6 +94,8 @@ def merged(
             and all(kinds[j] == kinds[i] for j in last)
             and together <= MERGED_BYTES
             and ready[i] - begin < message_s - COPY_S * together
+            and message_s > COPY_S * together
+            and (not each_waited_for or seconds[i] < message_s)
         ):
             last.append(i)
             continue
