@@ -145,7 +145,13 @@ class Horovod(Run):
             ),
             *("--host-discovery-script", str(hosts), sys.executable, "-m", hvd.__name__, str(self.folder), str(STEPS)),
         ]
+        # it asks for the address of each node's own name, which must not lead home
+        names = "".join(f"{self.cluster.address(node)} node{node}\n" for node in range(count))
+        for node in range(count):
+            (self.machines.folder / f"hosts{node}").write_text(f"127.0.0.1 localhost\n{names}")
         path = f"{client.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        mount = f"mount --bind {self.machines.folder}/hosts0 /etc/hosts"
+        words = ["sh", "-c", f'{mount} && exec "$@"', "sh", *words]
         return [self.run(0, words, {"PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})]
 
 
