@@ -12,7 +12,8 @@ from launching import HERE, environment
 from paceline.elastic.checkpoint import read_newest
 from paceline.launch.local import free_port
 
-NODE = "import sys; from paceline.launch import node; sys.exit(node.main())"
+# nohup, under which tests may run, leaves a hang-up ignored
+NODE = "import signal, sys; signal.signal(1, signal.SIG_DFL); from paceline.launch import node; sys.exit(node.main())"
 
 
 @pytest.fixture

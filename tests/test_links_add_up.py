@@ -337,7 +337,7 @@ def try_all(whole):
 WORLDS = {
     "memory": (in_threads, (1, 2, 3, 4, 5)),
     "mpi": (under_mpirun, (3, 5)),
-    "tls": (over_loopback, (2, 3, 5)),
+    "tls": (over_loopback, (2, 3)),
     "nccl": (in_processes, (3,)),
 }
 NETWORK = (in_processes, (1, 2, 3, 5))

@@ -14,7 +14,7 @@ from paceline.contract import LinkError
 from paceline.link.faults import CLASSES, LONG, PARTITION, Net
 from paceline.link.virtual import World
 
-COUNT = 500  # on a busy machine a schedule may take a tenth of a second
+COUNT = 300  # on a busy machine a schedule may take a tenth of a second
 
 
 @pytest.mark.parametrize("first", range(0, 80_000, 10_000))
@@ -48,10 +48,10 @@ def test_a_schedule_is_a_function_of_its_seed():
 
 
 def test_the_first_faults_leave_out_no_message_no_kind_no_size_and_no_way():
-    """Of undisturbed runs of three steps, in so many seeds; a hundred thousand go round twice."""
+    """Of undisturbed runs of three steps, in so many even seeds; of a hundred thousand, nearly twice."""
     wanted = set(cases())
     assert {size for size, *_ in wanted} == set(range(2, 9))
-    assert len(wanted) == len(cases()) < 25_000
+    assert len(wanted) == len(cases()) < 27_000
     struck = set()
     for seed in range(0, 2 * len(wanted), 2):
         one = Schedule.of(seed)

@@ -39,14 +39,21 @@ def test_without_a_mistake_nothing_is_found(kind, way):
 def test_those_who_are_left_forget_what_some_have_applied(monkeypatch):
     """Planted: after a loss the step is always computed again, though a rank that is left has applied it."""
     compare = Surviving._compare
-    monkeypatch.setattr(Surviving, "_compare", lambda self: (None, compare(self)[1]))
+    monkeypatch.setattr(Surviving, "_compare", lambda self: (None, *compare(self)[1:]))
     assert found(struck(DEATH))
 
 
 def test_a_rank_that_leaves_before_all_know(monkeypatch):
     """Planted: whoever has applied the last step goes, and takes the knowledge along."""
     monkeypatch.setattr(Rank, "part", lambda self: None)
+    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
     assert found(struck(DEATH, num_seeds=150))
+
+
+def test_a_step_that_is_applied_before_all_know_the_vote(monkeypatch):
+    """Planted: who is cut off with everyone's votes applies what the others compute again."""
+    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
+    assert found(struck(PARTITION, num_seeds=150))
 
 
 def test_a_refused_step_that_is_not_taken_back(monkeypatch):

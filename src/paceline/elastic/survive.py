@@ -75,9 +75,12 @@ class Surviving(contract.Exchange):
     def _all_know(self) -> None:
         """Where it breaks, those who are left are told the vote by this one, or it may not go on."""
         try:
-            self.link.all_gather(torch.zeros(1, dtype=torch.uint8), "making sure that all know", even=True).wait()
+            self._hear_all()
         except LinkError as error:
             self._again(error, _impossible)
+
+    def _hear_all(self) -> None:
+        self.link.all_gather(torch.zeros(1, dtype=torch.uint8), "making sure that all know", even=True).wait()
 
     def recover(self, error: LinkError) -> Agreement:
         return self._again(error, _impossible) or self._redo()
@@ -143,10 +146,12 @@ class Surviving(contract.Exchange):
             self.link = self.link.rebuild(guests) if guests else self.link.rebuild()
             who, guests = [*(who[rank] for rank in self.link.origin), *self.link.came], ()
             try:
-                told, rows = self._compare()
+                told, rows, some_lacked = self._compare()
                 if told is not None:
                     self._end(told)
                     found = finish(told)
+                if some_lacked:
+                    self._hear_all()
                 self.exchange.rebuild(self.link)
                 self.relink(self.link)
             except LinkError as another:  # lost while they met: once more
@@ -161,13 +166,14 @@ class Surviving(contract.Exchange):
             self.regrouped(Regroup(self.link.generation, origin, rows[: len(origin)], lost, seconds, why, came))
         return found
 
-    def _compare(self) -> tuple[bytes | None, tuple[int, ...]]:
-        """(the result that others have and this process has not, each one's rows)."""
+    def _compare(self) -> tuple[bytes | None, tuple[int, ...], bool]:
+        """(the result that others have and this process has not, each one's rows, whether anybody had not)."""
         told = self._tell(self.turn, self.rows())
         turns, results, rows = zip(*told, strict=True)
         if max(turns) > self.turn + 1:
             raise AssertionError(f"others are {max(turns) - self.turn} operations ahead")
-        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows
+        some_lacked = any(NEW < turn < max(turns) for turn in turns)
+        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows, some_lacked
 
     def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
         """Each one's (operations that have ended, what the last one gave, rows)."""

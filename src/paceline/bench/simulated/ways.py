@@ -52,9 +52,9 @@ class Way:
         return self.close == ANYHOW
 
     def num_messages(self, size: int, steps: int) -> int:
-        """Of an undisturbed training: two pieces and a vote in each step, and one to end with."""
+        """Of an undisturbed training: two pieces, a vote and that all know it in each step, and one to end with."""
         spreads = min(steps, QUIET) * (1 + 2 * size) if self.drifts else 0
-        return size * (3 * steps + 1) + spreads
+        return size * (4 * steps + 1) + spreads
 
 
 WAYS = {
