@@ -56,6 +56,14 @@ def test_a_step_that_is_applied_before_all_know_the_vote(monkeypatch):
     assert found(struck(PARTITION, num_seeds=150))
 
 
+def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monkeypatch):
+    """Planted: a partition strikes in the message that tells it, and one part of those who meet applies the step."""
+    compare, schedule = Surviving._compare, Schedule.of(20448)
+    assert not found([schedule])
+    monkeypatch.setattr(Surviving, "_compare", lambda self: (*compare(self)[:2], False))
+    assert found([schedule])
+
+
 def test_a_refused_step_that_is_not_taken_back(monkeypatch):
     """Planted: those who are left go on with the next batch."""
     monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Verdict.SKIP))
