@@ -129,10 +129,11 @@ def test_who_has_stood_still_does_not_take_the_others_for_killed():
     """They may have gone on without it, and ended: then two would have trained to the end, to two results."""
     point, gone = (MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(2))
     places = [Place(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
+    member = Survivors(1, places, 0, point, SECRET)
     gone.close()
     with pytest.raises(LinkError, match=r"for 34 s, and rank 0 on host0 may have gone on without it"):
-        Survivors(1, places, 0, point, SECRET).meet(still_s=34.0)
-    meeting, _, ranks = Survivors(1, places, 0, point, SECRET).meet()
+        member.meet(still_s=34.0)
+    meeting, _, ranks = member.meet()
     assert ranks == [1]
     meeting.close()
     point.close()

@@ -12,7 +12,7 @@ import pytest
 from paceline.contract import LinkError
 from paceline.link import survivors
 from paceline.link.meeting_point import MeetingPoint
-from paceline.link.survivors import GONE, HERE, SILENT, Place, Survivors
+from paceline.link.survivors import HERE, REFUSED, SILENT, Place, Survivors
 
 SECRET = b"of this run"
 
@@ -170,10 +170,19 @@ def test_fewer_than_the_least_end_with_the_number(team):
 class Apart(Place):
     """Places that only those on the same side of a broken cable reach."""
 
+    how = SILENT
+
     def look(self):
-        return SILENT
+        return self.how
 
 
+class Refused(Apart):
+    """As a firewall does it that rejects what it does not let through."""
+
+    how = REFUSED
+
+
+@pytest.mark.parametrize("apart", [Apart, Refused])
 @pytest.mark.parametrize(
     ("sides", "on"),
     [
@@ -186,7 +195,9 @@ class Apart(Place):
     ],
     ids=str,
 )
-def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_rank(team, sides, on, monkeypatch):
+def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_rank(
+    team, sides, on, apart, monkeypatch
+):
     monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
     size = sum(map(len, sides))
     members = team(size)
@@ -194,7 +205,7 @@ def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_
         for rank in side:
             member = members[rank]
             member.places = [
-                place if other in side else Apart(place.name, place.host, place.address, place.port)
+                place if other in side else apart(place.name, place.host, place.address, place.port)
                 for other, place in enumerate(member.places)
             ]
             member.me = member.places[rank]
@@ -210,4 +221,4 @@ def test_what_can_be_told_of_a_place(team):
     (member,) = team(1)
     assert member.me.look() == HERE
     member.point.close()
-    assert member.me.look() == GONE
+    assert member.me.look() == REFUSED

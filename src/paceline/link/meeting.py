@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import socket
@@ -14,6 +15,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from paceline.contract import LinkError
+from paceline.link.forked import alone
 from paceline.link.meeting_point import HANDSHAKE_S, MeetingPoint
 from paceline.link.proof import (
     GUEST,
@@ -34,13 +36,14 @@ from paceline.link.proof import (
 
 GLANCE_S = 0.5  # for which a wait holds the line, that other threads may want
 PAUSE_S = 0.1  # between knocks
+KEEP_S = 60  # of silence, before the kernel asks the other one
 LATE = 0xFFFF  # in place of a rank, for who has none yet
 AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
 
 
 def knock(host: str, port: int, limit_s: float) -> socket.socket:
     """A line to who listens there. Raises OSError where nobody does."""
-    line = socket.create_connection((host, port), timeout=limit_s)
+    line = alone(socket.create_connection((host, port), timeout=limit_s))
     if line.getsockname() == line.getpeername():
         # TCP joins a socket to itself where its own port is, by chance, the one it asks for; held, it keeps rank 0 out
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
@@ -180,6 +183,19 @@ class Meeting(Store):
     def lease(self, key: str, value: str) -> None:
         """As `set`, for as long as this line lives."""
         self._ask(b"lease", key.encode(), value.encode())
+
+    def keep(self) -> None:
+        """For long, though nothing is said: what stands between the two is reminded that the line exists."""
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_S)
+
+    def ended(self, limit_s: float) -> bool:
+        """Whether the other end has hung up in peace, or does within ``limit_s``."""
+        with self._lock, contextlib.suppress(OSError):
+            self._line.settimeout(limit_s)
+            return not self._line.recv(1, socket.MSG_PEEK)
+        return False
 
     def close(self) -> None:
         self._line.close()

@@ -16,6 +16,7 @@ import threading
 import time
 
 from paceline.contract import LinkError
+from paceline.link.forked import alone
 from paceline.link.proof import (
     GUEST,
     HEADER,
@@ -64,7 +65,7 @@ class MeetingPoint:
     def __init__(self, address: str, port: int, secret: bytes):
         self._secret = secret
         try:
-            self._server = _serve(address, port)
+            self._server = alone(_serve(address, port))
         except OSError as error:
             raise LinkError(_cannot_serve(address, port, error)) from error
         self._server.setblocking(False)
@@ -130,7 +131,7 @@ class MeetingPoint:
         strangers = [guest for guest in self._guests.values() if guest.seal is None]
         if len(strangers) >= MAX_STRANGERS:
             self._drop(strangers[0])
-        guest = self._guests[line] = _Guest(line, where[0])
+        guest = self._guests[line] = _Guest(alone(line), where[0])
         self._eyes.register(line, selectors.EVENT_READ)
         try:
             self._say(guest, HEADER + guest.nonce)

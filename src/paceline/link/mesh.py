@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.contract import LinkError
+from paceline.link.forked import alone
 from paceline.link.identity import Identity
 from paceline.link.proof import exactly
 from paceline.link.route import Member
@@ -88,7 +89,7 @@ class Mesh:
                 line = socket.create_connection((member.address, port), min(HANDSHAKE_S, left_s))
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with _closed_on_error(line):
-                    safe = self._outside.wrap_socket(line)
+                    safe = alone(self._outside.wrap_socket(line))
                 with _closed_on_error(safe):
                     if safe.getpeercert(True) != self._certificates[member.rank]:
                         raise ConnectionError("another rank answered")
@@ -118,7 +119,7 @@ class Mesh:
                 line, _ = server.accept()
                 line.settimeout(HANDSHAKE_S)
                 with _closed_on_error(line):
-                    safe = self._inside.wrap_socket(line, server_side=True, do_handshake_on_connect=False)
+                    safe = alone(self._inside.wrap_socket(line, server_side=True, do_handshake_on_connect=False))
             except TimeoutError:
                 continue
             except OSError:  # it has left again; or no descriptor is free, and it stays ready to be accepted

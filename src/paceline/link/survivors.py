@@ -3,8 +3,8 @@
 Each keeps a meeting point of its own from the beginning, and knows those of all others.
 
     each        goes to the lowest rank that answers, and waits there; the one below whom nobody answers waits itself
-    who waits   until every other has come, or is gone (its machine refuses for it), or silent (nothing answers there),
-                or says that all went on without this one
+    who waits   until every other has come, or is gone (its machine has hung up for it), or silent (nothing answers
+                there, or is refused), or says that all went on without this one
     goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
 
 A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
@@ -31,6 +31,7 @@ from paceline.link.bulk import Hatch
 from paceline.link.meeting import Meeting, knock
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.ticket import publish
+from paceline.link.witness import HANG_UP_S, Witness
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
 GENERATION = "generation"  # of the members that are told
@@ -44,7 +45,7 @@ ASK_S = 0.5  # after which those who have not come are asked, again and again, w
 NOTICE_S = 10.0  # of a meeting, before people are told for whom it waits
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
-HERE, GONE, SILENT = "here", "gone", "silent"
+HERE, GONE, REFUSED, SILENT = "here", "gone", "refused", "silent"
 NEW = "new"  # in the name of who was none of the nodes before
 WITHOUT = "the others could not reach this node for a while, and went on without it; start it again"
 
@@ -73,7 +74,7 @@ class Place:
             with knock(self.address, self.port, KNOCK_S) as line:
                 return HERE if line.recv(1) else SILENT
         except (ConnectionRefusedError, ConnectionResetError):
-            return GONE
+            return REFUSED
         except OSError:
             return SILENT
 
@@ -89,6 +90,7 @@ class Survivors(Porter):
         point: MeetingPoint,
         secret: bytes,
         least: int = 1,
+        before: Witness | None = None,
     ):
         self.rank, self.places, self.generation = rank, list(places), generation
         self.point, self.secret, self.least = point, secret, least
@@ -104,6 +106,8 @@ class Survivors(Porter):
         point.post(MEMBERS, json.dumps(written))
         point.post(GENERATION, str(generation))
         publish(written, secret)
+        self._witness = Witness(self._reach)
+        self._witness.watch((place.name for place in self.places if place is not self.me), before)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
@@ -111,7 +115,8 @@ class Survivors(Porter):
     def among(self, ranks: Sequence[int], generation: int) -> Survivors:
         """The same member, among those of ``ranks`` and those who came."""
         places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
-        heir = Survivors(ranks.index(self.rank), places, generation, self.point, self.secret, self.least)
+        rank = ranks.index(self.rank)
+        heir = Survivors(rank, places, generation, self.point, self.secret, self.least, self._witness)
         heir.hatch, heir.notice = self.hatch, self.notice
         return heir
 
@@ -166,6 +171,9 @@ class Survivors(Porter):
         for place in others:
             if seen[place.name] == GONE or now - self._silent.get(place.name, now) > DOUBT_S:
                 raise LinkError(f"{place.host} was met again and is gone")
+
+    def _reach(self, name: str) -> Meeting:
+        return self._line(next(place for place in self.places if place.name == name), self.rank, len(self.places))
 
     def _line(self, host: Place, rank: int, size: int) -> Meeting:
         point = self.point if host is self.me else None
@@ -248,7 +256,7 @@ class Survivors(Porter):
         if not places:
             return {}
         with ThreadPoolExecutor(min(32, len(places))) as crowd:
-            seen = dict(zip((p.name for p in places), crowd.map(lambda place: place.look(), places), strict=True))
+            seen = dict(zip((p.name for p in places), crowd.map(self._see, places), strict=True))
         for name, how in seen.items():
             if how == HERE:
                 self._silent.pop(name, None)
@@ -256,6 +264,12 @@ class Survivors(Porter):
                 seen[name] = SILENT
                 self._silent.setdefault(name, time.monotonic())
         return seen
+
+    def _see(self, place: Place) -> str:
+        how = place.look()
+        if how == HERE:
+            return HERE
+        return GONE if self._witness.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else SILENT
 
     def _tell(
         self, meeting: Meeting, came: Sequence[Place], silent: Sequence[Place], calls: dict[str, bytes]

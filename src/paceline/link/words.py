@@ -12,6 +12,7 @@ import socket
 import struct
 import termios
 
+from paceline.link.forked import alone
 from paceline.link.proof import Seal
 
 MAX_BYTES = 1 << 20  # of a word
@@ -23,7 +24,7 @@ class Words:
     """``line`` must be set not to block."""
 
     def __init__(self, line: socket.socket, seal: Seal):
-        self.line, self._seal = line, seal
+        self.line, self._seal = alone(line), seal
         self._out, self._in = bytearray(), bytearray()
 
     def say(self, kind: bytes, body: bytes = b"") -> None:
