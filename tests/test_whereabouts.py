@@ -7,7 +7,7 @@ import pytest
 
 from paceline import whereabouts
 from paceline.link import waits
-from paceline.whereabouts import BETWEEN_S, LEAST_S, MOST_S, OUTSIDE, UNKNOWN_S, Whereabouts
+from paceline.whereabouts import BACK_S, BETWEEN_S, LEAST_S, MOST_S, OUTSIDE, UNKNOWN_S, Whereabouts
 
 
 def in_thread(work):
@@ -53,6 +53,17 @@ def test_a_wait_may_last_as_long_as_ten_steps(steps, limit_s):
     assert mine.limit_s == pytest.approx(max(limit_s, BETWEEN_S))
     mine.begin(len(steps))
     assert mine.limit_s == pytest.approx(limit_s)
+
+
+def test_between_steps_who_may_come_back_is_waited_for_less():
+    mine = Whereabouts()
+    mine.begin(0)
+    mine.end(0.1, 0.0)
+    assert mine.limit_s == BETWEEN_S
+    mine.between_s = BACK_S
+    assert mine.limit_s == BACK_S
+    mine.begin(1)
+    assert mine.limit_s == LEAST_S
 
 
 def test_one_slow_step_of_many_changes_nothing_and_old_ones_are_forgotten():

@@ -18,6 +18,7 @@ from typing import Any
 LEAST_S, MOST_S = 4.0, 60.0
 UNKNOWN_S = 30.0  # before a step has been measured
 BETWEEN_S = 12.0  # between steps, where one process may do what the others wait for
+BACK_S = 6.0  # the same where the others go on without it, and it may come back: wrong costs less, and waiting more
 TIMES, RECENT = 10.0, 64  # steps
 FRAMES = 16  # of a stack, the innermost
 OUTSIDE = "outside of a step, in the script's own code"
@@ -33,6 +34,7 @@ class Whereabouts:
         self.signs: Sequence[str] = ()
         self.notice: Callable[[str], None] = say
         self.siblings: Callable[[], str] = str  # the stacks of the other processes of this node
+        self.between_s = BETWEEN_S
         self._thread = threading.get_ident()
         self._inside = False
         self._now = (OUTSIDE, time.monotonic(), False)
@@ -78,7 +80,7 @@ class Whereabouts:
     @property
     def limit_s(self) -> float:
         """How long something may take that usually takes a step at most."""
-        return self._limit_s if self._inside else max(self._limit_s, BETWEEN_S)
+        return self._limit_s if self._inside else max(self._limit_s, self.between_s)
 
     def tell(self) -> dict[str, Any]:
         what, since_s, waits = self._now

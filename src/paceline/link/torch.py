@@ -34,7 +34,7 @@ from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
 from paceline.link.route import REACH_S, Member
 from paceline.link.survivors import Place, Survivors
-from paceline.whereabouts import Whereabouts
+from paceline.whereabouts import BACK_S, Whereabouts
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -96,6 +96,7 @@ class Link(contract.Link):
         """From now on they decide who goes on after a loss, and who is taken in."""
         self._survivors = survivors
         survivors.notice = self._notice
+        self.whereabouts.between_s = BACK_S
 
     def _notice(self, text: str) -> None:
         self.whereabouts.notice(text)  # which is another's to say once all have joined

@@ -30,9 +30,10 @@ LAUNCHER_KILLED, ALL = "launcher killed", "SIGKILL of all nodes"
 CLASSES = (KILL, KILL_0, STOP, CABLE, ONE_WAY, PAIR, PARTITION, SLOW, DISK, LAUNCHER_KILLED, ALL)
 LOSING = (KILL, KILL_0, STOP, CABLE, ONE_WAY, PAIR, PARTITION)  # may cost the run nodes
 ENDING = (ALL,)  # end it, to be gone on with from its checkpoint
-# how long, in seconds: less than what makes a node lost, and more; ssh gives a silent host up after 15
+# how long, in seconds: less than what makes a node lost, and more; ssh gives a silent host up after 15, and does not
+# mind a stopped process, which stands still for longer than the others wait for it in any case
 LASTS: dict[str, Sequence[tuple[float, float]]] = {
-    STOP: ((0.5, 2.5), (12.5, 14.0)),
+    STOP: ((0.5, 2.5), (12.5, 14.0), (20.0, 30.0)),
     CABLE: ((0.5, 2.5), (12.5, 14.0)),
     ONE_WAY: ((0.5, 2.5), (12.5, 14.0)),
     PAIR: ((0.5, 2.5), (12.5, 14.0)),

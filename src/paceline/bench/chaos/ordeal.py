@@ -9,6 +9,7 @@ again      with another number of nodes and another engine, where too few are le
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -41,7 +42,8 @@ LAST_LINES, MOST_STARTS = 8, 40
 class Outcome:
     """What a fault came to. ``nodes``, ``step``: when it struck. ``recovery_s``: without a step on those who are left,
     from the fault on; for a fault that ends the run, until its next start has got further. ``lost``: steps that were
-    computed again. ``left``: the nodes that go on. ``wrong``: by the laws."""
+    computed again. ``left``: the nodes that go on. ``back``: how many came back before the next fault. ``wrong``: by
+    the laws."""
 
     seed: int
     launch: int
@@ -52,6 +54,7 @@ class Outcome:
     recovery_s: float | None = None
     lost: int = 0
     left: tuple[int, ...] = ()
+    back: int = 0
     ended: str = ""  # the run's last words, where the fault ended it and should not have
     hung: str = ""
     wrong: list[str] = field(default_factory=list)
@@ -102,6 +105,7 @@ class Ordeal:
                     self._play(fault, nodes)
                 self._wait_for_end()
             self._note_ends()
+            self._note_returns()
         finally:
             self._kill()
 
@@ -297,6 +301,15 @@ class Ordeal:
         before, after = max(ends, key=lambda pair: pair[1] - pair[0])
         at_once = outcome.fault.kind in LOSING and before < outcome.struck_s + AT_ONCE_S
         return after - (outcome.struck_s if at_once else max(before, outcome.struck_s))
+
+    def _note_returns(self) -> None:
+        for outcome, later in itertools.zip_longest(self.outcomes, self.outcomes[1:]):
+            end = later.struck_s if later else math.inf
+            firsts = [min(e.t for e in life.applied.values()) for life in self._trained(outcome.launch)]
+            outcome.back = sum(outcome.struck_s < first < end for first in firsts)
+
+    def _trained(self, launch: int) -> list[Life]:
+        return [life for life in self.known.values() if life.launch == launch and life.applied]
 
     def _note_ends(self) -> None:
         """What the faults that ended the run have cost, until a later start has got further."""

@@ -34,6 +34,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     rows = [_row(kind, [one for one in outcomes if one.fault.kind == kind]) for kind in kinds]
     going = [one for one in outcomes if one.fault.kind not in ENDING]
     rows += [_row("all that a run outlives", going)] if going else []
+    rows += [_row("all", outcomes)] if len(going) < len(outcomes) else []
     return "\n".join([HEAD, *rows])
 
 
@@ -69,9 +70,10 @@ are killed, and the run is started again on another number of nodes, with anothe
 Recovery: the time without a step on those who are left, from the fault on where it may cost the run a node, else the
 longest pause that begins after it; of what ends a run (the last class), until the next start, with Python's and
 torch's own, has got further than the one before. Short ones are weathered (a stop or a broken cable of up to 2.5 s),
-long ones last 12.5 to 14 s. Steps again: computed once more. Wrong: a row of a batch that was computed twice or not at
-all, replicas that differ by a bit after any step, a loss or last weight more than 1e-9 from plain PyTorch's in one
-process.
+long ones last 12.5 to 14 s, a third of the stops 20 to 30 s. {sum(one.back for one in outcomes)} times a node that had
+been lost was back, and trained, before the next fault. Steps again: computed once more. Wrong: a row of a batch that
+was computed twice or not at all, replicas that differ by a bit after any step, a loss or last weight more than 1e-9
+from plain PyTorch's in one process.
 
 {bad}
 
