@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import secrets
 import signal
+import statistics
 import struct
 import sys
 import tempfile
@@ -136,14 +138,21 @@ def run(messages: int, seconds: float, seed: int = 0, pause_s: float = 0.1) -> d
             with Listener(cables, [*needles.values(), secret.encode()]) as listener:
                 _wait(lambda: all((folder / f"{rank}.joined").exists() for rank in range(NODES)), each, end, folder)
                 said = [bytes(words) for words in list(listener.begun.values())]
-                stranger, known = Stranger(seed, lambda: said), set[Any]()
+                stranger, known, astray = Stranger(seed, lambda: said), set[Any](), set[Any]()
 
                 def attack() -> None:
                     enter(cluster.name(NODES))
-                    nodes = [process for rank, process in each.items() if rank >= 0]
+                    nodes = [(rank, process) for rank, process in each.items() if rank >= 0]
 
                     def find() -> set[Any]:
-                        return set[Any]().union(*(doors(one.pid or 0) for one in nodes if one.is_alive()))
+                        found = {rank: doors(one.pid or 0) for rank, one in nodes if one.is_alive()}
+                        astray.update(
+                            door
+                            for rank, all_of in found.items()
+                            for door in all_of
+                            if door[0] != cluster.address(rank)
+                        )
+                        return set[Any]().union(*found.values())
 
                     known.update(disturb(stranger, find, messages, seconds, lambda: not _all_well(each)))
 
@@ -157,7 +166,11 @@ def run(messages: int, seconds: float, seed: int = 0, pause_s: float = 0.1) -> d
                     process.join(max(0.0, end - time.monotonic()))
             codes = {rank: process.exitcode for rank, process in each.items()}
             got = _result(folder, codes, stranger.sent, took_s, known, listener, needles)
-            return {**got, "told": secret.encode() in listener.found or _holds(folder, secret.encode())}
+            return {
+                **got,
+                "astray": sorted(map(str, astray)),
+                "told": secret.encode() in listener.found or _holds(folder, secret.encode()),
+            }
         finally:
             for process in each.values():
                 if process.is_alive():
@@ -195,6 +208,7 @@ def _result(
 ) -> dict[str, Any]:
     ended = {rank: json.loads(path.read_text()) for rank in codes if (path := folder / f"{rank}.json").exists()}
     delays = {name: max(_step_s(folder / name), default=None) for name in PLANTED}
+    apart = [_apart_s(folder / name) for name in PLANTED]
     return {
         "sent": sent,
         "seconds": round(took_s, 1),
@@ -202,6 +216,7 @@ def _result(
         "codes": {str(rank): code for rank, code in codes.items()},
         "equal": len(ended) == len(codes) and all(one == ended[-1] for one in ended.values()),
         "longest_step_s": delays,
+        "longest_round_s": max(map(max, apart)) - min(map(statistics.median, apart)) if all(apart) else None,
         "regrouped": sum(e["event"] == "regroup" for name in PLANTED for e in read(folder / name)),
         "readable": {name: needle in listener.found for name, needle in needles.items()},
         "heard_bytes": listener.num_bytes,
@@ -212,6 +227,12 @@ def _result(
 def _step_s(folder: Path) -> list[float]:
     """Of all but the first, in which all that is needed for a step is made."""
     return [float(event["seconds"]) for event in read(folder) if event["event"] == "step"][1:]
+
+
+def _apart_s(folder: Path) -> list[float]:
+    """From the end of each step to that of the next, in which both trainings take one, and rest."""
+    times = [float(event["time"]) for event in read(folder) if event["event"] == "step"][1:]
+    return [later - before for before, later in itertools.pairwise(times)]
 
 
 def faults(got: dict[str, Any], messages: int, most_s: float = MOST_DELAY_S) -> list[str]:
@@ -225,6 +246,8 @@ def faults(got: dict[str, Any], messages: int, most_s: float = MOST_DELAY_S) -> 
             ("the weights are not those of the undisturbed training", not got["equal"]),
             (f"{got['regrouped']} losses of a node that was not lost", got["regrouped"]),
             (f"a step took {longest:.2f} s", longest > most_s),
+            (f"a round took {got['longest_round_s']} s longer than usual", (got["longest_round_s"] or 0.0) > most_s),
+            (f"listens on another address than its own: {got['astray']}", got["astray"]),
             ("the secret went over the wire, or stands in a file of the run", got["told"]),
             ("the listener could not read what is not encrypted: it heard nothing", not got["readable"][PLAIN]),
             ("the listener could read what is encrypted", got["readable"][HIDDEN]),
@@ -252,6 +275,7 @@ def main() -> int:
         return 0
     print(f"{got['sent']} messages in {got['seconds']} s to {len(got['doors'])} ports: {', '.join(got['doors'])}")
     print(f"longest step: {', '.join(f'{name} {s:.3f} s' for name, s in got['longest_step_s'].items())}")
+    print(f"longest time from step to step, over the usual: {got['longest_round_s']:.3f} s")
     print(f"read by the listener, of {got['heard_bytes'] / 1e6:.1f} MB: {got['readable']}")
     print("\n".join(f"WRONG: {words}" for words in wrong) or "all as it should be")
     return 1 if wrong else 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.link.proof import HEADER
 
-LISTENS = "0A"  # in /proc/net/tcp
+LISTENS, UNCONNECTED = "0A", "07"  # in /proc/net/tcp and /proc/net/udp
 CLONE_NEWNET = 0x40000000
 HELD = 40  # connections that are left open
 SAY_S = 1.0
@@ -34,16 +34,20 @@ def enter(namespace: str) -> None:
 def doors(process: int) -> set[Door]:
     """Where anything listens on the machine of that process, but for its loopback."""
     found = set()
-    try:
-        lines = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
-    except OSError:  # it has ended
-        return set()
-    for line in lines:
-        _, place, _, state, *_ = line.split()
-        if state == LISTENS:
-            address, port = place.split(":")
-            found.add((socket.inet_ntoa(struct.pack("=I", int(address, 16))), int(port, 16)))
-    return {door for door in found if not door[0].startswith("127.")}
+    for kind, state in (("tcp", LISTENS), ("tcp6", LISTENS), ("udp", UNCONNECTED), ("udp6", UNCONNECTED)):
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]:
+                _, place, _, seen, *_ = line.split()
+                if seen == state:
+                    address, port = place.split(":")
+                    found.add((_address(address), int(port, 16)))
+    return {door for door in found if not door[0].startswith("127.") and door[0] != "::1"}
+
+
+def _address(words: str) -> str:
+    """Of what /proc writes: whole words of 32 bits, as they lie in memory."""
+    numbers = b"".join(struct.pack("=I", int(words[i : i + 8], 16)) for i in range(0, len(words), 8))
+    return socket.inet_ntop(socket.AF_INET6 if len(numbers) > 4 else socket.AF_INET, numbers)
 
 
 class Stranger:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-RETURNS = 3  # of one node
+RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
+PEACE_S = 600.0
 PAUSE_S = 1.0  # before the first; before each later one twice as long
 
 
@@ -36,6 +37,7 @@ class Again:
     def __init__(self, ticket: Path, returns: int, begin: Callable[[int], None]):
         self.ticket, self.returns, self.begin = ticket, returns, begin
         self._num_begun: dict[int, int] = {}
+        self._begun_s: dict[int, float] = {}
         self._due: dict[int, float] = {}
 
     def hopes(self, node: int) -> bool:
@@ -46,13 +48,15 @@ class Again:
         """The nodes that have been started again: those that failed, when their pause was over."""
         now, begun = time.monotonic(), []
         for node in dict.fromkeys(child.node for child in children if child.code):
+            if node not in self._due and now - self._begun_s.get(node, now) > PEACE_S:
+                self._num_begun[node] = 0
             if not self.hopes(node):
                 continue
             count = self._num_begun.get(node, 0)
             if now < self._due.setdefault(node, now + PAUSE_S * 2**count):
                 continue
             del self._due[node]
-            self._num_begun[node] = count + 1
+            self._num_begun[node], self._begun_s[node] = count + 1, now
             for child in [child for child in children if child.node == node]:
                 child.end()
                 children.remove(child)
