@@ -12,11 +12,26 @@ from paceline.contract import DENSE, FACTORS, Ballot, Cost, Handle, Link, Spec
 from paceline.exchange import order
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.choice import PATIENCE
-from paceline.exchange.forms import Rates, choose, dense_cost, factor_cost, gathered, multiplication, summed
+from paceline.exchange.forms import (
+    SAVES,
+    SAVES_S,
+    Rates,
+    choose,
+    dense_cost,
+    factor_cost,
+    gathered,
+    multiplication,
+    summed,
+)
 from paceline.exchange.wire import LARGE_BYTES, SPAN, Wire
+from paceline.find import parse
 from paceline.link import memory
+from paceline.link.chosen import Chosen
+from paceline.link.collective import Collective, names
+from paceline.link.torch import Link as TorchLink
 
 LAYER = Spec(0, ("fc.weight",), ((4096, 9216),), linear=True)
+FLOPS = [1e-12 * 1.25**i for i in range(30)]  # seconds for each
 GIGABIT, SLOW, FAST = 8e-9, 1.6e-7, 1e-10  # seconds per byte: 1 Gbit/s, 50 Mbit/s, 80 Gbit/s
 
 
@@ -38,6 +53,60 @@ def test_a_transformer_with_thousands_of_rows_never_sends_factors():
     for per_byte, per_flop in itertools.product((GIGABIT, SLOW, FAST), (1e-12, 1e-9)):
         rates = Rates(1e-4, per_byte, per_flop)
         assert choose([layer], [2048], [4096], 2, set(), False, rates, [FACTORS]) == [DENSE]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_what_is_assumed_of_a_link_is_what_gloo_s_and_the_ring_among_ours_say(size):
+    for num_bytes in (4 * size, 40 * size, 4_000_000 * size):
+        assumed, ours = summed(num_bytes, size), Collective("ring").cost(size, num_bytes)
+        assert (assumed.steps, assumed.bytes) == (ours.steps, ours.bytes) == (2 * (size - 1), ours.in_sequence)
+        gloo = torch_link(size)
+        assert summed(num_bytes, size, gloo) == assumed
+        assert (
+            gathered(num_bytes, size, gloo)
+            == gathered(num_bytes, size)
+            == Cost(2 * (size - 1), ours.steps / 2 * num_bytes)
+        )
+
+
+def torch_link(size):
+    link = TorchLink.__new__(TorchLink)
+    link.size = size
+    return link.cost
+
+
+def test_a_chosen_collective_s_cost_makes_the_choice():
+    """Of eight nodes, by steps and bytes in sequence: where multiplying takes longer than a ring's sum, it may still be
+    quicker than a tree's."""
+    layer = Spec(0, ("fc.weight",), ((1000, 1000),), linear=True)
+    took = {}
+    for name in names():
+
+        def work(link, name=name):
+            exchange = Exchange()
+            exchange.open([layer], Chosen(link, Collective(name)), parse("codec", "none"), rows=60)
+            both = exchange.choice.both(layer)
+            declared = exchange.cost([layer], 1000, 8)
+            forms = []
+            for per_flop in FLOPS:
+                exchange.choice.rates, exchange.choice.asked = Rates(1e-3, 1e-8, per_flop), "measured"
+                forms += exchange.choice._choose([DENSE])
+            exchange.close()
+            return both, forms, declared
+
+        ((whole, factors), forms, declared), *others = ranks.run(8, work)
+        cost = Collective(name).cost(8, 4_000_000)
+        assert all(other[1] == forms for other in others), name
+        assert (whole.steps, whole.bytes, whole.in_sequence) == (cost.steps, cost.bytes, cost.serial_bytes)
+        assert whole.flops == 0, "adding is in what a byte takes"
+        assert declared.bytes == cost.bytes, "its rows do not fit"
+        whole_s = cost.steps * 1e-3 + cost.serial_bytes * 1e-8
+        for per_flop, form in zip(FLOPS, forms, strict=True):
+            factors_s = factors.steps * 1e-3 + factors.bytes * 1e-8 + factors.flops * per_flop
+            wins = whole_s - factors_s > max(SAVES_S, SAVES * max(whole_s, factors_s))
+            assert form == (FACTORS if wins else DENSE), (name, per_flop)
+        took[name] = tuple(forms)
+    assert took["binomial"] != took["ring"]
 
 
 @pytest.mark.parametrize("now", [DENSE, FACTORS])

@@ -304,6 +304,11 @@ class Cost:
     bytes: float
     flops: float = 0.0
 
+    @property
+    def in_sequence(self) -> float:
+        """Bytes that follow one another, where a rank waits for what another sends."""
+        return self.bytes
+
 
 def framed(parts: Sequence[bytes]) -> bytes:
     """Several words as one."""

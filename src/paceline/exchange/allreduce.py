@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.choice import ASKED, PACKED, Choice
-from paceline.exchange.forms import choose, dense_cost, factor_cost
+from paceline.exchange.forms import choose, dense_cost, factor_cost, toll
 from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
 from paceline.exchange.packed import Gathered
@@ -58,7 +57,9 @@ class Exchange(Meeting):
         self.step = 0
         self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
         by_need = self.overlap == "forward"
-        self.choice = Choice(specs, link.size, codec, self._asked, rows, absorbs, by_need, self.thin, self._packed)
+        self.choice = Choice(
+            specs, link.size, codec, self._asked, rows, absorbs, by_need, self.thin, self._packed, link.cost
+        )
         self.choice.multiply_by, self.choice.hands = self.multiply, self.hands
         self._start()
 
@@ -199,11 +200,11 @@ class Exchange(Meeting):
         """With the bytes that were sent, where they were packed: everyone has seen the same messages."""
         others, packed = self.link.size - 1, flight.packed_bytes
         for group in flight.groups:
-            whole = costs[group[0]].bytes
+            whole = costs[group[0]].in_sequence
             left = others * packed[group[0]] / whole if whole and group[0] in packed else 1.0
             for i in group:
                 self.choice.left[i] = left
-        return [replace(cost, bytes=others * packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
+        return [self.choice.gathered(packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
 
     def _alone(self, ballot: Ballot) -> Agreement:
         pieces = [self._flight.waiting[spec.index] for spec in self.specs]
@@ -215,10 +216,11 @@ class Exchange(Meeting):
         self.choice.dealt(largest)
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs)
+        asks = toll(self.link, size)
+        forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs, asks=asks)
         total = Cost(0, 0)
         for spec, form in zip(specs, forms, strict=True):
-            one = factor_cost(spec, rows, size) if form == FACTORS else dense_cost(spec, size)
+            one = factor_cost(spec, rows, size, asks=asks) if form == FACTORS else dense_cost(spec, size, asks=asks)
             total = Cost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
         return total
 
@@ -233,7 +235,7 @@ class Exchange(Meeting):
     def rebuild(self, link: contract.Link) -> None:
         self.close()
         self.link = link
-        self.choice.anew(link.size)
+        self.choice.anew(link.size, link.cost)
         self._start()
 
     def close(self) -> None:

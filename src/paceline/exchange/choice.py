@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
 from paceline.exchange import order
-from paceline.exchange.forms import Rates, choose, factor_cost, gathered, multiplication, reason, summed
+from paceline.exchange.forms import Rates, Toll, choose, factor_cost, gathered, multiplication, reason, summed
 from paceline.exchange.wire import LARGE_BYTES, SPAN, Wire
 from paceline.packing import SLOW_S
 
@@ -31,7 +31,8 @@ class Choice:
     """``asked``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
 
     ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
-    spec: of the pieces as they were offered; ``thin``: of factors on the wire, where that is another.
+    spec: of the pieces as they were offered; ``thin``: of factors on the wire, where that is another. ``asks``: what
+    the link says that an operation costs; a ring's where nothing is said.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Choice:
         by_need: bool,
         thin: torch.dtype | None = None,
         packing: str = "measured",
+        asks: Toll | None = None,
     ):
         self.specs, self.size, self.codec, self.asked = specs, size, codec, asked
         self.absorbs, self.by_need, self.thin, self.packing = absorbs, by_need, thin, packing
@@ -53,33 +55,44 @@ class Choice:
         self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
         self.multiply, self.hands = 0.0, 1
         self.multiply_by: Callable[[Tensor, Tensor, Tensor], Any] = Tensor.addmm_
-        self.begin(size)
+        self.begin(size, asks)
         self.forms = self._choose()
         self._explain()
 
-    def begin(self, size: int) -> None:
+    def begin(self, size: int, asks: Toll | None) -> None:
         """Among other ranks all is measured anew."""
+        self.asks = asks
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
         self.wire, self.rates, self.packed = Wire(), Rates(0.0, 0.0, 0.0), self.packing == "always"
         self.left = [1.0] * len(self.specs)  # of each piece's bytes, as it was last sent
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
 
-    def anew(self, size: int) -> None:
+    def anew(self, size: int, asks: Toll | None = None) -> None:
         """After a loss: from what all have heard alike, which shares, and what was measured, are not."""
-        self.begin(size)
+        self.begin(size, asks)
         self.most = [math.ceil(rows / size) for rows in self.total]
         self._adopt(self._choose())
 
     def both(self, spec: Spec) -> tuple[Cost, Cost]:
         """What it costs dense, as its codec makes it, and as factors of the rows that are expected."""
-        dtype = self.types[spec.index][0]
-        payload = self.codec.payload_bytes(spec.numel, dtype)
-        whole = summed(payload, self.size) if self.codec.sums else gathered(payload, self.size)
-        factors = (
-            factor_cost(spec, self.most[spec.index], self.size, (self.thin or dtype).itemsize) if spec.linear else whole
-        )
+        whole = self._whole(self._payload(spec.index))
+        factors = self._factors(spec, self.most[spec.index]) if spec.linear else whole
         return whole, factors
+
+    def _whole(self, payload: int) -> Cost:
+        return (summed if self.codec.sums else gathered)(payload, self.size, self.asks)
+
+    def _factors(self, spec: Spec, rows: int) -> Cost:
+        itemsize = (self.thin or self.types[spec.index][0]).itemsize
+        return factor_cost(spec, rows, self.size, itemsize, self.asks)
+
+    def _payload(self, index: int) -> int:
+        return self.codec.payload_bytes(self.specs[index].numel, self.types[index][0])
+
+    def gathered(self, num_bytes: int) -> Cost:
+        """Of so many bytes of each rank, in place of whatever would have been sent."""
+        return gathered(num_bytes, self.size, self.asks)
 
     def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[Cost]:
         """Of each message, in the place of its first spec. ``most``: rows of any rank."""
@@ -87,11 +100,9 @@ class Choice:
         for group in groups:
             first = self.specs[group[0]]
             if self.forms[first.index] == FACTORS:
-                itemsize = (self.thin or self.types[first.index][0]).itemsize
-                costs[first.index] = factor_cost(first, most[first.index], self.size, itemsize)
+                costs[first.index] = self._factors(first, most[first.index])
             else:
-                each = [self.both(self.specs[i])[0] for i in group]
-                costs[first.index] = Cost(each[0].steps, sum(cost.bytes for cost in each))
+                costs[first.index] = self._whole(sum(map(self._payload, group)))
         return costs
 
     def multiplication(self) -> float:
@@ -124,16 +135,16 @@ class Choice:
 
     def _order(self) -> order.Groups:
         single = self.costs([(spec.index,) for spec in self.specs], self.most)
-        num_bytes = [cost.bytes * left for cost, left in zip(single, self.left, strict=True)]
+        num_bytes = [cost.in_sequence * left for cost, left in zip(single, self.left, strict=True)]
         seconds = [
             c.steps * self.rates.latency + n * self.rates.per_byte for c, n in zip(single, num_bytes, strict=True)
         ]
         ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
         turns = order.by_need(ready, seconds) if self.by_need else list(range(len(self.specs)))
-        payloads = [self.codec.payload_bytes(s.numel, self.types[s.index][0]) for s in self.specs]
+        payloads = [self._payload(spec.index) for spec in self.specs]
         joinable = [self.codec.sums and form == DENSE for form in self.forms]
         kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
-        message_s = 2 * (self.size - 1) * self.rates.latency
+        message_s = summed(4 * self.size, self.size, self.asks).steps * self.rates.latency
         if len(turns) * message_s < order.NOTICED * sum(seconds):
             message_s = 0.0
         return order.merged(turns, ready, seconds, payloads, kinds, message_s, self.by_need)
@@ -169,13 +180,16 @@ class Choice:
             return [self.asked if here else DENSE for here in possible]
         measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
-        return choose(self.specs, self.most, self.total, self.size, self.never, self.absorbs, rates, now, self._fairly)
+        return choose(
+            *(self.specs, self.most, self.total, self.size, self.never, self.absorbs),
+            *(rates, now, self._fairly, self.asks),
+        )
 
     def _fairly(self, spec: Spec) -> tuple[Cost, Cost]:
         """As `both`, but a codec that loses something does not win against factors that lose nothing."""
         whole, factors = self.both(spec)
         if self.codec.fidelity == "approximate":
-            whole = summed(spec.numel * self.types[spec.index][0].itemsize, self.size)
+            whole = summed(spec.numel * self.types[spec.index][0].itemsize, self.size, self.asks)
         return whole, factors
 
     def _adopt(self, forms: list[str]) -> None:

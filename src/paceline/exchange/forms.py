@@ -1,7 +1,9 @@
 """Factors or dense, layer by layer: by bytes until the link and the multiplication have been measured, then by seconds.
 
-    dense      2 (N - 1) messages, 2 (N - 1) / N n bytes
-    factors    2 (N - 1) messages, (N - 1) rows (in + out) words, and everyone else's rows to multiply
+    dense      a sum: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
+    factors    a gather: 2 (N - 1) messages, (N - 1) rows (in + out) words, and everyone else's rows to multiply
+
+What a sum and a gather cost is the link's to say, and another collective or MPI says other numbers.
 
 Time on the wire counts in full, also where backward hides it: on a machine whose cores are busy, sending takes from
 computing. A form is left only for one that saves much more than measurements swing.
@@ -13,16 +15,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from paceline.contract import DENSE, FACTORS, Cost, Spec
+from paceline.contract import DENSE, FACTORS, Cost, Link, Spec
 
 SAVES_S = 2e-3  # of a step: less is not worth another form
 SAVES = 0.2  # of what the layer costs
 TRIAL_FLOPS = 1 << 26
+COUNT_BYTES = 8  # of a rank's number of rows
+
+Toll = Callable[[str, int], Cost]  # what a link asks for an operation on so many bytes
 
 
 @dataclass(frozen=True)
@@ -34,25 +39,44 @@ class Rates:
     per_flop: float
 
     def seconds(self, cost: Cost) -> float:
-        return cost.steps * self.latency + cost.bytes * self.per_byte + cost.flops * self.per_flop
+        return cost.steps * self.latency + cost.in_sequence * self.per_byte + cost.flops * self.per_flop
 
 
-def dense_cost(spec: Spec, size: int, itemsize: int = 4) -> Cost:
-    return summed(spec.numel * itemsize, size)
+def ring(size: int) -> Toll:
+    """As gloo does it."""
+
+    def cost(operation: str, num_bytes: int) -> Cost:
+        if operation == "sum":
+            return Cost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
+        return Cost(size - 1, (size - 1) * num_bytes)
+
+    return cost
 
 
-def summed(num_bytes: int, size: int) -> Cost:
-    return Cost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
+def toll(link: Link, size: int) -> Toll:
+    """The link's own; of another number of ranks it says nothing, and a ring is assumed."""
+    return link.cost if link.size == size else ring(size)
 
 
-def gathered(num_bytes: int, size: int) -> Cost:
+def dense_cost(spec: Spec, size: int, itemsize: int = 4, asks: Toll | None = None) -> Cost:
+    return summed(spec.numel * itemsize, size, asks)
+
+
+def summed(num_bytes: int, size: int, asks: Toll | None = None) -> Cost:
+    # the additions are in what a byte takes
+    return replace((asks or ring(size))("sum", num_bytes), flops=0.0)
+
+
+def gathered(num_bytes: int, size: int, asks: Toll | None = None) -> Cost:
     """``num_bytes``: of each rank. Its number of rows goes before them."""
-    return Cost(2 * (size - 1), (size - 1) * num_bytes)
+    asks = asks or ring(size)
+    rows = asks("all-gather", num_bytes)
+    return replace(rows, steps=asks("all-gather", COUNT_BYTES).steps + rows.steps)
 
 
-def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4) -> Cost:
+def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4, asks: Toll | None = None) -> Cost:
     """``rows``: the most that any rank sends. The flops are those beyond the rank's own rows."""
-    sent = gathered(rows * sum(spec.shapes[0]) * itemsize, size)
+    sent = gathered(rows * sum(spec.shapes[0]) * itemsize, size, asks)
     return Cost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * spec.numel)
 
 
@@ -66,17 +90,18 @@ def choose(
     rates: Rates | None = None,
     now: Sequence[str] = (),
     costs: Callable[[Spec], tuple[Cost, Cost]] | None = None,
+    asks: Toll | None = None,
 ) -> list[str]:
     """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
     nothing is sent, by an optimizer that absorbs them. With ``rates``: by fewer seconds, where that is clear; else as
-    it is ``now``. ``costs``: of a dense piece and of its factors, by codec and type."""
+    it is ``now``. ``costs``: of a dense piece and of its factors, by codec and type; ``asks``: what the link says."""
 
     def form(spec: Spec) -> str:
         if not (spec.linear and spec.index not in never and spec.fits(total[spec.index])):
             return DENSE
         if size == 1:
             return FACTORS if absorbs else DENSE
-        whole, factors = dense_cost(spec, size), factor_cost(spec, most[spec.index], size)
+        whole, factors = dense_cost(spec, size, asks=asks), factor_cost(spec, most[spec.index], size, asks=asks)
         if rates:
             whole, factors = costs(spec) if costs else (whole, factors)
             gain = rates.seconds(whole) - rates.seconds(factors)
@@ -103,7 +128,7 @@ def reason(spec: Spec, form: str, total: int, stray: bool, whole: Cost, factors:
 
 
 def _told(cost: Cost, rates: Rates) -> str:
-    seconds = cost.steps * rates.latency + cost.bytes * rates.per_byte
+    seconds = cost.steps * rates.latency + cost.in_sequence * rates.per_byte
     return f"{cost.bytes / 1e6:.2f} MB" + (f" in {1e3 * seconds:.1f} ms" if rates.per_byte else "")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Verdict
+from paceline.exchange.forms import dense_cost, toll
 from paceline.exchange.meeting import Meeting
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
@@ -91,9 +92,8 @@ class Exchange(Meeting):
         self.samples = 0.0
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        num_bytes = 4 * sum(spec.numel for spec in specs)
-        steps = 2 * (size - 1) * len(specs)
-        return Cost(steps / self.period, 2 * (size - 1) / size * num_bytes / self.period)
+        each = [dense_cost(spec, size, asks=toll(self.link, size)) for spec in specs]
+        return Cost(sum(one.steps for one in each) / self.period, sum(one.bytes for one in each) / self.period)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "samples": self.samples}

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import DENSE, Ballot, Cost, Piece, Spec
 from paceline.exchange import allreduce
-from paceline.exchange.forms import gathered
+from paceline.exchange.forms import gathered, toll
 from paceline.exchange.lane import Flight, Sent
 from paceline.sums import Span, add_up, spans
 
@@ -98,5 +98,5 @@ class Exchange(allreduce.Exchange):
         return agreement
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        each = [gathered(4 * spec.numel, size) for spec in specs]
+        each = [gathered(4 * spec.numel, size, toll(self.link, size)) for spec in specs]
         return Cost(sum(one.steps for one in each), sum(one.bytes for one in each))

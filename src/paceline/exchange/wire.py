@@ -27,15 +27,15 @@ class Wire:
 
     def saw(self, pieces: Sequence[tuple[Cost, float]]) -> None:
         """One step's pieces, each with the seconds that it took."""
-        pieces = [(cost, seconds) for cost, seconds in pieces if cost.bytes and seconds > 0]
-        large = [each for each in pieces if each[0].bytes >= LARGE_BYTES] or pieces
+        pieces = [(cost, seconds) for cost, seconds in pieces if cost.in_sequence and seconds > 0]
+        large = [each for each in pieces if each[0].in_sequence >= LARGE_BYTES] or pieces
         if not large:
             return
-        per_byte = sum(seconds for _, seconds in large) / sum(cost.bytes for cost, _ in large)
+        per_byte = sum(seconds for _, seconds in large) / sum(cost.in_sequence for cost, _ in large)
         self._per_byte.append(max(LEAST_S / LARGE_BYTES, per_byte))
-        small = [(cost, seconds) for cost, seconds in pieces if cost.bytes < LARGE_BYTES and cost.steps]
+        small = [(cost, seconds) for cost, seconds in pieces if cost.in_sequence < LARGE_BYTES and cost.steps]
         if small and len(small) < len(pieces):
-            rests = [max(0.0, seconds - per_byte * cost.bytes) / cost.steps for cost, seconds in small]
+            rests = [max(0.0, seconds - per_byte * cost.in_sequence) / cost.steps for cost, seconds in small]
             self._latency.append(statistics.median(rests))
 
     @property

@@ -35,11 +35,14 @@ class Traffic(Cost):
     total_bytes: float = 0.0
     messages: int = 0
 
+    @property
+    def in_sequence(self) -> float:
+        return self.serial_bytes
+
 
 def seconds(cost: Cost, alpha_s: float, beta_s_per_byte: float) -> float:
     """What messages of ``alpha_s`` + bytes * ``beta_s_per_byte`` take, one after another."""
-    in_sequence = cost.serial_bytes if isinstance(cost, Traffic) else cost.bytes
-    return cost.steps * alpha_s + in_sequence * beta_s_per_byte
+    return cost.steps * alpha_s + cost.in_sequence * beta_s_per_byte
 
 
 def names() -> tuple[str, ...]:
@@ -59,28 +62,18 @@ class Collective:
 
     def rounds(self, size: int, count: int, nodes: Sequence[Hashable] = ()) -> Rounds:
         """Who sends what to whom, and when. ``nodes[rank]``: where it lives; each by itself where nothing is said."""
+        return _rounds(self.name, size, count, self._places(size, nodes))
+
+    def _places(self, size: int, nodes: Sequence[Hashable]) -> tuple[Hashable, ...]:
         if nodes and len(nodes) != size:
             raise ValueError(f"nodes must name the node of each of {size} ranks, got {len(nodes)} of them")
-        return _rounds(self.name, size, count, tuple(nodes) or tuple(range(size)))
+        return tuple(nodes) or tuple(range(size))
 
     def cost(self, size: int, num_bytes: int, itemsize: int = 4, nodes: Sequence[Hashable] = ()) -> Traffic:
         """Of one sum of ``num_bytes`` on each of ``size`` ranks, in elements of ``itemsize`` bytes."""
         if num_bytes % itemsize:
             raise ValueError(f"{num_bytes} bytes are no whole number of elements of {itemsize} bytes")
-        rounds = self.rounds(size, num_bytes // itemsize, nodes)
-        everything = [message for one in rounds for message in one]
-        sent, added = [0] * size, [0] * size
-        for message in everything:
-            sent[message.source] += message.length
-            added[message.target] += message.length * message.add
-        return Traffic(
-            steps=len(rounds),
-            bytes=max(sent) * itemsize,
-            flops=max(added),
-            serial_bytes=sum(max(message.length for message in one) for one in rounds) * itemsize,
-            total_bytes=sum(sent) * itemsize,
-            messages=len(everything),
-        )
+        return _traffic(self.name, size, num_bytes // itemsize, itemsize, self._places(size, nodes))
 
     def run(
         self,
@@ -120,6 +113,24 @@ class Collective:
 def _rounds(name: str, size: int, count: int, nodes: tuple[Hashable, ...]) -> Rounds:
     algorithm = importlib.import_module(f".{name}", collectives.__name__)
     return there_and_back(packed(algorithm.reduce(range(size), count, nodes)))
+
+
+@lru_cache(maxsize=4096)  # a model asks for each of its layers at every step
+def _traffic(name: str, size: int, count: int, itemsize: int, nodes: tuple[Hashable, ...]) -> Traffic:
+    rounds = _rounds.__wrapped__(name, size, count, nodes)  # larger than what is kept of them here
+    everything = [message for one in rounds for message in one]
+    sent, added = [0] * size, [0] * size
+    for message in everything:
+        sent[message.source] += message.length
+        added[message.target] += message.length * message.add
+    return Traffic(
+        steps=len(rounds),
+        bytes=max(sent) * itemsize,
+        flops=max(added),
+        serial_bytes=sum(max(message.length for message in one) for one in rounds) * itemsize,
+        total_bytes=sum(sent) * itemsize,
+        messages=len(everything),
+    )
 
 
 @lru_cache(maxsize=256)
