@@ -7,8 +7,8 @@ and its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: `
 per second), ``speedup`` (over the first row, by measurement where both have one), ``peak_bytes`` (of all processes,
 shared memory once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how
 processes divide its work: "slices" or "whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how
-many of them to use), ``hosts`` (the row of each, the fastest first) and ``teams`` (`probe.teams`), too. A number that
-is not known is left out of TOML and null in JSON.
+many of them to use), ``hosts`` (the row of each, the fastest first), ``teams`` (`probe.teams`) and ``pairs``
+(`probe.pairs`), too. A number that is not known is left out of TOML and null in JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.probe.pairs import Between
 from paceline.probe.rows import split
 from paceline.probe.teams import Team
 
@@ -66,6 +67,7 @@ class Plan:
     num_nodes: int | None = None
     hosts: dict[str, str] = field(default_factory=dict)
     teams: tuple[Team, ...] = ()
+    pairs: tuple[Between, ...] = ()
 
     @property
     def used(self) -> tuple[str, ...]:
@@ -78,16 +80,16 @@ class Plan:
     @classmethod
     def of(cls, said: dict[str, Any]) -> Plan:
         """From what `to_dict` gave, through JSON."""
-        rows, teams = (tuple(kind(**one) for one in said[name]) for name, kind in (("rows", Row), ("teams", Team)))
+        lists = {name: tuple(kind(**one) for one in said.get(name, ())) for name, kind in LISTS.items()}
         plain = {key: value for key, value in said.items() if key != "version"}
-        return cls(**{**plain, "rows": rows, "teams": teams})
+        return cls(**{**plain, **lists})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
     def to_toml(self) -> str:
         plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
-        for name in ("rows", "teams"):
+        for name in LISTS:
             plain[name] = [{k: v for k, v in row.items() if v is not None} for row in plain[name]]
         import tomli_w  # where no plan is read or written, none of this is needed
 
@@ -109,17 +111,16 @@ class Plan:
             raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"threads:2\"")
         _check(cls, given, where)
         split(given["chosen"], 1)
-        for i, row in enumerate(given.get("rows", ())):
-            _check(Row, row, f"{where}: rows[{i}]")
-            if "engine" not in row:
-                raise ValueError(f"{where}: rows[{i}] lacks 'engine'")
-        for i, team in enumerate(given.get("teams", ())):
-            _check(Team, team, f"{where}: teams[{i}]")
-            if "nodes" not in team:
-                raise ValueError(f"{where}: teams[{i}] lacks 'nodes'")
-        rows = tuple(Row(**row) for row in given.pop("rows", ()))
-        teams = tuple(Team(**team) for team in given.pop("teams", ()))
-        return cls(**given, rows=rows, teams=teams)
+        lists: dict[str, Any] = {}
+        for name, kind in LISTS.items():
+            entries = given.pop(name, ())
+            for i, entry in enumerate(entries):
+                _check(kind, entry, f"{where}: {name}[{i}]")
+                needed = (one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
+                if lacking := next((key for key in needed if key not in entry), None):
+                    raise ValueError(f"{where}: {name}[{i}] lacks {lacking!r}")
+            lists[name] = tuple(kind(**entry) for entry in entries)
+        return cls(**given, **lists)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
@@ -134,15 +135,20 @@ class Plan:
         write_whole(Path(path), self.to_toml())
 
 
+# the keys of a plan that hold tables
+LISTS: dict[str, type[Any]] = {"rows": Row, "teams": Team, "pairs": Between}
+
 # what each annotation above accepts, and how an error calls it
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a string"),
     "bool": ((bool,), "true or false"),
     "int": ((int,), "a whole number"),
     "int | None": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
     "float | None": ((int, float), "a number"),
     "tuple[Row, ...]": ((list,), "an array of tables, [[rows]]"),
     "tuple[Team, ...]": ((list,), "an array of tables, [[teams]]"),
+    "tuple[Between, ...]": ((list,), "an array of tables, [[pairs]]"),
     "dict[str, Any]": ((dict,), "a table"),
     "dict[str, str]": ((dict,), "a table"),
 }
