@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from machines import left_behind, needs_cluster
 from paceline.bench import links
 from paceline.cli import app
 
@@ -43,6 +44,52 @@ def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
         assert one["reached"]
         assert [line.split()[1] for line in one["details"].splitlines()[4:]] == ["gloo", "ring", "two_level"]
         assert one["details"] in (tmp_path / "README.md").read_text()
+
+
+@needs_cluster
+@pytest.mark.timeout(120)
+def test_sums_over_shaped_cables_take_as_long_as_their_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(links, "SIZES", (links.SIZES[0], links.SIZES[2]))
+    asked = ["bench", "links", "--nodes", "2", "--rate", "200mbit", "--rounds", "1", "--only", "binomial"]
+    result = CliRunner().invoke(app, [*asked, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    small, large = json.loads((tmp_path / "findings.json").read_text())
+    assert large["what"] == "sum of 1024 KiB over 2 nodes, links of 200mbit"
+    assert small["reached"]
+    assert large["reached"]
+    took_ms = {cells[1]: float(cells[2]) for cells in map(_cells, large["details"].splitlines()[4:])}
+    # there and back, less what a burst lets through at once
+    assert took_ms["binomial"] > 1e3 * (2 * links.SIZES[1] - 4 * 256 * links.KIB) * 8 / 200e6
+    assert not left_behind()
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.split("|")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "1gbit"], "without --nodes all processes are on one; add it, as in --nodes 4 --rate 1gbit"),
+        (["--delay", "5"], "add it, as in --nodes 4 --rate 100mbit"),
+        (["--nodes", "1"], "2 nodes and 1 round or more, got 1 and 7"),
+        (["--nodes", "2", "--rate", "fast"], "rate 'fast' is none of a link's"),
+        (["--nodes", "2", "--delay", "5"], "give --rate 200mbit or less"),
+    ],
+)
+def test_cables_that_cannot_be_are_told_before_anything_starts(words, message):
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(app, ["bench", "links", *words], catch_exceptions=False)
+
+
+def test_beside_each_other_on_cables_and_after_each_other_on_cores():
+    turns = {"gloo": [{"seconds": 1.0, "sent_bytes": 1, "right": True}]}
+    turns["ring"] = [{"seconds": 0.5, "sent_bytes": 4096, "right": True}]
+    measured = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-6, "cores": 1, "turns": {"4096": turns}}
+    found = links._finding(measured, 4096, 2, links.Cables(2, "1gbit"))
+    assert "| ring | 500.000 | 6.096 |" in found.details
+    assert found.what == "sum of 4 KiB over 2 nodes, links of 1gbit"
+    assert str(links.Cables(3, None, 5.0)) == "3 nodes, links of no limited rate, 5 ms one way"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Sums over processes of this machine: each algorithm against gloo's own, and against what its cost predicts.
 
-    python -m paceline.bench.links ROUNDS ALGORITHM...
+    python -m paceline.bench.links ROUNDS ALGORITHM... FOLDER
 
-is one process of them: by turns in the same processes, after a ping-pong that measures a message.
+is one process of them: by turns in the same processes, after a ping-pong that measures a message. They are over
+loopback, or nodes of their own, as network namespaces behind cables of a limited rate.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.bench.cluster.driver import Desk, drive
+from paceline.bench.cluster.namespaces import check_delay, check_rate
 from paceline.bench.finding import Finding, Show
 from paceline.launch import local
 from paceline.link.collective import Collective, names, seconds
@@ -32,24 +36,60 @@ KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, 1024 * KIB, 16 * 1024 * KIB)  # bytes
 PINGS = 10
 OWN = "gloo"
+LIMIT_S = 3600.0
 
 
-def run(only: Sequence[str], rounds: int, show: Show, processes: int = 4) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Cables:
+    """Between ``nodes`` namespaces. ``rate``: in tc's words; ``delay_ms``: one way."""
+
+    nodes: int
+    rate: str | None = None
+    delay_ms: float = 0.0
+
+    @classmethod
+    def asked(cls, nodes: int | None, rate: str | None, delay_ms: float) -> Cables | None:
+        """None for loopback. Raises ValueError."""
+        if nodes is None:
+            if rate or delay_ms:
+                raise ValueError(
+                    f"--rate and --delay are of cables between nodes, and without --nodes all processes are on one; "
+                    f"add it, as in --nodes 4 --rate {rate or '100mbit'}"
+                )
+            return None
+        checked = check_rate(rate)
+        return cls(nodes, checked, check_delay(delay_ms, checked))
+
+    def __str__(self) -> str:
+        late = f", {self.delay_ms:g} ms one way" if self.delay_ms else ""
+        return f"{self.nodes} nodes, links of {self.rate or 'no limited rate'}{late}"
+
+
+def run(
+    only: Sequence[str], rounds: int, show: Show, processes: int = 4, cables: Cables | None = None
+) -> Iterator[Finding]:
     """One finding for each size. Raises ValueError for an algorithm that is not known, or when a process fails."""
     chosen = [Collective(name).name for name in only or names()]
-    if processes < 2 or rounds < 1:
-        raise ValueError(f"sums need 2 processes and 1 round or more, got {processes} and {rounds}")
-    show(f"{processes} processes, {rounds} rounds of {', '.join([OWN, *chosen])}")
+    size = cables.nodes if cables else processes
+    if size < 2 or rounds < 1:
+        raise ValueError(
+            f"sums need 2 {'nodes' if cables else 'processes'} and 1 round or more, got {size} and {rounds}"
+        )
+    where = str(cables) if cables else f"{processes} processes"
+    show(f"{where}, {rounds} rounds of {', '.join([OWN, *chosen])}")
+    words = ["-m", __name__, str(rounds), *chosen]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        command = [sys.executable, "-m", __name__, str(rounds), *chosen]
-        if code := local.start(command, "sequential", processes, {"PACELINE_BENCH": folder}):
-            raise ValueError(f"a process of the benchmark failed (exit code {code}); its error is above")
-        measured = json.loads((Path(folder) / "measured.json").read_text())
+        if cables:
+            measured = drive(size, words, Path(folder), LIMIT_S, show, cables.delay_ms, cables.rate)[0]
+        else:
+            if code := local.start([sys.executable, *words, folder], "sequential", size, {}):
+                raise ValueError(f"a process of the benchmark failed (exit code {code}); its error is above")
+            measured = json.loads((Path(folder) / "0.json").read_text())
     for num_bytes in SIZES:
-        yield _finding(measured, num_bytes, processes)
+        yield _finding(measured, num_bytes, size, cables)
 
 
-def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Finding:
+def _finding(measured: dict[str, Any], num_bytes: int, processes: int, cables: Cables | None = None) -> Finding:
     """A table of all algorithms: medians of the slowest process, and the bytes of the one that sends most."""
     alpha_s, beta_s, lines, medians, right = measured["alpha_s"], measured["beta_s_per_byte"], [], {}, True
     for name, turns in measured["turns"][str(num_bytes)].items():
@@ -58,8 +98,10 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
         counted = "not counted" if name == OWN else ", ".join(f"{each:.0f}" for each in sorted(sent))
         cost = Collective("ring" if name == OWN else name).cost(processes, num_bytes, 4, _nodes(processes))
         right = right and equal and (name == OWN or sent == {cost.bytes})
-        every_message_s = cost.messages * alpha_s + cost.total_bytes * beta_s
-        predicted_s = max(seconds(cost, alpha_s, beta_s), every_message_s / measured["cores"])
+        predicted_s = seconds(cost, alpha_s, beta_s)
+        if not cables:  # which carry messages beside each other; loopback is what the cores can do
+            every_message_s = cost.messages * alpha_s + cost.total_bytes * beta_s
+            predicted_s = max(predicted_s, every_message_s / measured["cores"])
         lines.append(
             f"| {name} | {medians[name] * 1e3:.3f} | {predicted_s * 1e3:.3f} | {medians[OWN] / medians[name]:.2f} | "
             f"{cost.steps:.0f} | {counted} | {cost.bytes:.0f} |"
@@ -69,7 +111,7 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int) -> Findin
     fastest = min((name for name in medians if name != OWN), key=lambda name: medians[name])
     return Finding(
         "links",
-        f"sum of {num_bytes // KIB} KiB over {processes} processes",
+        f"sum of {num_bytes // KIB} KiB over {cables or f'{processes} processes'}",
         f"{fastest} {medians[fastest] * 1e3:.3f} ms, gloo {medians[OWN] * 1e3:.3f} ms",
         "right everywhere, and bytes as by the cost",
         right,
@@ -85,9 +127,11 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
     (out / "README.md").write_text(
         f"# Sums over processes of one machine\n\n{time.strftime('%Y-%m-%d')}, {machine}, {machine.cpu}, Python "
         f"{platform.python_version()}, torch {torch.__version__}.\n\n`{' '.join(['paceline', *sys.argv[1:]])}`: by "
-        f"turns in the same processes, loopback, medians of {rounds} rounds of the slowest process. Predicted from a "
-        f"ping-pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or all "
-        f"messages and bytes divided among the cores, whichever is longer; gloo as a ring of such messages. "
+        f"turns in the same processes, medians of {rounds} rounds of the slowest process. Predicted from a "
+        f"ping-pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or, over "
+        f"loopback, all messages and bytes divided among the cores, whichever is longer; gloo as a ring of such "
+        f"messages. Nodes, where there are any, are network namespaces on a bridge, shaped by tc tbf in both "
+        f"directions, which lets a first burst through. "
         f"`two_level`: as if half of the processes were on another node.\n\n{tables}\n"
     )
     (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
@@ -96,7 +140,8 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
 # One process of them.
 
 
-def main(rounds: str, *algorithms: str) -> None:
+def main(rounds: str, *words: str) -> None:
+    *algorithms, folder = words
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     link = Link(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -110,10 +155,9 @@ def main(rounds: str, *algorithms: str) -> None:
             for name in order:
                 turn = _turn(link, name, num_bytes // 4)
                 turns[num_bytes][name] += [turn] if i else []
-    if rank == 0:
-        cores = len(os.sched_getaffinity(0))
-        measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "cores": cores, "turns": turns}
-        (Path(os.environ["PACELINE_BENCH"]) / "measured.json").write_text(json.dumps(measured))
+    cores = len(os.sched_getaffinity(0))
+    measured = {"alpha_s": alpha_s, "beta_s_per_byte": beta_s, "cores": cores, "turns": turns}
+    Desk(Path(folder), rank).tell(measured)
     link.sum(torch.zeros(1)).wait()
     link.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +21,13 @@ def bench(
     suite: Annotated[str, typer.Argument(help=SUITES)],
     only: Annotated[str | None, typer.Option(help="Tasks or algorithms, separated by commas; see the record.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Turns of each contender; cluster: fresh starts (1).")] = None,
-    processes: Annotated[int, typer.Option(help="links: processes that add up, all on this machine.")] = 4,
-    nodes: Annotated[int, typer.Option(help="cluster: how many, one core each.")] = 2,
-    rate: Annotated[str | None, typer.Option(help="cluster: of each link: 10gbit, 1gbit, 100mbit, none.")] = None,
+    processes: Annotated[int, typer.Option(help="links: processes that add up over loopback.")] = 4,
+    nodes: Annotated[
+        int | None, typer.Option(help="cluster: how many, one core each (2). links: instead of --processes (root).")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(help="Between --nodes: 10gbit, 1gbit, 100mbit, none.")] = None,
     delay: Annotated[
-        float, typer.Option(help="cluster: of each link of --model's race, in ms one way, at 200mbit or less.")
+        float, typer.Option(help="Between --nodes, of --model's race or of sums, in ms one way, at 200mbit or less.")
     ] = 0.0,
     model: Annotated[
         str | None, typer.Option(help="cluster: one race on it, such as alexnet, resnet50v2@128, transformer.")
@@ -46,6 +47,8 @@ def bench(
     paceline bench local --only exact,factors --out benchmarks/mine
 
     paceline bench links --processes 8
+
+    paceline bench links --nodes 4 --rate 1gbit
 
     paceline bench cluster --model alexnet --rate 1gbit --against ddp,ddp-tuned,none
 
@@ -72,11 +75,14 @@ def bench(
             raise ValueError(f"--model asks for one race and --only {only} for others; give one of them")
         link, peers = namespaces.check_rate(rate), tuple(filter(None, against.split(",")))
         late_ms = namespaces.check_delay(delay, link)
-        return asked(model, batch_per_node, nodes, link, peers, fidelity, turns, show, late_ms)
+        return asked(model, batch_per_node, 2 if nodes is None else nodes, link, peers, fidelity, turns, show, late_ms)
+
+    def sums(names: list[str], rounds: int, show: Callable[[str], None]) -> Iterator[Any]:
+        return links.run(names, rounds, show, processes, links.Cables.asked(nodes, rate, delay))
 
     suites: dict[str, tuple[Any, Any]] = {
         "local": (one_machine.run, one_machine.write),
-        "links": (functools.partial(links.run, processes=processes), links.write),
+        "links": (sums, links.write),
         "cluster": (several, cluster.write),
     }
     if suite not in suites:

@@ -27,9 +27,15 @@ LAST_LINES = 12
 
 
 def drive(
-    nodes: int, command: Sequence[str], folder: Path, limit_s: float, show: Show, delay_ms: float = 0.0
+    nodes: int,
+    command: Sequence[str],
+    folder: Path,
+    limit_s: float,
+    show: Show,
+    delay_ms: float = 0.0,
+    rate: str | None = None,
 ) -> list[dict[str, Any]]:
-    """What every node has written, after ``command FOLDER`` has ended on all of them.
+    """What every node has written, after ``command FOLDER`` has ended on all of them. ``rate``: as they begin.
 
     Raises ValueError where no cluster can be made, a node fails, or all together need more than ``limit_s``.
     """
@@ -37,7 +43,7 @@ def drive(
         raise ValueError(f"`paceline bench cluster` makes its nodes on this machine, as network namespaces: {why}")
     with contextlib.ExitStack() as stack:
         heed = stack.enter_context(_ended_by_signals())
-        cluster = stack.enter_context(Cluster(nodes, delay_ms=delay_ms))
+        cluster = stack.enter_context(Cluster(nodes, rate, delay_ms))
         secret = secrets.token_hex(32)
         processes = [_start(cluster, node, command, folder, secret) for node in range(nodes)]
         end = time.monotonic() + limit_s
