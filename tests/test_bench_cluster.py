@@ -183,6 +183,41 @@ def test_bytes_are_counted_in_closed_form_and_nothing_stays():
 
 
 @needs_cluster
+@pytest.mark.timeout(240)
+def test_every_peer_takes_its_turns_beside_ours():
+    """Each file of the folder that can run here, as the races begin it; DDP's bf16 hook and PowerSGD among them."""
+    able = [name for name in peers.names() if not peers.lacking(name)]
+    assert {"none", "none-paceline", "ddp", "ddp-tuned", "ddp-fp16", "ddp-powersgd"} <= set(able)
+    entries = *(Entry(name, name) for name in able), OURS
+    got = run(Race("tiny", 4, 2, entries, (Phase(None, 2, 0),), 60.0), Pace(), quiet)
+    for entry in entries:
+        assert got.laps[0][entry.name].turns == [0, 1], entry.name
+        assert got.laps[0][entry.name].step_s > 0
+    assert any(note.startswith("ddp-tuned: buckets of ") for note in got.notes)
+    sent = {entry.name: got.megabytes(0, entry.name) for entry in entries}
+    assert max(sent["none"], sent["none-paceline"]) < 0.01
+    assert sent["ddp-powersgd"] < sent["ddp-fp16"] < 0.6 * sent["ddp"]
+    assert not left_behind()
+
+
+def test_horovod_joins_where_it_is_and_where_not_the_record_says_so(monkeypatch):
+    raced_with = []
+
+    def ran(race, pace, show):
+        raced_with.append([entry.name for entry in race.entries])
+        lap = {entry.name: Lap([0, 1], [1.0, 1.0], [2e6, 2e6]) for entry in race.entries}
+        return Result(race, [lap] * len(race.phases))
+
+    monkeypatch.setattr(tasks, "run", ran)
+    for why in ("", "peer 'horovod' needs what is not installed here"):
+        monkeypatch.setattr(peers, "lacking", lambda name, why=why: why)
+        for name in ("alexnet-1gbit", "alexnet-100mbit", "alexnet-fast", "vgg16"):
+            whole = next(iter(tasks.TASKS[name](Pace(), quiet)))
+            assert ("horovod" in raced_with[-1]) == (not why), name
+            assert (f"horovod is not in this race: {why}" in whole.details) == bool(why), name
+
+
+@needs_cluster
 def test_a_node_that_fails_is_told_and_nothing_stays():
     race = Race("tiny", 4, 2, (Entry("paceline", options={"codec": "topkk"}),), (Phase(None, 1, 0),), 20.0)
     with pytest.raises(ValueError, match=r"node \d failed.*(?s:.)*no codec named 'topkk'"):

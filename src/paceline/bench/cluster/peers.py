@@ -34,6 +34,15 @@ def check(name: str) -> str:
     return name
 
 
+def lacking(name: str) -> str:
+    """Why it cannot run here, or an empty string."""
+    try:
+        peer(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def peer(name: str) -> Callable[[Work], Step]:
     """Its ``start``. Raises ValueError where it needs what is not installed."""
     path = folder() / f"{check(name).replace('-', '_')}.py"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from paceline.bench.cluster import peers
 from paceline.bench.cluster.heat import Pace, faster, light, run, where
 from paceline.bench.cluster.race import Entry, Phase, Race, Result
 from paceline.bench.duel import Spread
@@ -28,6 +29,7 @@ DDP_IMAGES = Entry("ddp-channels_last", "ddp", IMAGES)
 OURS_ROUNDED = Entry("paceline-bf16", row=ROUNDED, options={"codec": "half"})
 LIMIT_ROUNDED = Entry("none-bf16", "none", ROUNDED)
 TUNED = Entry("ddp-tuned", "ddp-tuned", ROUNDED)
+HOROVOD = Entry("horovod", "horovod")
 ENCRYPTED = Entry("paceline-encrypt", options={"encrypt": True})
 ELASTIC = Entry("paceline-elastic", row=IMAGES, environment={"PACELINE_NODES": "1:2"})
 
@@ -46,6 +48,15 @@ def table(task: str, got: Result) -> Finding:
     return Finding(task, what, "see below", "-", True, got.table() + notes, raw)
 
 
+def beside(entry: Entry, race: Race, pace: Pace, show: Show) -> Result:
+    """The race, with one more where it can run here; where not, the record says so."""
+    if why := peers.lacking(entry.way):
+        got = run(race, pace, show)
+        got.notes.append(f"{entry.name} is not in this race: {why}")
+        return got
+    return run(dataclasses.replace(race, entries=(*race.entries, entry)), pace, show)
+
+
 def slow(entry: Entry, most: int) -> Entry:
     return dataclasses.replace(entry, most=most)
 
@@ -61,7 +72,8 @@ def limits(task: str, got: Result, phase: int) -> Iterator[Finding]:
 def alexnet_fast(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, no limited rate and 10 Gbit/s: 5 minutes."""
     phases = Phase(None), Phase("10gbit")
-    got = run(Race("alexnet", 32, 2, (LIMIT_IMAGES, OUR_LIMIT, slow(DDP, 6), OURS_IMAGES), phases, 240.0), pace, show)
+    race = Race("alexnet", 32, 2, (LIMIT_IMAGES, OUR_LIMIT, slow(DDP, 6), OURS_IMAGES), phases, 240.0)
+    got = beside(slow(HOROVOD, 6), race, pace, show)
     yield table("alexnet-fast", got)
     for phase in range(2):
         yield from limits("alexnet-fast", got, phase)
@@ -72,7 +84,7 @@ def alexnet_1gbit(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, 1 Gbit/s, DDP in either memory layout: 3 minutes."""
     task = "alexnet-1gbit"
     entries = LIMIT_IMAGES, OUR_LIMIT, slow(DDP, 8), slow(DDP_IMAGES, 8), OURS_IMAGES
-    got = run(Race("alexnet", 32, 2, entries, (Phase("1gbit"),), 180.0), pace, show)
+    got = beside(slow(HOROVOD, 8), Race("alexnet", 32, 2, entries, (Phase("1gbit"),), 180.0), pace, show)
     yield table(task, got)
     yield from limits(task, got, 0)
     yield faster(task, got, 0, "paceline", "ddp", 2.6)
@@ -103,7 +115,7 @@ def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
     powersgd = Entry("ddp-powersgd", "ddp-powersgd", IMAGES)
     # as many turns of both, that they are the same ones
     entries = LIMIT, slow(DDP, 6), powersgd, OURS_IMAGES, slow(forward, 6)
-    got = run(Race("alexnet", 32, 2, entries, (Phase("100mbit", 20, 2),), 400.0), pace, show)
+    got = beside(slow(HOROVOD, 3), Race("alexnet", 32, 2, entries, (Phase("100mbit", 20, 2),), 400.0), pace, show)
     yield table(task, got)
     best = min(("paceline", "paceline-forward"), key=lambda name: got.laps[0][name].step_s)
     yield faster(task, got, 0, best, "ddp-powersgd", 1.0)
@@ -127,7 +139,8 @@ def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
 def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
     """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s: 9 minutes; a step takes 5 s, DDP's 43 s at 100 Mbit/s."""
     phases = Phase("1gbit", 20, 1), Phase("100mbit", 12, 1)
-    got = run(Race("vgg16", 8, 2, (LIMIT_IMAGES, slow(DDP, 2), OURS_IMAGES), phases, 520.0), pace, show)
+    race = Race("vgg16", 8, 2, (LIMIT_IMAGES, slow(DDP, 2), OURS_IMAGES), phases, 520.0)
+    got = beside(slow(HOROVOD, 2), race, pace, show)
     yield table("vgg16", got)
     yield faster("vgg16", got, 0, "paceline", "none-channels_last", 0.93)
     yield faster("vgg16", got, 1, "paceline", "none-channels_last", 0.93)
