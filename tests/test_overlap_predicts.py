@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
+from rich.console import Console
 from torch.nn import functional as F
 
 import ranks
@@ -21,9 +24,14 @@ from paceline import packing
 from paceline.bench.cluster.namespaces import bits_per_s
 from paceline.engine import sequential
 from paceline.engine.timeline import record
+from paceline.link import memory
+from paceline.link.collective import Collective, names
+from paceline.nodes import sums_by
 from paceline.probe import overlap
 from paceline.probe.line import DENSE, FACTORS, Line, Part
 from paceline.probe.overlap import VOTE_BYTES, Wire, predict
+from paceline.probe.pairs import Between, between, pair_table
+from paceline.probe.sheet import Plan
 from paceline.probe.wire import Pair, Wires, measure, slope, turns
 
 HERE = Path(__file__).parent
@@ -301,6 +309,76 @@ def test_a_slope_is_that_of_the_larger_messages_whatever_every_message_costs():
     assert slope(sizes, [0.01 + size / 1e8 for size in sizes]) == pytest.approx(1e-8)
     limited = [max(0.0, size - (1 << 20)) / 1e7 + size / 1e9 for size in sizes]  # the first megabyte passes
     assert slope(sizes, limited) == pytest.approx(1e-7 + 1e-9)
+
+
+class Distant(memory.Link):
+    """Between ranks 0 and 2 each message takes longer, and each of its bytes."""
+
+    def send(self, tensor, peer, tag=0):
+        if {self.rank, peer} == {0, 2}:
+            time.sleep(0.003 + tensor.nbytes / 2e7)
+        return super().send(tensor, peer, tag)
+
+
+def test_one_slow_pair_of_three_is_known_by_the_names_of_its_hosts(tmp_path):
+    hub = memory.Hub(3)
+    wires = ranks.run(3, measure, [Distant(hub, rank) for rank in range(3)])[0]
+    pairs = between(wires, ["a.example", "b", "c"])
+    assert [(pair.one, pair.other) for pair in pairs] == [("a.example", "b"), ("a.example", "c"), ("b", "c")]
+    near, far, other = pairs
+    assert far.latency_s >= 0.003 / 2
+    assert far.bytes_per_s <= 1.1 * 2e7
+    assert min(near.bytes_per_s, other.bytes_per_s) > 2 * far.bytes_per_s
+    assert wires.among([0, 1, 2]).bytes_per_s == far.bytes_per_s
+    plan = Plan("sequential", pairs=pairs)
+    plan.write(tmp_path / "plan.toml")
+    assert Plan.read(tmp_path / "plan.toml") == Plan.of(json.loads(plan.to_json())) == plan
+    said = printed(pair_table(pairs)).splitlines()
+    assert [line.split()[:2] for line in said[1:]] == [[pair.one, pair.other] for pair in pairs]
+    assert said[2].split()[2:] == [f"{far.latency_s * 1e3:.2f}", f"{far.bytes_per_s / 1e6:.1f}"]
+
+
+def test_of_many_pairs_the_slowest_are_shown():
+    said = printed(pair_table([Between("a", f"b{i}", 1e-4, 1e6 * (100 - i)) for i in range(28)]))
+    assert "the slowest 15 of 28 pairs" in said
+    assert "b27" in said
+    assert "b12" not in said
+
+
+def printed(table):
+    out = Console(width=200, record=True, file=io.StringIO())
+    out.print(table)
+    return out.export_text()
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_a_chosen_collective_is_predicted_by_its_own_cost(name, nodes):
+    part = Part("dense", 99_991)
+    wire = Wire(1e-3, 1e6, 1e-7, sums=sums_by(name))
+    seen = predict([line(part, forward_s=0.0, update_s=0.0)] * nodes, wire, [DENSE])
+    cost, votes = Collective(name).cost(nodes, 4 * part.numel), nodes - 1
+    assert seen.sent_bytes == cost.bytes + votes * VOTE_BYTES
+    sum_s = cost.steps * 1e-3 + cost.in_sequence * (1e-6 + 1e-7)
+    assert seen.wire_s == pytest.approx(sum_s + votes * (1e-3 + VOTE_BYTES * 1e-6))
+
+
+def test_a_layer_travels_as_the_chosen_collective_makes_cheaper():
+    """Among eight a ring's sum has 1.75 n in sequence and a tree's 6 n: between them is what multiplying takes."""
+    part = Part("wide", 1_000_000, 2000, 60.0, product_s=0.9)
+    for sums, form in ((overlap.ring, DENSE), (sums_by("ring"), DENSE), (sums_by("binomial"), FACTORS)):
+        seen = predict([line(part, rows=60.0)] * 8, Wire(0.0, 1e6, sums=sums))
+        assert seen.forms == (form,)
+        assert seen.why[0].startswith(f"wide {form}")
+
+
+def test_what_adding_costs_is_what_a_sum_takes_beyond_its_own_way():
+    """Bytes in sequence on a line of 100 MB/s, and 5 ns more for each: whatever the algorithm."""
+    pairs = tuple(Pair(i, j, 0.0, 1e8) for i in range(4) for j in range(i + 1, 4))
+    for name in ("", "ring", "halving", "binomial"):
+        sums = sums_by(name)
+        took = [(1 << k, sums(4, (1 << k) // 4, 4).in_sequence * 1.5e-8) for k in range(18, 24)]
+        assert Wires(4, pairs, tuple(took)).among(range(4), sums).adding_s == pytest.approx(5e-9), name
 
 
 def test_a_team_has_to_do_with_its_slowest_line():

@@ -73,10 +73,10 @@ RULES = {
         *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
-    "launch.measure": ("plan", "find", "world", "probe.*", "launch.*"),
+    "launch.measure": ("plan", "find", "world", "link.chosen", "probe.*", "launch.*"),
     "launch*": ("plan", "report.record", "link.proof", "link.waits", "live", "probe.survey", "launch.*"),
     "together": ("balance", "probe.*"),
-    "nodes": ("plan", "together", "probe.*", "launch.*"),
+    "nodes": ("plan", "together", "link.collective", "probe.*", "launch.*"),
     "verify": ("contract", "find", "job", "probe.*", "launch.*"),
     "train": (
         *("contract", "find", "job", "models.*", "data.*", "report.*", "session", "pace"),

@@ -12,6 +12,7 @@ Imagined machines are like those that are there, by turns; an imagined link take
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,14 +22,14 @@ from paceline.launch.hosts import Host
 from paceline.launch.measure import measure_node
 from paceline.plan import Plan
 from paceline.probe import shelf
-from paceline.probe.overlap import Wire
+from paceline.probe.overlap import Sent, Sums, Wire, ring
+from paceline.probe.pairs import between
 from paceline.probe.sheet import CHOSEN
 from paceline.probe.teams import EACH, SHARED, Team, answer
 from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf
-from paceline.together import Node, Survey, Try
+from paceline.together import UNMEASURED, Node, Survey, Try
 
-UNMEASURED = Wire(2e-4, 1.0, 3e-10, 6e-10)  # of ordinary machines; the rate is always said
 TRIES = 4  # teams that are run for real
 WIRE_LIMIT_S, START_LIMIT_S = 120.0, 240.0
 TRIAL_S, TRIAL_LIMIT_S = 2.5, 120.0
@@ -55,6 +56,8 @@ def make_over(
     from paceline.probe.wire import Wires
 
     names = [host.name for host in hosts]
+    if len(hosts) == 1:
+        check_links(what_if)
     show("measuring the network between the hosts")
     wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
     show("measuring each host by itself")
@@ -67,7 +70,12 @@ def make_over(
         told = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
         raise ValueError(f"the hosts gave the same script different batch sizes: {told}; make it the same everywhere")
     places = {name: i for i, name in enumerate(names)}
-    survey = Survey(nodes, lambda count: wires.among([places[n.name] for n in survey.nodes[:count]]), real=True)
+
+    def wire(count: int) -> Wire:
+        among = [places[node.name] for node in survey.nodes[:count]]
+        return wires.among(among, sums_by(wires.collective)) if len(hosts) > 1 else _unmeasured()
+
+    survey = Survey(nodes, wire, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
     tries = [one for one in found if one]
     by_name = {host.name: host for host in hosts}
@@ -76,6 +84,7 @@ def make_over(
         one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
     plan, sentence = _plan(survey, teams)
+    plan = dataclasses.replace(plan, pairs=between(wires, names))
     if not rows:  # else it is no choice among all
         shelf.keep_over(plan, names, command)
     return plan, sentence
@@ -85,15 +94,39 @@ def imagine(
     made: Plan, command: Sequence[str], what_if: Sequence[WhatIf], budget_s: float | None = None
 ) -> tuple[Plan, str]:
     """``made``, the plan for this machine, with teams of machines like it. Every ``what_if`` must name a link."""
+    check_links(what_if)
+    said = measure_node(list(command), made.fidelity, budget_s, made=made)
+    survey = Survey([Node.of(made.machine.get("name", "here"), said)], lambda _: _unmeasured(), real=False)
+    plan, sentence = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
+    return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), sentence
+
+
+def _unmeasured() -> Wire:
+    return dataclasses.replace(UNMEASURED, sums=sums_by(os.environ.get("PACELINE_COLLECTIVE", "")))
+
+
+def check_links(what_if: Sequence[WhatIf]) -> None:
+    """Where no link was measured. Raises ValueError."""
     if missing := [what for what in what_if if what.bits_per_s is None]:
         raise ValueError(
             f"what {missing[0].nodes or 2} machines would do depends on the link between them, and without -H there is "
             f"none to measure; add its rate, as in link=1gbit"
         )
-    said = measure_node(list(command), made.fidelity, budget_s, made=made)
-    survey = Survey([Node.of(made.machine.get("name", "here"), said)], lambda _: UNMEASURED, real=False)
-    plan, sentence = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
-    return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), sentence
+
+
+def sums_by(name: str) -> Sums:
+    """As the collective of that name adds up; as gloo does where there is none."""
+    if not name:
+        return ring
+    from paceline.link.collective import Collective  # it imports torch
+
+    collective = Collective(name)
+
+    def sums(nodes: int, numel: int, item_bytes: int) -> Sent:
+        cost = collective.cost(nodes, numel * item_bytes, item_bytes)
+        return Sent(cost.steps, cost.bytes, cost.in_sequence)
+
+    return sums
 
 
 def promising(tries: Sequence[Try]) -> list[Try]:

@@ -19,6 +19,7 @@ from paceline.probe.teams import EACH, FAILED, SHARED, Team
 from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf
 
+UNMEASURED = Wire(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always said
 UNLIKE = 0.1  # of the speed: nodes closer than this get equal shares
 
 
@@ -97,6 +98,15 @@ def foresee(nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: Wire) -
     return predict([node.line(n, row) for node, row, n in zip(nodes, rows, shares, strict=True)], wire), shares
 
 
+def assumed(wire: Wire, what: WhatIf) -> str:
+    """What a prediction over an imagined link takes for granted."""
+    if not wire.assumed:
+        return ""
+    work = f"{1e9 * (wire.adding_s + wire.cpu_s):.1f} ns of work per byte"
+    latency = f"latency assumed {wire.latency_s * 1e3:g} ms"
+    return f"{work} assumed" if what.latency_s is not None else f"{latency}, and {work}"
+
+
 class Survey:
     """Nodes, the fastest first, and the wire between the first so many of them."""
 
@@ -142,6 +152,7 @@ class Survey:
             int(seen.rows),
             ",".join(rows),
             what.words if what else "",
+            assumed(wire, what) if what else "",
             seen.step_s,
             per_s=seen.per_s,
             predicted_speedup=seen.per_s / self.alone_per_s[0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,7 @@ from paceline.launch.far import Far
 from paceline.launch.hosts import Host, Way, parse
 from paceline.launch.lines import shown
 from paceline.plan import Plan
+from paceline.probe.pairs import pair_table
 from paceline.probe.teams import forms_told, team_table
 from paceline.probe.what import WhatIf
 from paceline.settings import Settings
@@ -116,8 +118,11 @@ def plan(
         return
     if not hosts:
         show(made)
+    wide = console if console.is_terminal else Console(highlight=False, width=200)
+    if made.pairs:
+        wide.print(pair_table(made.pairs))
     if made.teams:
-        (console if console.is_terminal else Console(highlight=False, width=200)).print(team_table(made.teams))
+        wide.print(team_table(made.teams))
         for words in (*forms_told(made.teams), said):
             console.print(shown(words), markup=False, highlight=False)
 
@@ -169,6 +174,11 @@ def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: boo
         raise ValueError(f"--link {link} is between --nodes, such as --nodes 2 --link {link}; with -H use --what-if")
     found = [WhatIf.parse(f"nodes={count},link={link}") for count in range(2, (nodes or 1) + 1)]
     found += [WhatIf.parse(text) for text in what_if]
+    if (adding := os.environ.get("PACELINE_COLLECTIVE")) and any((what.nodes or 2) > MOST_LISTED for what in found):
+        raise ValueError(
+            f"PACELINE_COLLECTIVE={adding} is drawn message by message, for up to {MOST_LISTED} nodes; imagine fewer "
+            f"in --what-if, or leave it out"
+        )
     if not over and any(what.bits_per_s is None for what in found):
         raise ValueError(
             "what other machines would do depends on the link between them, and without -H there is none to measure; "

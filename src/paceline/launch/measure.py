@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,13 @@ def one_process(made: Plan, cores: int) -> str:
 
 
 def measure_wire() -> dict[str, Any]:
-    from paceline.probe import wire  # it imports torch
+    from paceline.link.chosen import choose  # these import torch
+    from paceline.probe import wire
 
     world = World.of_environment()
-    link = find("link", "torch", world.node, world.num_nodes, world.host, world.port)
-    found: dict[str, Any] = wire.measure(link).to_dict()
+    name = os.environ.get("PACELINE_COLLECTIVE", "")
+    link = choose(find("link", "torch", world.node, world.num_nodes, world.host, world.port), name)
+    found: dict[str, Any] = replace(wire.measure(link), collective=name).to_dict()
     link.close()
     return found
 

@@ -2,7 +2,7 @@
 
     compute   forward, then backward, which makes one part after another ready on each node
     lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
-              a dense one as a sum on a ring, 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
+              a dense one as a sum, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
               factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
               on a slow wire packed: factors, and between two nodes sums, which are then a gather
     exposed   from the end of backward until the last part is there, and the vote
@@ -16,9 +16,10 @@ Computing 20:3).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from paceline.probe.line import DENSE, FACTORS, Line, Part
 
@@ -28,18 +29,37 @@ SLOW_S, PACKING_S = 4e-8, 4e-9  # per byte: of a wire from which an exchange pac
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
 
 
+class Sent(NamedTuple):
+    """Messages one after another, bytes that a node sends, and those that follow one another."""
+
+    messages: float
+    num_bytes: float
+    in_sequence: float
+
+
+Sums = Callable[[int, int, int], Sent]  # by so many nodes, of so many values, of so many bytes each
+
+
+def ring(nodes: int, numel: int, item_bytes: int) -> Sent:
+    """A sum by gloo."""
+    num_bytes = 2 * (nodes - 1) / nodes * numel * item_bytes
+    return Sent(2 * (nodes - 1), num_bytes, num_bytes)
+
+
 @dataclass(frozen=True)
 class Wire:
     """Between any two of the nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
 
     ``adding_s``: what a summed byte costs beyond its way. ``cpu_s``: of a core, per byte that is sent and received,
-    which computing does without.
+    which computing does without. ``sums``: how nodes add up. ``assumed``: nobody has measured it.
     """
 
     latency_s: float
     bytes_per_s: float
     adding_s: float = 0.0
     cpu_s: float = 0.0
+    sums: Sums = field(default=ring, compare=False)
+    assumed: bool = False
 
     def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
@@ -77,11 +97,12 @@ class Prediction:
         return self.rows / self.step_s
 
 
-def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int) -> tuple[int, float]:
-    """(messages one after another, bytes that a node sends). ``rows``: the most that any node has."""
-    if form == FACTORS:
-        return 2 * (nodes - 1), (nodes - 1) * rows * part.sides * item_bytes
-    return 2 * (nodes - 1), 2 * (nodes - 1) / nodes * part.numel * item_bytes
+def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int, sums: Sums = ring) -> Sent:
+    """``rows``: the most that any node has."""
+    if form != FACTORS:
+        return sums(nodes, part.numel, item_bytes)
+    num_bytes = (nodes - 1) * rows * part.sides * item_bytes
+    return Sent(2 * (nodes - 1), num_bytes, num_bytes)
 
 
 def packed(part: Part, form: str, nodes: int) -> float:
@@ -116,10 +137,10 @@ def _costs(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> tuple[dic
     """(bytes, seconds) of each form; factors are multiplied out as well."""
     part, nodes = everywhere[0], len(everywhere)
     most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
-    cost = {form: traffic(part, form, nodes, most, item_bytes) for form in (DENSE, FACTORS)}
-    seconds = {form: wire.seconds(*cost[form], adds=form == DENSE) for form in cost}
+    cost = {form: traffic(part, form, nodes, most, item_bytes, wire.sums) for form in (DENSE, FACTORS)}
+    seconds = {form: wire.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
     seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
-    return {form: num_bytes for form, (_, num_bytes) in cost.items()}, seconds
+    return {form: one.num_bytes for form, one in cost.items()}, seconds
 
 
 def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str]:
@@ -151,12 +172,12 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
     now = wire_s = sent_bytes = packed_bytes = 0.0
     for i, entry in enumerate(entries if nodes > 1 else ()):
         part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
-        messages, num_bytes = traffic(part, forms[i], nodes, most, lines[0].item_bytes)
-        if wire.slow and (left := packed(part, forms[i], nodes)) < 1:
-            packed_bytes += num_bytes
-            num_bytes *= left
-        took_s = wire.seconds(messages, num_bytes, adds=forms[i] == DENSE)
-        now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + num_bytes
+        left = packed(part, forms[i], nodes) if wire.slow else 1.0
+        # packed sums are gathers between two nodes, which send as much as a ring does
+        sent = traffic(part, forms[i], nodes, most, lines[0].item_bytes, ring if left < 1 else wire.sums)
+        packed_bytes += sent.num_bytes if left < 1 else 0.0
+        took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
+        now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + sent.num_bytes * left
     vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
     moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
     rows = [line.rows for line in lines]

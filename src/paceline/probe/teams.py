@@ -3,6 +3,7 @@
 Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
 ("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
 ``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
+``assumed`` (what was neither measured nor said of it);
 ``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
 it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
 ``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
@@ -37,6 +38,7 @@ class Team:
     batch_size: int | None = None
     engines: str = ""
     link: str = ""
+    assumed: str = ""
     predicted_s: float | None = None
     measured_s: float | None = None
     spread_s: float | None = None
@@ -105,6 +107,10 @@ def _imagined(teams: Sequence[Team]) -> str:
     if len(teams) < 2:
         return "one machine"
     best = max(teams[1:], key=lambda team: team.speedup)
+    return _would_be(best) + (f"; {best.assumed}" if best.assumed else "")
+
+
+def _would_be(best: Team) -> str:
     link = f" over {best.link}" if best.link else ""
     if best.speedup < WORTH:
         why = f" ({best.waiting})" if best.waiting else ""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.contract import Link
-from paceline.probe.overlap import Wire
+from paceline.probe.overlap import Sums, Wire, ring
 
 DEADLINE_S = 20.0
 PINGS, BALLS, SUMS = 10, 2, 3
@@ -42,12 +42,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Wires:
-    """``sums``: (bytes, seconds of the slowest rank). ``cpu_s``: of a core, per byte sent in sums."""
+    """``sums``: (bytes, seconds of the slowest rank). ``cpu_s``: of a core, per byte sent in sums.
+
+    ``collective``: the algorithm that was chosen for sums, if any was.
+    """
 
     size: int
     pairs: tuple[Pair, ...] = ()
     sums: tuple[tuple[int, float], ...] = ()
     cpu_s: float = 0.0
+    collective: str = ""
     spent_s: float = field(default=0.0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,21 +63,22 @@ class Wires:
         sums = tuple((num_bytes, seconds) for num_bytes, seconds in said["sums"])
         return cls(**{**said, "pairs": pairs, "sums": sums})
 
-    def among(self, ranks: Sequence[int]) -> Wire:
+    def among(self, ranks: Sequence[int], sums: Sums = ring) -> Wire:
         """What these ranks have to do with: the slowest line between any two of them, and the largest latency."""
         lines = [pair for pair in self.pairs if {pair.one, pair.other} <= set(ranks)]
         if not lines:
-            return Wire(0.0, float("inf"))
+            return Wire(0.0, float("inf"), sums=sums)
         rate = min(pair.bytes_per_s for pair in lines)
-        return Wire(max(pair.latency_s for pair in lines), rate, self._adding_s(), self.cpu_s)
+        return Wire(max(pair.latency_s for pair in lines), rate, self._adding_s(sums), self.cpu_s, sums)
 
-    def _adding_s(self) -> float:
+    def _adding_s(self, sums: Sums) -> float:
         """Seconds per byte that a sum takes beyond its bytes' way, over all ranks."""
         if len(self.sums) < 2 or self.size < 2:
             return 0.0
         sizes, seconds = zip(*self.sums, strict=True)
         way_s = 1 / min(pair.bytes_per_s for pair in self.pairs)
-        return max(0.0, slope(sizes, seconds) / (2 * (self.size - 1) / self.size) - way_s)
+        each = sums(self.size, LARGEST // 4, 4).in_sequence / LARGEST
+        return max(0.0, slope(sizes, seconds) / each - way_s)
 
 
 def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
@@ -102,7 +107,7 @@ def measure(link: Link) -> Wires:
         for other in range(one + 1, link.size)
     )
     sums, cpu_s = _sums(link) if link.size > 1 else ((), 0.0)
-    return Wires(link.size, pairs, sums, cpu_s, time.perf_counter() - start)
+    return Wires(link.size, pairs, sums, cpu_s, spent_s=time.perf_counter() - start)
 
 
 def turns(size: int) -> Iterator[list[tuple[int, int]]]:
