@@ -98,6 +98,7 @@ DEAR = (
         "until_all_others_have_ended_does_not_go_on_alone[1",
         "test_a_row_that_was_never_run",
         "test_a_lane_that_cannot_be",
+        "test_a_plan_over_three_real_hosts",
     ),
     *("are_those_of_one_process[processes:3-", "test_a_firewall_that_lets", "mpi.py::test_declared_bytes"),
     *("commands.py::test_bytes_on_the_wire", "test_two_processes_name_the_layer", "test_a_named_budget_is_spent"),

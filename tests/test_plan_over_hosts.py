@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,11 +13,15 @@ import pytest
 
 from paceline.cli.start import planned
 from paceline.launch.hosts import Host, Way, parse
-from paceline.nodes import imagine
+from paceline.nodes import imagine, make_over
 from paceline.probe import shelf
+from paceline.probe.line import Part
+from paceline.probe.pairs import Between
 from paceline.probe.sheet import Plan, Row
 from paceline.probe.teams import Team, answer
+from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf, duration, rate
+from paceline.probe.wire import Pair, Wires
 from paceline.together import Node, rows_together, shared_out
 from sshd import Sshd, unavailable
 from test_overlap_predicts import line
@@ -91,6 +96,104 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
         assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
 
 
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+@pytest.mark.timeout(400)
+def test_a_plan_over_three_real_hosts_tries_two_and_three(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with Sshd() as server:
+        own = {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder))
+        kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint="known")
+        shelf.store(kept, ["script.py"])
+        words = ["plan", "-H", "one,two,three", "--budget", 1, "--json", "script.py"]
+        told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
+    _, *teams = told["teams"]
+    assert [(team["nodes"], team["batch"]) for team in teams] == [(n, b) for b in ("shared", "each") for n in (2, 3)]
+    assert all(team["measured_s"] for team in teams), [team["reason"] for team in teams]
+    names = [{pair["one"], pair["other"]} for pair in told["pairs"]]
+    assert names == [{"one", "two"}, {"one", "three"}, {"two", "three"}]
+    assert all(pair["latency_s"] > 0 and pair["bytes_per_s"] > 0 for pair in told["pairs"])
+
+
+class Told:
+    """Hosts a, b and c as they would answer; b is slower, and far from a."""
+
+    WIRES = Wires(3, (Pair(0, 1, 5e-3, 1e7), Pair(0, 2, 1e-4, 1e9), Pair(1, 2, 1e-4, 1e9)))
+
+    def __init__(self, collective=""):
+        self.wires, self.tried = dataclasses.replace(self.WIRES, collective=collective), []
+
+    def ask(self, hosts, asked, limit_s, options=()):
+        names = [host.name for host in hosts]
+        if asked["do"] == "wire":
+            met = tuple(pair for pair in self.wires.pairs if pair.other < len(hosts))
+            said = dict.fromkeys(names, dataclasses.replace(self.wires, size=len(hosts), pairs=met).to_dict())
+        elif asked["do"] == "node":
+            said = {name: node_said(plain(name, step_s=0.2 if name == "b" else 0.1)) for name in names}
+        else:
+            self.tried.append((",".join(names), asked["times"], options[options.index("--shares") + 1]))
+            said = {name: dataclasses.asdict(Trial(asked["rows"][0], 0.05, steps_s=(0.05,) * 8)) for name in names}
+        return json.loads(json.dumps(said))
+
+
+def node_said(node):
+    lines = [dataclasses.asdict(one) for one in (node.whole, node.quarter)]
+    return {"plan": node.plan.to_dict(), "one": node.one, "batch_size": node.batch_size, "lines": lines}
+
+
+def test_of_three_hosts_two_and_all_are_tried_with_the_batch_shared_and_with_more(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    far, command = Told(), ["x.py"]
+    plan, _ = make_over([Host(name, name) for name in "abc"], far, command)
+    assert sorted(far.tried) == [
+        ("a,c", 1, "equal"),
+        ("a,c", 2, "equal"),
+        ("a,c,b", 1, "14,13,5"),
+        ("a,c,b", 3, "39,39,18"),
+    ]
+    assert [(team.hosts, team.measured_s) for team in plan.teams[1:]] == [("a,c", 0.05), ("a,c,b", 0.05)] * 2
+    assert plan.pairs == (Between("a", "b", 5e-3, 1e7), Between("a", "c", 1e-4, 1e9), Between("b", "c", 1e-4, 1e9))
+    assert shelf.over(list("abc"), command, "exact").pairs == plan.pairs
+    assert json.loads(plan.to_json())["pairs"][0] == {
+        "one": "a",
+        "other": "b",
+        "latency_s": 5e-3,
+        "bytes_per_s": 1e7,
+    }
+
+
+def test_hosts_that_add_up_by_another_collective_are_predicted_by_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    part = Part("dense", 1_000_000, dense_s=0.01)
+    monkeypatch.setattr(sys.modules[__name__], "PARTS", (part,))  # of the lines that hosts tell
+    for name, in_sequence in (("", 4 / 3 * 4e6), ("ring", 4 / 3 * 4e6), ("binomial", 16e6)):
+        plan, _ = make_over([Host(host, host) for host in "abc"], Told(name), ["x.py"])
+        (three,) = (team for team in plan.teams if team.nodes == 3 and team.batch == "shared")
+        steps = 2 * 2
+        assert three.exposed_s == pytest.approx(in_sequence / 1e7 + (steps + 2) * 5e-3, rel=0.05), name
+
+
+def test_one_host_has_no_link_and_imagines_none_without_a_rate(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="add its rate"):
+        make_over([Host("a", "a")], Told(), ["x.py"], what_if=[WhatIf.parse("nodes=4")])
+    for words, told in (
+        ("nodes=4,link=1gbit", "; latency assumed 0.2 ms, and 0.9 ns of work per byte"),
+        ("nodes=4,link=1gbit,latency=5ms", "; 0.9 ns of work per byte assumed"),
+    ):
+        _, sentence = make_over([Host("a", "a")], Told(), ["x.py"], what_if=[WhatIf.parse(words)])
+        assert sentence.endswith(told)
+
+
+def test_over_a_measured_wire_nothing_is_assumed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    hosts = [Host(name, name) for name in "ab"]
+    plan, sentence = make_over(hosts, Told(), ["x.py"], what_if=[WhatIf.parse("nodes=4,link=1gbit")])
+    assert {team.assumed for team in plan.teams} == {""}
+    assert "assumed" not in sentence
+
+
 def test_machines_like_this_one_are_imagined_from_its_own_step(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -106,13 +209,17 @@ def test_machines_like_this_one_are_imagined_from_its_own_step(tmp_path, monkeyp
     assert slow.predicted_s >= fast.predicted_s
     assert teams[4].predicted_speedup < 1
     assert "would be" in sentence
+    assert sentence.endswith("; latency assumed 0.2 ms, and 0.9 ns of work per byte")
     with pytest.raises(ValueError, match="without -H there is none to measure; add its rate"):
         imagine(made, ["script.py"], [WhatIf.parse("nodes=4")])
 
 
+PARTS = ()
+
+
 def plain(name, chosen="threads:2", step_s=0.1, **more):
     rows = (Row(chosen, measured_s=step_s), *(Row(row, measured_s=s) for row, s in more.items()))
-    whole = line(forward_s=0.09, update_s=0.01, factored_s=0.01, rows=32)
+    whole = line(*PARTS, forward_s=0.09, update_s=0.01, factored_s=0.01, rows=32)
     return Node(name, Plan(chosen, rows=rows), "threads:2", 32, whole, whole.at(8))
 
 
@@ -160,6 +267,11 @@ THREE = Team(3, "a,b,c", "shared", 64, predicted_speedup=2.8, measured_speedup=2
             [Team(8, link="1gbit", predicted_speedup=6.5)],
             1,
             "8 machines like this one over 1gbit would be 6.50x predicted",
+        ),
+        (
+            [Team(8, link="1gbit", assumed="latency assumed 0.2 ms", predicted_speedup=6.5)],
+            1,
+            "8 machines like this one over 1gbit would be 6.50x predicted; latency assumed 0.2 ms",
         ),
         (
             [Team(8, link="1mbit", predicted_speedup=0.2)],
@@ -265,6 +377,16 @@ def test_what_cannot_be_imagined_is_told_before_anything_is_measured(words, told
     with pytest.raises(SystemExit):
         cli.main()
     assert told in capsys.readouterr().err
+
+
+def test_a_chosen_collective_is_imagined_for_as_many_nodes_as_can_be_drawn(monkeypatch, capsys):
+    from paceline import cli
+
+    monkeypatch.setenv("PACELINE_COLLECTIVE", "ring")
+    monkeypatch.setattr(sys, "argv", ["paceline", "plan", "--what-if", "nodes=65,link=1gbit"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "PACELINE_COLLECTIVE=ring is drawn message by message, for up to 64 nodes" in capsys.readouterr().err
 
 
 def test_what_a_host_says_wrong_is_told_in_its_words():
