@@ -28,6 +28,7 @@ from paceline.find import parse
 from paceline.link import memory
 from paceline.link.chosen import Chosen
 from paceline.link.collective import Collective, names
+from paceline.link.mpi import Link as MpiLink
 from paceline.link.torch import Link as TorchLink
 
 LAYER = Spec(0, ("fc.weight",), ((4096, 9216),), linear=True)
@@ -60,7 +61,7 @@ def test_what_is_assumed_of_a_link_is_what_gloo_s_and_the_ring_among_ours_say(si
     for num_bytes in (4 * size, 40 * size, 4_000_000 * size):
         assumed, ours = summed(num_bytes, size), Collective("ring").cost(size, num_bytes)
         assert (assumed.steps, assumed.bytes) == (ours.steps, ours.bytes) == (2 * (size - 1), ours.in_sequence)
-        gloo = torch_link(size)
+        gloo = asked_of(TorchLink, size)
         assert summed(num_bytes, size, gloo) == assumed
         assert (
             gathered(num_bytes, size, gloo)
@@ -69,10 +70,22 @@ def test_what_is_assumed_of_a_link_is_what_gloo_s_and_the_ring_among_ours_say(si
         )
 
 
-def torch_link(size):
-    link = TorchLink.__new__(TorchLink)
+def asked_of(kind, size):
+    """What a link would ask, of which no other rank is there."""
+    link = kind.__new__(kind)
     link.size = size
     return link.cost
+
+
+def test_mpi_s_fewer_messages_make_the_choice_where_messages_are_dear():
+    """Of eight: gloo's sum and a gather have 14 messages each, MPI's sum has 6."""
+    rates, chosen = Rates(0.1, FAST, 1e-15), {}
+    for kind in (TorchLink, MpiLink):
+        asks = asked_of(kind, 8)
+        both = dense_cost(LAYER, 8, asks=asks), factor_cost(LAYER, 16, 8, asks=asks)
+        assert both[0].steps == {TorchLink: 14, MpiLink: 6}[kind]
+        (chosen[kind],) = choose([LAYER], [16], [128], 8, set(), False, rates, costs=lambda _, both=both: both)
+    assert chosen == {TorchLink: FACTORS, MpiLink: DENSE}
 
 
 def test_a_chosen_collective_s_cost_makes_the_choice():
