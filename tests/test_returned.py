@@ -120,6 +120,16 @@ def test_however_it_trains(tmp_path, how):
         assert all(gap(state, want) < 1e-9 for state in found)
 
 
+def test_who_has_too_little_memory_for_more_rows_takes_them_in_more_parts_until_it_is_back(tmp_path):
+    check(tmp_path, launch(tmp_path, "1:3:backward", "back", "memory"))
+    times = [json.loads(path.read_text())["times"] for path in sorted(tmp_path.glob("?-?.json"))]
+    for node in (0, 2):
+        assert times[node][0] == times[node][-1] == 1
+        assert 2 in times[node]
+        changes = [one for one, other in zip(times[node], times[node][1:], strict=False) if one != other]
+        assert changes == [1, 2]
+
+
 def test_who_comes_back_and_dies_while_it_is_given_the_state_costs_a_step(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "take")
     events = check(tmp_path, done)

@@ -3,6 +3,7 @@
 WHERE: forward; backward, while pieces leave; vote, when all have arrived; evaluate. In place of one of these words:
 
     sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
+    memory                      no node has room for more than a third of the batch
     back                        who leads waits, between steps, for each that died to come back
     other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
                                 the rest; each the first time
@@ -30,6 +31,7 @@ NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORL
 LATE = "PACELINE_JOIN" in os.environ
 PATIENCE_S = 60.0
 HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
+HOW["memory"] = {"most_rows": BATCH // 3}
 
 
 class Samples:
@@ -126,11 +128,12 @@ def main(folder, *words):
             pace._entry._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
         if f"meet{NODE}" in words and not LATE:
             pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        losses, turns, note = [], {}, watch(pace, folder)
+        losses, times, turns, note = [], [], {}, watch(pace, folder)
         for batch in pace.batches(Samples(), epochs=EPOCHS):
             if "back" in words and steps[0]:
                 hold(pace, turns)
             losses.append(pace.step(batch))
+            times.append(pace.engine.accumulate)
             note(pace.loop.num_steps - 1)
             steps[0] = pace.loop.num_steps
         counted = pace.evaluate(Samples(), metric)
@@ -139,6 +142,7 @@ def main(folder, *words):
         leader = pace.leader
     torch.save(state, Path(folder) / f"{NODE}-{LOCAL}.pt")
     said = {"losses": losses, "counted": counted, "leader": leader, "world": [pace.world.node, pace.world.num_nodes]}
+    said["times"] = times
     (Path(folder) / f"{NODE}-{LOCAL}.json").write_text(json.dumps(said))
 
 
