@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -226,38 +227,77 @@ def test_a_look_costs_little():
     assert json.dumps(signs.compare(signs.look(), signs.look())) is not None
 
 
+def until(condition, nodes):
+    end = time.monotonic() + 90
+    while not condition():
+        assert all(node.poll() is None for node in nodes)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def events(folder):
+    path = folder / "record.jsonl"
+    return read(folder) if path.exists() and path.stat().st_size else []
+
+
+def told(folder, node=1):
+    return [event for event in events(folder) if event["event"] == "straggler" and event.get("node") == node]
+
+
+def begin(cluster, folder, *words):
+    command = [sys.executable, str(HERE / "scripts" / "slowed.py"), str(folder), *words]
+    more = {"environment": environment(PACELINE_ENGINE="sequential"), "stderr": subprocess.PIPE, "text": True}
+    return [cluster.start(node, command, **more) for node in range(2)]
+
+
+def end(folder, nodes):
+    (folder / "enough").touch()
+    return [node.communicate(timeout=60)[1] for node in nodes]
+
+
 @needs_cluster
 def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tmp_path):
-    def wait(condition):
-        end = time.monotonic() + 90
-        while not condition():
-            assert all(node.poll() is None for node in nodes)
-            assert time.monotonic() < end
-            time.sleep(0.1)
-
-    def told():
-        return [event for event in read(tmp_path) if event["event"] == "straggler" and event.get("node") == 1]
-
-    begun = tmp_path / "record.jsonl"
     core = sorted(os.sched_getaffinity(0))[1 % len(os.sched_getaffinity(0))]
     spin, thieves = ["taskset", "-c", str(core), sys.executable, "-c", SPIN], []
     with Cluster(2) as cluster:
-        words = [sys.executable, str(HERE / "scripts" / "slowed.py"), str(tmp_path)]
-        more = {"environment": environment(PACELINE_ENGINE="sequential"), "stderr": subprocess.PIPE}
         try:
             thieves += [subprocess.Popen(spin, stdout=subprocess.DEVNULL) for _ in range(2)]
-            nodes = [cluster.start(n, words, text=True, **more) for n in range(2)]
-            wait(lambda: begun.exists() and begun.stat().st_size and told())
-            (tmp_path / "enough").touch()
-            said = [node.communicate(timeout=60)[1] for node in nodes]
+            nodes = begin(cluster, tmp_path)
+            until(lambda: told(tmp_path), nodes)
+            said = end(tmp_path, nodes)
         finally:
             for thief in thieves:
                 thief.kill()
                 thief.wait()
-    text = told()[0]["text"]
+    text = told(tmp_path)[0]["text"]
     assert "rank 1 on node1 is slower than its share says" in text
     assert "other programs use" in text
     assert any(f"pid {thief.pid}" in text for thief in thieves)
     assert said[0].count(text) == 1
     shares = [event for event in read(tmp_path) if event["event"] == "shares"]
     assert any(event["new"][1] < 12 for event in shares)
+
+
+@needs_cluster
+def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
+    with Cluster(2) as cluster:
+        nodes = begin(cluster, tmp_path, "1")
+        until(lambda: told(tmp_path), nodes)
+        said = end(tmp_path, nodes)
+    text = told(tmp_path)[0]["text"]
+    assert re.search(r"rank 1 on node1 is slower than its share says: .*; its data comes late: \d+ % of a step", text)
+    assert said[0].count(text) == 1
+
+
+@needs_cluster
+def test_a_network_that_becomes_slow_is_named(tmp_path):
+    with Cluster(2) as cluster:
+        nodes = begin(cluster, tmp_path)
+        until(lambda: sum(event["event"] == "step" for event in events(tmp_path)) > 40, nodes)
+        cluster.shape("200kbit")
+        until(lambda: told(tmp_path, None), nodes)
+        cluster.shape(None)
+        said = end(tmp_path, nodes)
+    text = told(tmp_path, None)[0]["text"]
+    assert re.search(r"the network is slow: what a step sends takes \S+ s, and \S+ s at best before", text)
+    assert said[0].count(text) == 1

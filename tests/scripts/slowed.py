@@ -1,5 +1,9 @@
-"""Trains with some milliseconds of processor time for each row, until the file `enough` is there: slowed.py FOLDER."""
+"""Trains with some milliseconds of processor time for each row, until the file `enough` is there: slowed.py FOLDER.
 
+With a second argument, the rank of a node, that one's rows come late.
+"""
+
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,16 +17,19 @@ from paceline import signs
 
 signs.EVERY_S = 1.0
 ROW_S = 0.004
+LATE_S = 0.012
 
 
 class Samples:
-    def __init__(self):
+    def __init__(self, late=False):
         self.x, self.y = rows(24 * 8, 3, torch.float32)
+        self.late = late
 
     def __len__(self):
         return len(self.x)
 
     def __getitem__(self, i):
+        time.sleep(LATE_S * self.late)
         return self.x[i], self.y[i]
 
 
@@ -33,10 +40,10 @@ def loss(output, target):
     return F.cross_entropy(output, target)
 
 
-def main(folder):
+def main(folder, late=""):
     model = build(Plain, dtype=torch.float32)
     with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss, batch_size=24, folder=folder) as pace:
-        for step, batch in enumerate(pace.batches(Samples(), epochs=1000)):
+        for step, batch in enumerate(pace.batches(Samples(late == os.environ["RANK"]), epochs=1000)):
             pace.step(batch)
             # all must end after the same step
             if step % 8 == 7 and pace.exchange.total([float((Path(folder) / "enough").exists())])[0]:
