@@ -26,8 +26,9 @@ def unavailable() -> str | None:
 class Sshd:
     """`ssh` is a client's command line that knows the hosts in GOOD, and these, which cannot take part:
 
-    stranger (host key unknown), changed (another host key), locked (no key accepted), shut (nothing listens),
-    silent (never answers), nowhere (no such name).
+    stranger (host key unknown), changed (another host key), locked (no key accepted), asking (takes passwords alone),
+    either (takes keys, not this one, and passwords), shut (nothing listens), silent (never answers), hung (a login that
+    says nothing), nowhere (no such name).
     """
 
     def __enter__(self) -> Sshd:
@@ -35,10 +36,10 @@ class Sshd:
         self.folder = Path(self._temporary.name)
         if os.getuid() == 0:  # sshd insists on it where root starts it; it stays, since another may be using it
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-        for name in ("host", "user", "other"):
+        for name in ("host", "user", "other", "hung"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         self._silent = socket.create_server(("127.0.0.1", 0))
-        self.port = _free_port()
+        self.port, self._asking, self._either = _free_port(), _free_port(), _free_port()
         self._configure()
         command = [str(SSHD), "-D", "-E", str(self.folder / "log"), "-f", str(self.folder / "sshd_config")]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -55,20 +56,25 @@ class Sshd:
         other = (self.folder / "other.pub").read_text().split()[:2]
         (self.folder / "known").write_text(f"paceline-test {' '.join(key)}\n")
         (self.folder / "wrong").write_text(f"paceline-test {' '.join(other)}\n")
-        (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
+        hung = f'command="exec cat > /dev/null" {(self.folder / "hung.pub").read_text()}'  # it ends with its line
+        (self.folder / "authorized").write_text((self.folder / "user.pub").read_text() + hung)
         path = f"{Path(paceline.__file__).parent.parent}:{HERE}"
         (self.folder / "sshd_config").write_text(
-            f"Port {self.port}\nListenAddress 127.0.0.1\nListenAddress ::1\nHostKey {self.folder}/host\n"
-            f"PidFile none\nUsePAM no\n"
+            f"Port {self.port}\nPort {self._asking}\nPort {self._either}\nListenAddress 127.0.0.1\nListenAddress ::1\n"
+            f"HostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
             f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPasswordAuthentication no\n"
             f"KbdInteractiveAuthentication no\nPermitRootLogin yes\nAcceptEnv *\nMaxStartups 100\n"
             f"SetEnv PYTHONPATH={path} XDG_CACHE_HOME={self.folder}\n"
+            f"Match LocalPort {self._asking}\n  PasswordAuthentication yes\n  PubkeyAuthentication no\n"
+            f"Match LocalPort {self._either}\n  PasswordAuthentication yes\n"
         )
         (self.folder / "config").write_text(
+            f"Host asking\n  Port {self._asking}\nHost hung\n  IdentityFile {self.folder}/hung\n"
+            f"Host either\n  Port {self._either}\n  IdentityFile {self.folder}/other\n"
             f"Host stranger\n  UserKnownHostsFile /dev/null\nHost changed\n  UserKnownHostsFile {self.folder}/wrong\n"
             f"Host locked\n  IdentityFile {self.folder}/other\nHost shut\n  Port {_free_port()}\n"
             f"Host silent\n  Port {self._silent.getsockname()[1]}\nHost nowhere\n  HostName nowhere.invalid\n"
-            f"Host * !locked\n  IdentityFile {self.folder}/user\n"
+            f"Host * !locked !either !hung\n  IdentityFile {self.folder}/user\n"
             f"Host *\n  HostName 127.0.0.1\n  Port {self.port}\n  User {getpass.getuser()}\n  IdentitiesOnly yes\n"
             f"  IdentityAgent none\n  HostKeyAlias paceline-test\n  UserKnownHostsFile {self.folder}/known\n"
             f"  GlobalKnownHostsFile /dev/null\n  UpdateHostKeys no\n"

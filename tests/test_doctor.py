@@ -21,6 +21,7 @@ from paceline.launch.hosts import Way, parse
 from sshd import Sshd, unavailable
 
 LIMIT_S = 10.0
+HURRIED, BUSY = "no time was left for ", "busy with other tests: no time was left for healthy hosts"
 START_S = 5.0  # of Python, and of the command line's imports
 needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
 needs_machines = pytest.mark.skipif(
@@ -39,8 +40,10 @@ def doctor(*words, code=0, **more):
         **more,
     )
     took_s = time.monotonic() - start
+    if HURRIED in done.stdout and is_busy():
+        pytest.skip(BUSY)
     assert done.returncode == code, done.stdout + done.stderr
-    if os.getloadavg()[0] < 2 * (os.cpu_count() or 1):  # else the start of Python alone may take longer
+    if not is_busy():  # else the start of Python alone may take longer
         assert took_s < LIMIT_S + START_S
     wait_until_nothing_is_left()
     return done.stdout
@@ -63,8 +66,20 @@ def words(pid):
         return b""
 
 
+def is_busy():
+    """With other tests, as it seems: then time may run out for healthy hosts as well."""
+    return os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+
+
 def quiet(_):
     pass
+
+
+def examined(hosts, way):
+    found = examine(parse(hosts), way, show=quiet)
+    if is_busy() and any(HURRIED in str(finding) for finding in found.findings):
+        pytest.skip(BUSY)
+    return found
 
 
 def in_the_way(found):
@@ -96,13 +111,19 @@ def test_this_machine_alone():
 
 @needs_sshd
 def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measured(sshd):
-    said = doctor("-H", "one,stranger,two,changed,locked,shut,silent,nowhere", "--ssh", sshd.ssh, code=1)
+    said = doctor(
+        "-H", "one,stranger,two,changed,locked,asking,either,shut,silent,hung,nowhere", "--ssh", sshd.ssh, code=1
+    )
     wanted = {
         "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
         "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
+        "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
+        r"since ssh is asked without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
+        "either": r"it accepts none of your keys \(.*\), and a password cannot be typed, .*; .*ssh-copy-id either",
         "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
         "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
+        "hung": r"no answer within 8\.\d s; is it on, and does its firewall let ssh in\?",
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
     }
     head, *lines = said.splitlines()
@@ -111,9 +132,9 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
         assert re.match(rf"- {name}: {why}", line), line
     for name in ("one", "two"):
         assert re.search(rf"^{name}: Python 3.*, paceline .*, torch .* cores.*, clock [+-]\d+\.\d ms ± ", said, re.M)
-    assert re.search(r"^one -> two: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
-    assert re.search(r"^two -> one: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
-    assert said.splitlines()[-1] == "6 things stand in the way of a run"
+        other = "two" if name == "one" else "one"
+        assert re.search(rf"^{name} -> {other}: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
+    assert said.splitlines()[-1] == "9 things stand in the way of a run"
 
 
 @needs_sshd
@@ -136,7 +157,7 @@ def test_a_host_without_paceline_and_with_another_torch_is_told(sshd, tmp_path):
     noisy = tmp_path / "bare" / "bin" / "noisy"  # what a login writes by itself must not matter
     noisy.write_text(f'#!/bin/sh\necho "welcome to this machine"\nunset PYTHONPATH\nexec {bare} "$@"\n')
     noisy.chmod(0o755)
-    found = examine(parse("one,two"), Way(sshd.ssh, str(noisy), str(tmp_path)), show=quiet)
+    found = examined("one,two", Way(sshd.ssh, str(noisy), str(tmp_path)))
     lines = in_the_way(found)
     for name in ("one", "two"):
         assert any(line.startswith(f"{name}: paceline is not installed for ") for line in lines), lines
@@ -152,7 +173,7 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}:$PYTHONPATH\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    found = examine(parse("one"), Way(sshd.ssh, str(python)), show=quiet)
+    found = examined("one", Way(sshd.ssh, str(python)))
     (line,) = in_the_way(found)
     assert re.match(
         r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line
@@ -161,19 +182,19 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
 
 @needs_sshd
 def test_an_interpreter_that_is_none_is_told(sshd):
-    found = examine(parse("one"), Way(sshd.ssh, python="/no/python"), show=quiet)
+    found = examined("one", Way(sshd.ssh, python="/no/python"))
     assert re.match(r"one: /no/python did not run there \(exit code 127: .*--python", in_the_way(found)[0])
 
 
 def test_a_client_that_is_none_is_told():
-    found = examine(parse("one,two"), Way("no-such-ssh -v"), show=quiet)
+    found = examined("one,two", Way("no-such-ssh -v"))
     assert [line.partition(" is no ")[0] for line in in_the_way(found)] == ["one: there", "two: there"]
 
 
 @needs_sshd
 def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
-    found = examine(parse("one"), Way(sshd.ssh), show=quiet)
+    found = examined("one", Way(sshd.ssh))
     assert re.match(
         r"one: GLOO_SOCKET_IFNAME='nic7' is no interface there .* there are: .*\blo\b", in_the_way(found)[0]
     )
@@ -223,3 +244,33 @@ def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
         )
         assert re.search(line, said, re.M), said
         assert said.splitlines()[-1] == "one thing stands in the way of a run"
+
+
+@needs_machines
+def test_a_silent_host_a_hung_login_and_a_firewall_together_are_told_in_time(two_machines, tmp_path):
+    """Each took its own time, one after the other: fifteen seconds and more."""
+    hung = tmp_path / "hung"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", hung], check=True, timeout=20)
+    known = two_machines.folder / "authorized"
+    known.write_text(f'{known.read_text()}command="exec cat > /dev/null" {hung.with_suffix(".pub").read_text()}')
+    with socket.create_server(("127.0.0.1", 0)) as silent, refuse_calls(two_machines.cluster, 0, caller=1):
+        (tmp_path / "config").write_text(
+            f"Host silent\n  HostName 127.0.0.1\n  Port {silent.getsockname()[1]}\n"
+            f"Host hung\n  HostName {two_machines.cluster.address(1)}\n  IdentityFile {hung}\n"
+            f"{(two_machines.folder / 'config').read_text()}"
+        )
+        way = Way(f"ssh -F {tmp_path / 'config'}")
+        found = examine(parse("node0,silent,hung,node1"), way, show=quiet)
+    assert found.took_s < LIMIT_S
+    wait_until_nothing_is_left()
+    lines = in_the_way(found)
+    wanted = [
+        "silent: no answer",
+        "hung: no answer within 8",
+        "node0: node1 does not reach node0 at .* one-way firewall",
+    ]
+    if any(HURRIED in line for line in lines) and is_busy():
+        wanted, lines = wanted[:2], [line for line in lines if HURRIED not in line]
+    assert len(lines) == len(wanted), lines
+    for line, said in zip(lines, wanted, strict=True):
+        assert re.match(said, line), lines

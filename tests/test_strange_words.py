@@ -51,11 +51,11 @@ def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, mo
         check(parse("a"), way)
     visit = Visit(*parse("a"), way)
     try:
-        with pytest.raises(ConnectionError, match=r"no answer within 0\.5 s; is it on"):
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s; is it on"):
             visit.ask("clock", 0.5)
         assert len(visit._heard) <= MOST_BYTES
     finally:
-        visit.close()
+        visit.close(1.0)
 
 
 def test_of_what_is_heard_the_end_is_kept():
@@ -78,7 +78,7 @@ def test_an_answer_that_is_none_is_told(near, answer, work):
             with pytest.raises(ConnectionError, match=r"it answered .*, which nothing of ours says"):
                 visit.ask("tell", 10.0)
     finally:
-        visit.close()
+        visit.close(1.0)
     way = near(f"cat <<'X'\n{answer}\nX\ncat > /dev/null")
     with pytest.raises(ValueError, match=r"- a: .* answered .*, which no Python does; name another with --python"):
         check(parse("a"), way)
@@ -116,7 +116,7 @@ def test_a_login_may_greet_and_its_home_may_hold_files_named_as_pythons(near, wo
     try:
         assert visit.ask("clock", 20.0) > 1e9
     finally:
-        visit.close()
+        visit.close(1.0)
 
 
 def test_no_word_of_a_host_acts_on_the_terminal(near, work, run):

@@ -82,7 +82,7 @@ def no_client(command: str) -> str:
 
 
 def no_answer(limit_s: float) -> str:
-    return f"no answer within {limit_s} s; is it on, and does its firewall let ssh in?"
+    return f"no answer within {limit_s:.1f} s; is it on, and does its firewall let ssh in?"
 
 
 def ended(host: Host, way: Way, code: int, errors: str) -> str:
@@ -105,8 +105,7 @@ def _why(host: Host, errors: str, last: str) -> str:
         f"was set up anew; if you are sure that it is the right one: ssh-keygen -R {host.name}, then connect by hand",
         "Host key verification failed": f"its host key is not known here; connect once by hand and compare it: ssh "
         f"{host.target}",
-        "Permission denied": f"it accepts none of your keys ({last.rpartition(': ')[2]}); let it know one: ssh-copy-id "
-        f"{host.target}; a key with a passphrase needs ssh-add first",
+        "Permission denied": _denied(host, last.rpartition(": ")[2]),
         "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a "
         f"HostName in ~/.ssh/config",
         "Connection refused": f"nothing takes ssh connections there ({last}); start sshd, or set its Port in "
@@ -116,6 +115,16 @@ def _why(host: Host, errors: str, last: str) -> str:
         "unreachable": f"no way leads there ({last}); check the name and the network",
     }
     return next((said for sign, said in causes.items() if sign in errors), f"ssh could not reach it: {last}")
+
+
+def _denied(host: Host, said: str) -> str:
+    """``said``: with what it would have been content, as in "Permission denied (publickey,password)."."""
+    asks = "password" in said or "keyboard-interactive" in said
+    typed = ", and a password cannot be typed, since ssh is asked without a terminal (BatchMode)" if asks else ""
+    remedy = f"let it know a key: ssh-copy-id {host.target}"
+    if asks and "publickey" not in said:
+        return f"it asks for a password ({said}){typed}; set PubkeyAuthentication yes in its sshd_config, and {remedy}"
+    return f"it accepts none of your keys ({said}){typed}; {remedy}; a key with a passphrase needs ssh-add first"
 
 
 def public(version: str | None) -> str | None:

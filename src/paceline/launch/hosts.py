@@ -19,7 +19,7 @@ USER = re.compile(r"[A-Za-z0-9_][^\s@:,\[\]]*")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
 OPTIONS = (
-    *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=6", "-o", "ServerAliveInterval=5"),
+    *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
 )

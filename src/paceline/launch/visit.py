@@ -38,7 +38,7 @@ sys.modules[name].main()
 
 
 class Visit:
-    """Raises ConnectionError, here and in `ask`, with the reason and the remedy in one line."""
+    """Raises ConnectionError, here and in `ask`, with the reason and the remedy in one line; TimeoutError likewise."""
 
     def __init__(self, host: Host, way: Way, here: bool = False):
         self.host, self._way = host, way
@@ -87,13 +87,13 @@ class Visit:
                     if key.fileobj is self._stderr:
                         self._errors = (self._errors + data)[-MOST_BYTES:]
                     elif not data:
-                        raise ConnectionError(self._why())
+                        raise ConnectionError(self._why(end))
                     else:
                         self._heard = (self._heard + data)[-MOST_BYTES:]
                 if self._stdout.closed:
                     raise ConnectionError("the examination was ended")
         kill(self._process)
-        raise ConnectionError(check.no_answer(limit_s))
+        raise TimeoutError(check.no_answer(limit_s))
 
     def _read(self, answer: str) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
@@ -103,21 +103,25 @@ class Visit:
             f"it answered {answer[:80]!r}, which nothing of ours says; look at what is at {self._way.python} there"
         )
 
-    def _why(self) -> str:
+    def _why(self, end: float) -> str:
         try:
-            _, errors = hear(self._process, 1.0)
+            _, errors = hear(self._process, min(1.0, max(GLANCE_S / 5, end - time.monotonic())))
             code = self._process.returncode
         except TimeoutError:
             code, errors = check.LOST, ""
         return check.ended(self.host, self._way, code, self._errors.decode(errors="replace") + errors)
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
         """What is there ends with its stdin."""
         for pipe in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+    def close(self, limit_s: float) -> None:
+        """Waits for the end, and makes it after the limit."""
+        self.hang_up()
         try:
-            self._process.wait(1.0)
+            self._process.wait(max(0.0, limit_s))
         except subprocess.TimeoutExpired:
             kill(self._process)
             self._process.wait()
