@@ -29,7 +29,7 @@ def sshd():
 def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(sshd, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"open({str(tmp_path / 'started')!r}, 'w')")
-    hosts = "one,stranger,changed,locked,shut,silent,nowhere"
+    hosts = "one,stranger,changed,locked,asking,either,shut,silent,nowhere"
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "run", "-H", hosts, "--ssh", sshd.ssh, str(script)],
@@ -46,6 +46,9 @@ def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(s
         "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
         "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
+        "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
+        r"since ssh is asked without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
+        "either": r"it accepts none of your keys \(.*\), and a password cannot be typed, .*; .*ssh-copy-id either",
         "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
         "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",

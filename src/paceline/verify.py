@@ -20,6 +20,7 @@ from pathlib import Path
 from paceline.launch import local, ssh
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.packages import needed
 from paceline.probe.witness import Comparison, compare
 
 LIMIT_S = 600.0
@@ -67,7 +68,7 @@ def over_ssh(
     nodes = parse(hosts)
     each = [row or "sequential" for row in rows(nodes, engine)]
     carried = ssh.carried(names)
-    meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address)
+    meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # nobody guesses that name, and the first host's own folder for such things need not be this one's
     folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
     try:

@@ -30,6 +30,7 @@ from paceline.launch.check import check
 from paceline.launch.far import Far
 from paceline.launch.hosts import Host, Way, parse
 from paceline.launch.lines import shown
+from paceline.launch.packages import needed
 from paceline.plan import Plan
 from paceline.probe.pairs import pair_table
 from paceline.probe.teams import forms_told, team_table
@@ -92,7 +93,7 @@ def plan(
         everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
         ssh.carried(env.replace(",", " ").split() if env else ())
         paths = [script] if script and script != "-m" else [data] if data else []
-        check(everyone, way, paths, address)
+        check(everyone, way, paths, address, needed(command))
         far = Far(way, env or "", address or "", everyone[0].name)
         made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
     else:

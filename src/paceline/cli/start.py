@@ -21,6 +21,7 @@ from paceline.launch.again import RETURNS
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import shown
+from paceline.launch.packages import needed
 from paceline.launch.send import send as deliver
 from paceline.link.identity import check as check_encryption
 from paceline.link.ticket import Ticket
@@ -145,9 +146,11 @@ def start_over_ssh(
         environment[detach.RUN] = os.environ[detach.RUN]
     if settings:
         data = Path(settings.data) if settings.data else None
-    home = Path()
+    home, needs = Path(), needed(command)
     if send:
-        check([dataclasses.replace(node, folder=".") for node in nodes], way)  # what is missing is told before
+        check(
+            [dataclasses.replace(node, folder=".") for node in nodes], way, needs=needs
+        )  # what is missing is told before
         nodes, home, command, data = along(nodes, way, command, data)
     if settings:
         given = dataclasses.replace(settings, data=str(data) if data else None)
@@ -155,7 +158,7 @@ def start_over_ssh(
     if out:
         environment["PACELINE_FOLDER"] = str(home / out)  # what is swept there is no place for it
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
-    meeting = check(nodes, way, paths, address)
+    meeting = check(nodes, way, paths, address, needs)
     if settings and out:
         settings.write(out)
     detach.begun()

@@ -13,22 +13,33 @@ from typing import Any
 from paceline.launch import facts
 from paceline.launch.calls import Calls, hear, kill
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
+from paceline.launch.packages import lacking
 
 LIMIT_S = 8.5
 LOST = 255  # how ssh ends when it could not do its part
 
 
-def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: str | None = None) -> tuple[str, int]:
+def check(
+    hosts: Sequence[Host],
+    way: Way,
+    paths: Sequence[str] = (),
+    address: str | None = None,
+    needs: Mapping[str, str] | None = None,
+) -> tuple[str, int]:
     """Where the nodes will meet: node 0's address, as ssh reached it or as given, and a port that is free there.
 
+    ``needs``: packages, and who needs each, as `packages.needed` gives them.
     Raises ValueError with a line for each fault of each host.
     """
-    mine = facts.tell(way.folder, list(paths))
+    mine, needs = facts.tell(way.folder, list(paths)), needs or {}
     with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
-        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), mine), hosts))
+        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), mine, list(needs)), hosts))
     told: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
-        said = [answer] if isinstance(answer, str) else faults(mine, answer, way.at(host))
+        if isinstance(answer, str):
+            said = [answer]
+        else:
+            said = faults(mine, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
         told += [f"{host.name}: {words}" for words in said]
     known = [answer for answer in answers if not isinstance(answer, str)]
     if not told and not address and (words := unreachable(known)):
@@ -38,10 +49,10 @@ def check(hosts: Sequence[Host], way: Way, paths: Sequence[str] = (), address: s
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
-def _ask(calls: Calls, host: Host, way: Way, mine: Mapping[str, Any]) -> dict[str, Any] | str:
+def _ask(calls: Calls, host: Host, way: Way, mine: Mapping[str, Any], packages: Sequence[str]) -> dict[str, Any] | str:
     """What the host says, or why it does not; ``mine``: what this one says."""
     source = Path(facts.__file__).read_text(encoding="utf-8")
-    tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a})))\n"
+    tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a}, {packages!a})))\n"
     words = program(f"{TOO_OLD}exec(compile({source + tell!a}, 'facts', 'exec'))\n".encode())
     command = way.command(host, "-c", READ)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import socket
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 PACKAGES = ("paceline", "torch")
 
 
-def tell(folder: str, paths: list[str]) -> dict[str, Any]:
-    """Is the folder there, what is at each path (a file's hash, "folder", None), versions, address, a free port.
+def tell(folder: str, paths: list[str], packages: list[str] | None = None) -> dict[str, Any]:
+    """Is the folder there, what is at each path (a file's hash, "folder", None), versions, which of the packages it
+    lacks, address, a free port.
 
     The address is the one that ssh reached this host by ("" outside ssh). A port found free now is nearly always free
     when the first node has started, and what takes it in between is told by that node.
@@ -37,4 +39,5 @@ def tell(folder: str, paths: list[str]) -> dict[str, Any]:
         port = probe.getsockname()[1]
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else ""
-    return {"folder": there, "paths": found, "versions": versions, "address": address, "port": port}
+    lacks = [name for name in packages or () if importlib.util.find_spec(name) is None]
+    return {"folder": there, "paths": found, "versions": versions, "lacks": lacks, "address": address, "port": port}
