@@ -102,6 +102,7 @@ def test_this_machine_alone():
         assert told["versions"]["torch"] == software["torch"]
         assert software["instructions"]
     assert 1 <= told["cores"] <= told["cores_of_machine"]
+    assert 0 < told["free_ports"] <= told["ports"][1] - told["ports"][0] + 1
     assert told["cards"]["lo"]["addresses"][0] == "127.0.0.1"
     (pair,) = said["pairs"]
     assert pair["from"] == pair["to"] == name
@@ -178,6 +179,19 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
     assert re.match(
         r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line
     )
+
+
+@needs_sshd
+def test_a_clock_that_is_off_is_told(sshd, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() - 7.5")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}:$PYTHONPATH\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = examine(parse("one"), Way(sshd.ssh, str(python)), show=quiet)
+    told = found.hosts["one"]
+    assert abs(told["skew_s"] + 7.5) <= told["skew_error_s"] + 0.01
+    (line,) = (str(finding) for finding in found.findings if "its clock" in finding.what)
+    assert re.match(r"one: its clock is -7\.\d s from this one, so records disagree; there: timedatectl set-ntp", line)
 
 
 @needs_sshd

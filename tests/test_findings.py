@@ -24,8 +24,22 @@ def healthy():
     mine = facts.tell(os.getcwd(), [])
     told = {**mine, **symptoms.tell(os.getcwd()), "skew_s": 0.0, "skew_error_s": 0.001}
     told |= {"shared_bytes": 8 * GIB, "disk_bytes": 99 * GIB, "free_memory_bytes": 9 * GIB, "open_files": 4096}
-    told |= {"gpus": 0, "infiniband": False, "ports": [32768, 60999], "own_name": {"name": "me", "address": "10.0.0.1"}}
-    told["software"] = {"torch": "2", "instructions": "AVX2", "mkl": "1", "onednn": "1", "gpus": [], "cuda": ""}
+    told |= {
+        "gpus": 0,
+        "infiniband": False,
+        "ports": [32768, 60999],
+        "free_ports": 28000,
+        "own_name": {"name": "me", "address": "10.0.0.1"},
+    }
+    told["software"] = {
+        "torch": "2",
+        "instructions": "AVX2",
+        "blas": "mkl",
+        "mkl": "1",
+        "onednn": "1",
+        "gpus": [],
+        "cuda": "",
+    }
     hosts = {}
     for i, name in enumerate(("one", "two"), 1):
         address = f"10.0.0.{i}"
@@ -55,7 +69,7 @@ def test_the_healthy_have_nothing(healthy):
         ({"writable": False}, SLOW, "cannot be written there"),
         ({"free_memory_bytes": GIB >> 1}, SLOW, "0.50 GiB of memory free"),
         ({"open_files": 256}, SLOW, "ulimit -n is 256"),
-        ({"ports": [50000, 50099]}, SLOW, "only 100 ports"),
+        ({"free_ports": 100}, SLOW, "only 100 ports"),
         ({"infiniband": True, "locked_bytes": 65536}, NOTED, "ulimit -l is 64 KiB, with InfiniBand"),
         ({"gpus": 2}, SLOW, r"2 NVIDIA GPUs, and torch there \(no CUDA\) sees none"),
         (

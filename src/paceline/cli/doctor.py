@@ -106,7 +106,8 @@ def _host(told: Any) -> str:
     parts.append(f"{_gib(told['free_memory_bytes'])} of {_gib(told['memory_bytes'])} free")
     parts += [f"/dev/shm {_gib(told['shared_bytes'])}"] if told["shared_bytes"] is not None else []
     parts += [f"disk {_gib(told['disk_bytes'])} free"] if told["disk_bytes"] is not None else []
-    parts += software.get("gpus", [])
+    parts += [f"{gpu['name']} ({_gib(gpu['memory_bytes'])})" for gpu in software.get("gpus", [])]
+    parts += [f"NVIDIA driver {told['driver']}"] if told["driver"] else []
     address = told.get("place", {}).get("address", "")
     for name, card in told["cards"].items():
         if address and address.partition("%")[0] in card["addresses"]:
@@ -114,6 +115,8 @@ def _host(told: Any) -> str:
             parts.append(f"{name} {address} (MTU {card['mtu']}{speed})")
     if told.get("skew_error_s") and told["address"]:
         parts.append(f"clock {told['skew_s'] * 1e3:+.1f} ms ± {told['skew_error_s'] * 1e3:.1f}")
+    low, high = told["ports"]
+    parts.append(f"{told['free_ports']} of the ports {low} to {high} free")
     limit = "no limit" if told["open_files"] < 0 else told["open_files"]
     locked = "no limit" if told["locked_bytes"] < 0 else f"{told['locked_bytes'] >> 10} KiB"
     return ", ".join([*parts, f"ulimit -n {limit}, -l {locked}"])

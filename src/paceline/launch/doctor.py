@@ -1,8 +1,8 @@
 """All hosts examined at once: what each says, who reaches whom, how fast; then `findings` says what is wrong.
 
 seconds   0 ................. 5.5 ................................................ 8.5
-          come: facts, clock      settle, reach 2, cross pair by pair, software
-          .............................................................. who comes late
+          come: facts, clock      settle, reach 2, software, cross pair by pair
+          ................................................... late software, who comes late
 
 Each phase ends when all have answered, at the latest then; what no time is left for is told as that.
 """
@@ -25,6 +25,7 @@ from paceline.launch.hosts import Host, Way
 from paceline.launch.visit import Visit
 
 COME_S, ALONE_S, OVER_S = 5.5, 7.0, 8.5  # from the beginning: the latest ends; see `come`
+CALM_S = 6.5  # likewise, until when nothing is measured beside torch's import
 REACH_S = 2.0
 BACK_S = 0.3  # in which a host's answer comes through, beyond the time that it is given
 LEAST_S = 0.6  # in which something can be found out
@@ -73,16 +74,19 @@ def examine(
             ward.settle(address, port)
             show("trying the ways between them")
             ward.reach()
+            show("importing torch on each")
+            ward.software(CALM_S)
             show("measuring the ways between them")
             ward.cross()
-            ward.software()
+            ward.software(OVER_S - BACK_S)
             ward.linger()
         finally:
             ward.close()
     found = diagnose(mine, ward.told, ward.pairs, way)
-    remedy = "ask fewer hosts at once, or without those that do not answer"
-    untried = [Finding(weight, "all", f"no time was left for {what}; {remedy}") for weight, what in ward.hurried]
-    found = sorted([*found, *untried], key=lambda finding: finding.weight)
+    for weight, what in ward.hurried:
+        words = f"no time was left for {what}; ask fewer hosts at once, or without those that do not answer"
+        found.append(Finding(weight, "all", words))
+    found.sort(key=lambda finding: finding.weight)
     return Examination(ward.told, ward.pairs, found, ward.took_s)
 
 
@@ -215,14 +219,16 @@ class _Ward:
                 for one, found in self._each("the speeds from", ask, here).items():
                     good[one, peers[one]].update(found)
 
-    def software(self) -> None:
-        patience_s = max(0.0, OVER_S - BACK_S - self.took_s)
+    def software(self, until_s: float) -> None:
+        """Of those that have not said it yet."""
+        names = [name for name in self._well if "late" in self.told[name].get("software", {"late": 0})]
+        patience_s = max(0.0, until_s - self.took_s)
 
         def ask(name: str) -> dict[str, Any]:
             found: dict[str, Any] = self._ask(name, "software", OVER_S, patience_s=patience_s)
             return found
 
-        for name, answer in self._each("the software of", ask, self._well).items():
+        for name, answer in self._each("the software of", ask, names).items():
             self.told[name]["software"] = answer
 
     def close(self) -> None:

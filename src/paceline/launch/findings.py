@@ -97,9 +97,9 @@ def _of_one(told: Told) -> Iterator[tuple[int, str]]:
         yield SLOW, "the working directory cannot be written there, so no record or checkpoint can; chown it"
     if told["free_memory_bytes"] < GIB:
         yield SLOW, f"{told['free_memory_bytes'] / GIB:.2f} GiB of memory free; end what uses it there"
-    low, high = told["ports"]
-    if high - low < 1000:
-        yield SLOW, f"only {high - low + 1} ports to give out; sysctl net.ipv4.ip_local_port_range='32768 60999' there"
+    if (free := told["free_ports"]) < 1000:
+        remedy = "end what holds them, or sysctl net.ipv4.ip_local_port_range='32768 60999' there"
+        yield SLOW, f"only {free} ports to give out; {remedy}"
     software = told.get("software", {})
     if told["gpus"] and "torch" in software and not software["gpus"]:
         build = f"CUDA {software['cuda']}" if software["cuda"] else "no CUDA"
@@ -201,6 +201,7 @@ def _differences(hosts: Mapping[str, Told]) -> Iterator[str]:
     software = {name: told["software"] for name, told in hosts.items() if "torch" in told.get("software", {})}
     bits = "sums differ in their last bits"
     yield from several("instruction sets", {n: s["instructions"] for n, s in software.items()}, bits)
+    yield from several("BLAS libraries", {n: s["blas"] for n, s in software.items()}, bits)
     yield from several("MKL versions", {n: s["mkl"] for n, s in software.items()}, bits)
     yield from several("oneDNN versions", {n: s["onednn"] for n, s in software.items()}, bits)
     pythons = {name: told["python"].rpartition(".")[0] for name, told in hosts.items()}

@@ -6,6 +6,7 @@ import fcntl
 import ipaddress
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -23,22 +24,30 @@ RESOLVE_S = 2.0
 SOFTWARE = r"""
 import sys
 sys.path = [folder for folder in sys.path if folder]
-import json, os, re, signal
+import ctypes, json, re, signal
 signal.alarm(30)
-os.nice(10)  # what is measured beside it goes first
 import torch, paceline
 shown = torch.__config__.show()
 def found(pattern):
     match = re.search(pattern, shown)
     return match[1] if match else ""
+def library():  # torch says no version of a BLAS that is not MKL; numpy's own is another
+    for path in {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line and "numpy" not in line}:
+        for name in ("openblas_get_config", "openblas_get_config64_", "scipy_openblas_get_config64_"):
+            ask = getattr(ctypes.CDLL(path), name, None)
+            if ask:
+                ask.restype = ctypes.c_char_p
+                return " ".join(ask().decode().split()[:2])
+    return found(r"BLAS_INFO=(\w+)")
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({
     "torch": torch.__version__,
-    "blas": found(r"BLAS_INFO=(\w+)"),
+    "blas": library(),
     "mkl": found(r"Math Kernel Library Version ([\w.]+)"),
     "onednn": found(r"MKL-DNN v([\w.]+)"),
     "instructions": torch.backends.cpu.get_cpu_capability(),
     "cuda": torch.version.cuda or "",
-    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "gpus": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
 }))
 """
 
@@ -46,7 +55,7 @@ print(json.dumps({
 def tell(folder: str) -> dict[str, Any]:
     """Processor, memory, disk, limits, interfaces, and what its own name leads to. *Units*: bytes; -1 is no limit."""
     machine = survey()
-    low, high = _read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999")
+    low, high = map(int, _read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -63,7 +72,9 @@ def tell(folder: str) -> dict[str, Any]:
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "infiniband": Path("/sys/class/infiniband").is_dir(),
-        "ports": [int(low), int(high)],
+        "driver": driver(_read("/proc/driver/nvidia/version")),
+        "ports": [low, high],
+        "free_ports": high - low + 1 - len({port for port in _ports() if low <= port <= high}),
         "cards": cards(),
         "own_name": resolve(socket.gethostname()),
     }
@@ -87,6 +98,12 @@ def cards() -> dict[str, dict[str, Any]]:
         if name in found:
             found[name]["addresses"].append(str(ipaddress.IPv6Address(int(digits, 16))))
     return found
+
+
+def driver(words: str) -> str:
+    """Which version NVIDIA's kernel module says that it is; "" where there is none."""
+    match = re.search(r"Kernel Module.*?  ([\d.]+)", words)
+    return match[1] if match else ""
 
 
 def resolve(name: str) -> dict[str, Any]:
@@ -135,6 +152,13 @@ def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
             return {"meeting": address, "address": way.getsockname()[0]}
     except OSError as error:
         return {"error": f"no way leads from there to {address} ({error.strerror}); check its network, or --address"}
+
+
+def _ports() -> list[int]:
+    """Of this machine's, those of TCP that something uses."""
+    lines = (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()
+    ends = (line.split()[1] for line in lines if ":" in line)  # local addresses, as 0100007F:1F90
+    return [int(end.rpartition(":")[2], 16) for end in ends]
 
 
 def _ipv4(name: str) -> list[str]:
