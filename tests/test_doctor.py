@@ -182,6 +182,21 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
 
 
 @needs_sshd
+def test_the_others_go_on_without_a_host_that_comes_late_and_it_is_told(sshd, tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.launch.doctor.COME_S", 3.0)
+    client = tmp_path / "client"
+    client.write_text(f'#!/bin/sh\ncase "$*" in *" slow "*) sleep 4;; esac\nexec {sshd.ssh} "$@"\n')
+    client.chmod(0o755)
+    found = examine(parse("one,two,slow"), Way(str(client)), show=quiet)
+    assert found.took_s < LIMIT_S
+    assert any("the ways to and from slow, which came late; ask" in line for line in in_the_way(found))
+    assert not any("slow" in (pair["from"], pair["to"]) for pair in found.pairs)
+    if not is_busy():
+        assert found.hosts["slow"]["cores"] == found.hosts["one"]["cores"]
+        assert {(pair["from"], pair["to"]) for pair in found.pairs} == {("one", "two"), ("two", "one")}
+
+
+@needs_sshd
 def test_a_clock_that_is_off_is_told(sshd, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\nright = time.time\ntime.time = lambda: right() - 7.5")
     python = tmp_path / "python"
