@@ -133,6 +133,10 @@ class Pace:
         if self.leader and (stale := shelf.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
+        if self.leader and world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded":
+            text = f"the wire adds in {codec.wire}: among {world.num_nodes} nodes each sum is rounded once more per node"
+            print(f"paceline: {text}", file=sys.stderr)
+            self.record.write("hint", text=text)
         self._follows = job.shares == "measured" and not seat.virtual and not self.watched
         together = (world.num_nodes > 1 or world.late) and exchange.consensus == "step" and not self.watched
         # with the same words from everyone, one process says them

@@ -18,7 +18,8 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Codec(contract.Codec):
-    """Sums on the wire are made in the 16-bit type: N - 1 roundings more for N ranks."""
+    """Two ranks add in the gradient's own type; among more, sums on the wire are made in 16 bits: N - 1 roundings more
+    for N ranks, which training says when it begins."""
 
     fidelity = "rounded"
 
