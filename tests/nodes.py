@@ -21,6 +21,7 @@ from paceline.loop import Loop
 from paceline.report.record import Record
 
 IN, HIDDEN, OUT = 96, 128, 3  # 96 x 128 in float64 is large enough to travel as factors
+WIDE = 256
 
 
 class Plain(nn.Module):
@@ -36,6 +37,14 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.second(F.relu(self.first(x)))))
+
+
+class Wide(Plain):
+    """Large enough in float32, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(IN, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, OUT)
 
 
 class Conv(nn.Module):

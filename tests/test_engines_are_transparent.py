@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
+from nodes import MODELS, OPTIMIZERS, Wide, build, gap, reference, rows
 from paceline.engine.shares import ELEMENTWISE
 from paceline.find import parse
 
@@ -25,7 +25,9 @@ START = (
 CASES = [f"{kind},{optimizer},0,allreduce,none" for kind in MODELS for optimizer in ("momentum", "adamw")]
 CASES += [f"plain,{optimizer},0.05,allreduce,none" for optimizer in OPTIMIZERS]
 CASES += ["sometimes,momentum,0.05,allreduce,none", "tied,adam,0.05,allreduce,none"]
+CASES += [MICRO := "plain,momentum,0.05,allreduce,none,3"]
 
+ROUNDED = "wide,sgd,0,allreduce,none,bf16"
 REFUSED = "plain,momentum,0.05,allreduce!,none"
 
 
@@ -45,7 +47,7 @@ def launch(engine, num_nodes, folder, *cases):
 @pytest.fixture(scope="module", params=[("processes:2", 1), ("processes:3", 1), ("sequential", 2), ("processes:2", 2)])
 def trained(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
-    extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED]
+    extra = ["plain,sgd,0,periodic:1,none", "plain,momentum,0,allreduce,feedback/topk:keep=1.0", REFUSED, ROUNDED]
     launch(*request.param, folder, *CASES, *extra)
     return folder
 
@@ -64,8 +66,28 @@ def test_processes_and_nodes_equal_one_process(trained, case):
     assert said["right"] == right / (21 * 5)
 
 
-def test_factors_are_used_between_processes(trained):
-    assert json.loads((trained / f"{CASES[0]}.json").read_text())["forms"].count("factors") == 2
+class Rounded(Wide):
+    forward = torch.autocast("cpu", torch.bfloat16)(Wide.forward)  # a context for each call, which forgets old weights
+
+
+def in_float32(output, target):
+    return torch.nn.functional.cross_entropy(output.float(), target)
+
+
+@pytest.mark.parametrize("case", [CASES[0], MICRO, ROUNDED])
+def test_factors_are_used_between_processes(trained, case):
+    assert json.loads((trained / f"{case}.json").read_text())["forms"].count("factors") == 2
+
+
+def test_rounded_to_bf16_they_are_near_autocast(trained):
+    """Within 0.5 %: everyone's rows are rounded as before, but their factors are multiplied in float32."""
+    batches = [rows(21, seed, torch.float32) for seed in range(5)]
+    want, losses = reference(build(Rounded, torch.float32), batches, OPTIMIZERS["sgd"], loss=in_float32)
+    exact, _ = reference(build(Wide, torch.float32), batches, OPTIMIZERS["sgd"])
+    got = load_file(trained / f"{ROUNDED}.safetensors")
+    assert json.loads((trained / f"{ROUNDED}.json").read_text())["losses"] == pytest.approx(losses, rel=5e-3)
+    assert gap(got, want) < 5e-3
+    assert gap(got, exact) > 1e-5, "nothing was rounded"
 
 
 def test_weights_averaged_every_step_are_all_reduce(trained):

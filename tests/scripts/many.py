@@ -1,6 +1,7 @@
 """Trains several cases one after the other, joining anew for each: many.py FOLDER CASE...
 
-A case is MODEL,OPTIMIZER,CLIP,EXCHANGE,CODEC; with "!" after the exchange the last process refuses two steps.
+A case is MODEL,OPTIMIZER,CLIP,EXCHANGE,CODEC[,MORE]; with "!" after the exchange the last process refuses two steps.
+MORE is a number of micro-batches, or "bf16", which computes in float32 and rounds.
 """
 
 import json
@@ -12,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from nodes import MODELS, OPTIMIZERS, build, rows
+from nodes import MODELS, OPTIMIZERS, Wide, build, rows
 from paceline.contract import Verdict
 
 STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
 
 
-def data():
-    parts = [rows(BATCH, seed) for seed in range(STEPS)]
+def data(dtype):
+    parts = [rows(BATCH, seed, dtype) for seed in range(STEPS)]
     return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
 
 
@@ -44,8 +45,9 @@ def refuse(pace, steps):
 
 def main(folder, *cases):
     for case in cases:
-        kind, optimizer, clip, exchange, codec = case.split(",")
-        model = build(MODELS[kind])
+        kind, optimizer, clip, exchange, codec, *more = case.split(",")
+        dtype = torch.float32 if more == ["bf16"] else torch.float64
+        model, samples = build(MODELS.get(kind, Wide), dtype), data(dtype)
         stepper = OPTIMIZERS[optimizer](model.parameters())
         with paceline.join(
             model,
@@ -55,10 +57,11 @@ def main(folder, *cases):
             clip=float(clip) or None,
             exchange=exchange.rstrip("!"),
             codec=codec,
+            **({"precision": "bf16"} if more == ["bf16"] else {"accumulate": int(*more)} if more else {}),
         ) as pace:
             redone = refuse(pace, (1, 3)) if exchange.endswith("!") else []
-            losses = [pace.step(batch) for batch in pace.batches(data(), shuffle=False)]
-            right = pace.evaluate(data(), lambda output, target: (output.argmax(1) == target).sum())
+            losses = [pace.step(batch) for batch in pace.batches(samples, shuffle=False)]
+            right = pace.evaluate(samples, lambda output, target: (output.argmax(1) == target).sum())
             pace.export(Path(folder) / f"{case}.safetensors")
             if pace.leader:
                 said = {"losses": losses, "right": right, "forms": list(pace.exchange.forms()), "redone": redone}
