@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import ranks
 from launching import launch
-from nodes import OPTIMIZERS, Plain, build, gap, reference
+from nodes import OPTIMIZERS, Plain, Rank, build, gap, reference, rows
 from paceline.data import order
+from paceline.find import find
+from paceline.launch.local import free_port
 from paceline.report.record import read
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
@@ -77,3 +80,25 @@ def test_a_node_without_rows_agrees_on_a_loss_of_parts_that_it_has_never_seen(ra
     for each in said(ran[engine], "empty"):
         assert each["losses"] == pytest.approx(losses, rel=1e-10)
     assert set(said(ran[engine], "empty")[0]["terms"]) == {"entropy", "size"}
+
+
+@pytest.mark.parametrize("kind", ["torch", "tls"])
+def test_five_ranks_of_unlike_shares_train_as_one(kind, monkeypatch):
+    """The first has no rows, the last two fifths of them. Ranks are threads here, on sockets of their own."""
+    monkeypatch.setenv("PACELINE_SECRET", "of this test")
+    port, batches = free_port(), [rows(BATCH, seed) for seed in range(5)]
+
+    def work(seat):
+        link = find("link", kind, seat.rank, seat.size, "127.0.0.1", port)
+        rank = Rank(link, build(), shares=(0.0, 1.0, 2.0, 3.0, 4.0))
+        losses = rank.train(batches)
+        link.close()
+        return losses, rank.state()
+
+    (losses, first), *others = ranks.run(5, work)
+    for said, weights in others:
+        assert said == losses
+        assert all(torch.equal(weights[name], first[name]) for name in first)
+    want, expected = reference(build(), batches)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert gap(first, want) < 1e-12
