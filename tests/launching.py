@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from nodes import build, gap, reference, rows
 
 HERE = Path(__file__).parent
 START = (
     "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[3:], sys.argv[1], int(sys.argv[2])))"
 )
+
+
+JOINED = str(HERE / "scripts" / "joined.py")
 
 
 def command(script: str, *arguments: Any, engine: str, num_nodes: int = 1, strict: bool = False) -> list[str]:
@@ -62,3 +72,30 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
         process.wait()
     assert process.returncode == code, output + errors
     return output, errors
+
+
+def of_four(folder: Path) -> list[dict[str, Tensor]]:
+    """What joined.py left there, by rank, on two nodes of two processes each."""
+    return [torch.load(folder / f"{seat}.pt", weights_only=True) for seat in ("0", "0.1", "1", "1.1")]
+
+
+@cache
+def four_here() -> dict[str, Tensor]:
+    """The weights to which the launcher of this machine trains joined.py so: those of one process, but for rounding."""
+    with tempfile.TemporaryDirectory(prefix="paceline-test-four-") as folder:
+        launch(JOINED, folder, engine="processes:2", num_nodes=2)
+        first, *others = of_four(Path(folder))
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    model = build(dtype=torch.float32)
+    parts = [rows(6, rank, torch.float32) for rank in range(4)]
+    whole = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    one, _ = reference(model, [whole] * 12, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    assert gap(first, one) < 1e-5
+    assert gap(model.state_dict(), one) > 1e-2, "nothing was learned, so nothing is tested"
+    return first
+
+
+def assert_as_four_here(folder: Path) -> None:
+    """All four of another launcher's processes have the bits of those that were started here."""
+    for weights in of_four(folder):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in four_here().items())

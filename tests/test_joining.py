@@ -44,7 +44,7 @@ def two(folder, *arguments, port=None, secrets=("", ""), **more):
             process.communicate()
 
 
-def end_well(processes, limit_s=60.0):
+def end_well(processes, limit_s=100.0):
     errors = [process.communicate(timeout=limit_s)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), errors
     return errors
@@ -138,15 +138,16 @@ def test_a_script_that_has_a_default_group_joins_too(tmp_path, quiet):
     assert results(tmp_path)[0] == quiet[0]
 
 
-def test_torchrun_starts_it_with_its_agents_store_on_the_port(tmp_path, quiet):
-    (tmp_path / "enough").touch()
-    port = free_port()
-    words = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+def torchrun(script, folder, processes, **more):
+    """Two nodes of so many processes each, until their end."""
+    port = str(free_port())
+    words = ["--nnodes", "2", "--nproc-per-node", str(processes), "--master-addr", "127.0.0.1", "--master-port", port]
     start = [sys.executable, "-m", "torch.distributed.run", *words]
     agents = [
         subprocess.Popen(
-            [*start, "--node-rank", str(node), SCRIPT, str(tmp_path)],
-            env=launching.environment(),
+            [*start, "--node-rank", str(node), script, str(folder)],
+            env=launching.environment(**more),
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -158,7 +159,17 @@ def test_torchrun_starts_it_with_its_agents_store_on_the_port(tmp_path, quiet):
         for agent in agents:
             agent.terminate()
             agent.communicate()
+
+
+def test_torchrun_starts_it_with_its_agents_store_on_the_port(tmp_path, quiet):
+    (tmp_path / "enough").touch()
+    torchrun(SCRIPT, tmp_path, 1)
     assert results(tmp_path) == (quiet[0], "-")
+
+
+def test_torchrun_with_two_processes_per_node_trains_to_the_bits_of_such_nodes_here(tmp_path):
+    torchrun(launching.JOINED, tmp_path, 2)
+    launching.assert_as_four_here(tmp_path)
 
 
 def said_in_a_cluster(cluster, folder, environments):

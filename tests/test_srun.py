@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import slurm
-from launching import HERE, environment, launch
+from launching import HERE, assert_as_four_here, environment, launch
 
 pytestmark = pytest.mark.skipif(bool(slurm.unavailable()), reason=slurm.unavailable() or "Slurm is here")
 JOINED = HERE / "scripts" / "joined.py"
@@ -37,6 +37,12 @@ def test_two_nodes_of_srun_train_to_the_bits_of_two_nodes_here(cluster, tmp_path
     for name in ("0.pt", "1.pt"):
         far, near = (torch.load(tmp_path / where / name, weights_only=True) for where in ("far", "near"))
         assert all(torch.equal(far[key], near[key]) for key in near)
+
+
+def test_two_tasks_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(cluster, tmp_path):
+    said = srun(cluster, "-N2", "--ntasks-per-node=2", "--overcommit", sys.executable, JOINED, tmp_path)
+    assert said == [f"process {rank} of 2 of node {node} of 2 is done" for rank in range(2) for node in range(2)]
+    assert_as_four_here(tmp_path)
 
 
 def test_tasks_that_are_dealt_unevenly_know_their_places(cluster):
