@@ -114,13 +114,24 @@ def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
 
 
 @needs_cluster
-@pytest.mark.parametrize("how", ["SIGKILL of rank 1", "SIGKILL of rank 0", "cable of rank 1", "cable of rank 0"])
-def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "link"),
+    [
+        ("SIGKILL of rank 1", "torch"),
+        ("SIGKILL of rank 0", "torch"),
+        ("cable of rank 1", "torch"),
+        ("cable of rank 0", "torch"),
+        ("cable of rank 1", "tls"),
+        ("cable of rank 0", "tls"),
+    ],
+)
+def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how, link, tmp_path):
     victim = int(how[-1])
     with Cluster(3) as cluster:
         command = [sys.executable, ENDLESS, str(tmp_path)]
-        more = {"environment": {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential"}}
-        nodes = [cluster.start(n, command, stderr=subprocess.PIPE, text=True, **more) for n in range(3)]
+        said = {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential"}
+        said |= {"PACELINE_LINK": link, "PACELINE_SECRET": "of this test"}
+        nodes = [cluster.start(n, command, said, stderr=subprocess.PIPE, text=True) for n in range(3)]
         pids = wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
         start = time.monotonic()
         if how.startswith("cable"):
