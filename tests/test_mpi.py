@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from functools import partial
 
 import pytest
 import torch
+from cluster import Cluster
 from safetensors.torch import load_file
 from torch import nn
 
 import mpirun
-from launching import environment
+from launching import JOINED, assert_as_four_here, environment
+from machines import needs_cluster
 from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
 from paceline import session
 from paceline.link import library, mpi
@@ -31,7 +34,7 @@ run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=
 @needs_mpi
 @pytest.mark.parametrize(("size", "way"), [(2, "shared memory"), (3, "sockets")])
 def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, tmp_path):
-    cases = ["plain,none", "sometimes,none", "plain,half"]
+    cases = ["plain,none,equal", "sometimes,none,equal", "plain,half,equal", "plain,none,unlike"]
     script = mpirun.SCRIPTS / "trained_by_mpi.py"
     done = run(mpirun.command(size, "-W", "error", WRAP, script, tmp_path, *cases, way=way), env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,11 +43,24 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
         everyone = [load_file(tmp_path / f"{case}.{rank}.safetensors") for rank in range(size)]
         for weights in everyone[1:]:
             assert all(torch.equal(weights[name], everyone[0][name]) for name in weights)
-        name, codec = case.split(",")
+        name, codec, _ = case.split(",")
         model = build(MODELS[name])
         wanted, _ = reference(model, [rows(21, seed) for seed in range(5)], OPTIMIZERS["momentum"])
         assert gap(everyone[0], wanted) < (1e-12 if codec == "none" else 1e-2), case
         assert gap(model.state_dict(), wanted) > 1e-2, "nothing was learned, so nothing is tested"
+
+
+@needs_mpi
+@needs_cluster
+def test_two_processes_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(tmp_path):
+    with Cluster(2) as cluster:
+        command = mpirun.over(cluster, tmp_path, 2, JOINED, tmp_path)
+        started = cluster.start(0, command, environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        said, errors = started.communicate(timeout=100)
+    assert started.returncode == 0, said + errors
+    places = [f"process {rank} of 2 of node {node} of 2 is done" for rank in range(2) for node in range(2)]
+    assert sorted(said.splitlines()) == places
+    assert_as_four_here(tmp_path)
 
 
 def endless(folder, size, way="shared memory", options=()):
@@ -74,6 +90,29 @@ def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_
         assert line.startswith(f"paceline: rank {rank} of 3 on node{rank} at step "), errors
         assert f"lost rank {victim} on node{victim} during " in line
     assert "Traceback" not in errors
+
+
+@needs_mpi
+@needs_cluster
+@pytest.mark.parametrize("options", [(), ("--with-ft", "ulfm")], ids=["plain", "ulfm"])
+def test_a_pulled_cable_ends_every_survivor_within_ten_seconds_by_one_line_that_names_who_is_lost(options, tmp_path):
+    """mpirun is on node 0. It waits for the node that it does not reach, so it is not waited for."""
+    log = tmp_path / "said"
+    with Cluster(3) as cluster, log.open("w") as said:
+        command = mpirun.over(cluster, tmp_path, 1, mpirun.SCRIPTS / "endless.py", tmp_path, options=options)
+        wanted = environment(PACELINE_ENGINE="sequential", PACELINE_LINK="mpi")
+        started = cluster.start(0, command, wanted, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        try:
+            pids = wait_for([tmp_path / f"{node}.0" for node in range(3)], started)
+            cluster.pull_cable(2)
+            wait_until_gone(pids[:2])
+        finally:
+            mpirun.end(cluster)
+    lines = sorted(line for line in log.read_text().splitlines() if "paceline: " in line)
+    assert len(lines) == 2, log.read_text()
+    for rank, line in enumerate(lines):
+        want = rf"paceline: rank {rank} of 3 on node{rank} at step \d+: lost rank 2 on node2 during .*waited"
+        assert re.match(want, line), lines
 
 
 @needs_mpi

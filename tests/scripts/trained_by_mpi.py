@@ -1,5 +1,9 @@
-"""Trains over MPI, joining anew for each case; all ranks keep their weights: trained_by_mpi.py FOLDER MODEL,CODEC..."""
+"""Trains over MPI, joining anew for each case; all ranks keep their weights: trained_by_mpi.py FOLDER CASE...
 
+A case is MODEL,CODEC,SHARES. These are equal, or unlike: rank r has r parts of a batch, and rank 0 no row at all.
+"""
+
+import os
 import sys
 from pathlib import Path
 
@@ -17,10 +21,11 @@ folder, *cases = sys.argv[1:]
 parts = [rows(BATCH, seed) for seed in range(STEPS)]
 data = TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
 for case in cases:
-    name, codec = case.split(",")
+    name, codec, shares = case.split(",")
     model = build(MODELS[name])
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    with paceline.join(model, optimizer, F.cross_entropy, batch_size=BATCH, codec=codec) as pace:
+    dealt = range(int(os.environ["WORLD_SIZE"])) if shares == "unlike" else shares
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=BATCH, codec=codec, shares=dealt) as pace:
         assert isinstance(pace.link, mpi.Link)
         for batch in pace.batches(data, shuffle=False):
             pace.step(batch)
