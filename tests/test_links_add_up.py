@@ -336,11 +336,11 @@ def try_all(whole):
 # How a link's ranks are made, and how many; any other link is made like a network's.
 WORLDS = {
     "memory": (in_threads, (1, 2, 3, 4, 5)),
-    "mpi": (under_mpirun, (3, 5)),
-    "tls": (over_loopback, (2, 3)),
+    "mpi": (under_mpirun, (1, 2, 3, 4, 5)),
+    "tls": (over_loopback, (1, 2, 3, 4, 5)),
     "nccl": (in_processes, (3,)),
 }
-NETWORK = (in_processes, (1, 2, 3, 5))
+NETWORK = (in_processes, (1, 2, 3, 4, 5))
 
 
 @pytest.fixture(scope="module")
