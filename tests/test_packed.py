@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
-from paceline.contract import DENSE, FACTORS, Ballot, Cost, Spec
+from paceline.contract import DENSE, FACTORS, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.choice import Choice
 from paceline.exchange.wire import SPAN
@@ -202,3 +202,26 @@ def test_the_option_is_checked():
     with pytest.raises(ValueError, match="packed is one of measured, always, never, got 'sometimes'"):
         parse("exchange", "allreduce:packed=sometimes")
     assert HIDDEN * HIDDEN * 4 > 1 << 14, "the layers of these tests are large enough to be packed"
+
+
+@pytest.mark.parametrize("packed", ["never", "always"])
+@pytest.mark.parametrize("codec", ["half", "half:fp16", "feedback/half"])
+def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
+    """One and a small part of it are numbers of 16 bits; their sum is none."""
+    specs = [Spec(i, (f"w{i}",), ((count,),)) for i, count in enumerate((40_000, 7))]
+
+    def work(link):
+        exchange = Exchange(packed=packed)
+        exchange.open(specs, link, parse("codec", codec))
+        exchange.before([])
+        for spec in specs:
+            exchange.offer(Piece(spec, flat=torch.full((spec.numel,), (1.0, 2.0**-14)[link.rank])))
+        said = {"used": b"\1\1", "dense": b"\0\0", "rows": (0, 0), "weight": 0.5, "expected": 1.0}
+        agreement = exchange.agree(Ballot(**said))
+        assert agreement.verdict is Verdict.APPLY
+        return [piece.flat for piece in agreement.pieces]
+
+    for found in ranks.run(2, work):
+        for flat in found:
+            assert flat.dtype == torch.float32
+            assert torch.equal(flat, torch.full_like(flat, 1 + 2.0**-14))

@@ -134,7 +134,7 @@ class Pace:
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
         if self.leader and world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded":
-            text = f"the wire adds in {codec.wire}: among {world.num_nodes} nodes each sum is rounded once more per node"
+            text = f"the wire adds in {codec.wire}: among {world.num_nodes} nodes a sum is rounded once more by each"
             print(f"paceline: {text}", file=sys.stderr)
             self.record.write("hint", text=text)
         self._follows = job.shares == "measured" and not seat.virtual and not self.watched
