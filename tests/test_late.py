@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import stat
 import sys
@@ -19,7 +20,7 @@ from paceline.contract import Guest, LinkError
 from paceline.launch import again, local
 from paceline.link import bulk, tls
 from paceline.link import torch as plain
-from paceline.link.bulk import Hatch, reach
+from paceline.link.bulk import MAX_STRANGERS, Hatch, reach
 from paceline.link.late import Late
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import Hiding
@@ -92,6 +93,10 @@ def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert Ticket.read(path) == ticket
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+    trap = path.with_name(f"{path.name}.{os.getpid()}.part")
+    trap.symlink_to(tmp_path / "elsewhere")
+    ticket.write(path)
+    assert not (tmp_path / "elsewhere").exists()
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no ticket of a run"):
         Ticket.read(path)
@@ -323,6 +328,20 @@ def test_a_stranger_at_the_hatch_is_given_nothing():
         hatch.close()
 
 
+def test_strangers_who_say_nothing_keep_nobody_out():
+    hatch, silent = Hatch("127.0.0.1", SECRET), []
+    try:
+        for _ in range(2 * MAX_STRANGERS):
+            silent.append(socket.create_connection((hatch.address, hatch.port), timeout=5.0))
+        with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")):
+            until(lambda: "2-name" in hatch.here)
+        assert len(hatch._strangers) <= MAX_STRANGERS
+    finally:
+        for line in silent:
+            line.close()
+        hatch.close()
+
+
 NODE = """
 import json, os, pathlib, sys, time
 node, folder = os.environ["GROUP_RANK"], pathlib.Path(sys.argv[1])
@@ -363,6 +382,12 @@ def test_a_node_whose_others_are_elsewhere_comes_back_as_often_and_then_says_how
     (tmp_path / "lives-1").unlink()
     assert start(tmp_path, monkeypatch, 9, node=1) == 7
     assert (tmp_path / "lives-1").read_text() == "4"
+
+
+def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(again, "PEACE_S", 0.0)
+    assert start(tmp_path, monkeypatch, 5) == 0
+    assert (tmp_path / "lives-1").read_text() == "6"
 
 
 def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):

@@ -38,24 +38,28 @@ class Again:
         self.ticket, self.returns, self.begin = ticket, returns, begin
         self._num_begun: dict[int, int] = {}
         self._begun_s: dict[int, float] = {}
-        self._due: dict[int, float] = {}
+        self._ended_s: dict[int, float] = {}
 
     def hopes(self, node: int) -> bool:
         """Whether a node that failed may still come back."""
-        return self.ticket.exists() and self._num_begun.get(node, 0) < self.returns
+        return self.ticket.exists() and self._count(node) < self.returns
+
+    def _count(self, node: int) -> int:
+        """How often a node that failed has come back since it last lived in peace."""
+        ended_s = self._ended_s.setdefault(node, time.monotonic())
+        lived_s = ended_s - self._begun_s.get(node, ended_s)
+        return self._num_begun.get(node, 0) if lived_s <= PEACE_S else 0
 
     def look(self, children: list[Child]) -> list[int]:
         """The nodes that have been started again: those that failed, when their pause was over."""
-        now, begun = time.monotonic(), []
+        begun = []
         for node in dict.fromkeys(child.node for child in children if child.code):
-            if node not in self._due and now - self._begun_s.get(node, now) > PEACE_S:
-                self._num_begun[node] = 0
             if not self.hopes(node):
                 continue
-            count = self._num_begun.get(node, 0)
-            if now < self._due.setdefault(node, now + PAUSE_S * 2**count):
+            count, now = self._count(node), time.monotonic()
+            if now < self._ended_s[node] + PAUSE_S * 2**count:
                 continue
-            del self._due[node]
+            del self._ended_s[node]
             self._num_begun[node], self._begun_s[node] = count + 1, now
             for child in [child for child in children if child.node == node]:
                 child.end()

@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable
 
 from paceline.contract import LinkError
+from paceline.link.forked import alone
 from paceline.link.meeting import LATE, knock
 from paceline.link.proof import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, Veil, exactly, prove, same
 
@@ -114,16 +115,18 @@ class Bulk:
 class Hatch:
     """Listens on one address. ``here``: the lines of those who have proved the secret, by their names.
 
-    *Laws*: a stranger has HANDSHAKE_S and a few bytes, and there are never more than MAX_STRANGERS of them.
+    *Laws*: a stranger has HANDSHAKE_S for each of a few bytes, and there are never more than MAX_STRANGERS of them: the
+    oldest goes.
     """
 
     def __init__(self, address: str, secret: bytes):
         self._secret, self._closed = secret, False
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._server = socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS)
+        self._server = alone(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
         self.address, self.port = self._server.getsockname()[:2]
         self.here: dict[str, Bulk] = {}
-        self._room = threading.Semaphore(MAX_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
         threading.Thread(target=self._run, name="paceline hatch", daemon=True).start()
 
     def _run(self) -> None:
@@ -133,10 +136,14 @@ class Hatch:
             except OSError:  # it was closed; or too many files are open, which passes
                 time.sleep(PAUSE_S)
             else:
-                if self._room.acquire(blocking=False):
-                    threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
-                else:
-                    line.close()
+                with self._lock:
+                    if len(self._strangers) >= MAX_STRANGERS:
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        with contextlib.suppress(OSError):
+                            oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                    self._strangers[alone(line)] = None
+                threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
 
     def _admit(self, line: socket.socket) -> None:
         try:
@@ -146,7 +153,8 @@ class Hatch:
         else:
             self.here[name] = bulk
         finally:
-            self._room.release()
+            with self._lock:
+                self._strangers.pop(line, None)
 
     def _hear(self, line: socket.socket) -> tuple[str, Bulk]:
         line.settimeout(HANDSHAKE_S)

@@ -30,7 +30,8 @@ class Ticket:
         """Whole, or not at all. Nodes of one machine may write the same at once."""
         aside = path.with_name(f"{path.name}.{os.getpid()}.part")
         with contextlib.suppress(OSError):  # the members go on; who comes late finds an older one
-            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            aside.unlink(missing_ok=True)
+            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # no link that lies there is followed
             with open(handle, "w", encoding="utf-8") as file:
                 json.dump(asdict(self), file)
             aside.replace(path)
