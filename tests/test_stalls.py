@@ -72,6 +72,18 @@ def doctor(run, *more):
     return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_every_node_that_waits_tells_it_within_fifteen_seconds(start, who):
+    """Also where rank 0 hangs, through whom all others hear of each other."""
+    run = start(who, 30, names=["0.0", "1.0", "2.0"], num_nodes=3, DEADLINES="real")
+    run.until((run.folder / "asleep").exists, "not asleep")
+    begin = time.monotonic()
+    waiting = [rank for rank in range(3) if rank != who]
+    line = r"paceline: rank {} of 3 on \S+ at step 30 has waited \d+ s .*; not there: rank {} on \S+, at step 30"
+    run.until(lambda: all(re.search(line.format(rank, who), run.said) for rank in waiting), "not told", 15.0)
+    run.until(lambda: run.said.count("in asleep") >= len(waiting), "no stacks", 15.0 - (time.monotonic() - begin))
+
+
 def test_a_hang_is_told_with_its_stack_and_a_stopped_process_is_named_as_stalled(start):
     run = start(1, 30, names=["0.0", "1.0"], num_nodes=2, PACELINE_RUN="0117-hang")
     run.until(lambda: "stands here" in run.said and "in asleep" in run.said, "not told")
