@@ -51,10 +51,11 @@ def compare(
     for i, (name, fact) in enumerate(given.items()):
         words = [bytes(part[32 * i : 32 * (i + 1)].tolist()) for part in everyone]
         if len(set(words)) > 1:
-            others = [rank for rank in range(link.size) if words[rank] != words[link.rank]]
+            who = [f"rank {rank} on {host}" for rank, host in enumerate(link.hosts)]
+            others = ", ".join(who[rank] for rank in range(link.size) if words[rank] != words[link.rank])
             raise ValueError(
-                f"join: the nodes were given different {name}: rank {link.rank} has {str(fact)[:200]}, ranks {others} "
-                f"have another; start every node with the same script, arguments, data and versions"
+                f"join: the nodes were given different {name}: {who[link.rank]} has {str(fact)[:200]}, other "
+                f"than {others}; start every node with the same script, arguments, data and versions"
             )
 
 
