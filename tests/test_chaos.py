@@ -306,6 +306,7 @@ def test_a_table_has_a_line_for_each_class():
         "| SIGKILL of a node | 2 | 0.50 | 20.00 | 1, 1 | 1 | 1 | 0 |",
         "| SIGKILL of all nodes | 1 | 9.00 | 9.00 | 12, 12 | 0 | 0 | 0 |",
         "| all that a run outlives | 2 | 0.50 | 20.00 | 1, 1 | 1 | 1 | 0 |",
+        "| all | 3 | 9.00 | 20.00 | 1, 12 | 1 | 1 | 0 |",
     ]
 
 
