@@ -153,7 +153,7 @@ def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
     assert first.told["over"]
 
 
-def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team):
+def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, monkeypatch):
     members, ticket = team(2)
     stranger = Ticket("another", "1:2", Ticket.read(ticket).members)
     other = ticket.with_name("other.json")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
 from paceline.contract import LinkError
+from paceline.link import witness as witness_
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.witness import Witness
@@ -63,6 +67,29 @@ def test_a_process_that_stands_still_has_not_ended(host):
     os.kill(host.pid, signal.SIGSTOP)
     assert not witness.ended("other", 0.5)
     os.kill(host.pid, signal.SIGKILL)
+    assert witness.ended("other", 5.0)
+
+
+def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_again(monkeypatch):
+    """Story: after a reset was read once, the kernel says of the line what it says of one that was ended in peace."""
+    monkeypatch.setattr(witness_, "AGAIN_S", 0.2)
+    point = MeetingPoint("127.0.0.1", 0, SECRET)
+    witness = watch(point.port)
+    first = witness._lines["other"]
+    (line,) = point._guests
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    point._eyes.unregister(line)
+    os.close(line.fileno())  # with a reset
+    del point._guests[line]
+    line.detach()
+    for _ in range(3):
+        assert not witness.ended("other", 0.1)
+    assert first.broken
+    end = time.monotonic() + 10.0
+    while witness._lines["other"].broken:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    point.close()
     assert witness.ended("other", 5.0)
 
 

@@ -20,7 +20,7 @@ from paceline.exchange.choice import ASKED, PACKED, Choice
 from paceline.exchange.forms import choose, dense_cost, factor_cost, toll
 from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
-from paceline.exchange.packed import Gathered
+from paceline.exchange.packed import Added, Gathered
 from paceline.packing import LEAST_BYTES, fits, pack
 
 
@@ -106,8 +106,7 @@ class Exchange(Meeting):
         what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
         lengths = [len(each) for each in payloads]
         if self.codec.sums:
-            rounded = first.flat is not None and payload.itemsize < first.flat.itemsize
-            return Sent(pieces, *self._sum(payload, what, flight, rounded), pending, lengths)
+            return Sent(pieces, *self._sum(payload, what, flight, first.kind[0]), pending, lengths)
         begin_s = self.link.threads.now()
         return Sent(pieces, self._lane.all_gather(payload, what), begin_s, pending, lengths)
 
@@ -123,17 +122,23 @@ class Exchange(Meeting):
             handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts], now
         ), begin_s
 
-    def _sum(self, payload: Tensor, what: str, flight: Flight, rounded: bool) -> tuple[contract.Handle, float]:
-        """(the sum, or what is to be added, when it began). Among two a gather sends no more than a sum, so it can be
-        packed, and what was rounded for the wire is added in the gradient's own type; among more it would send more."""
-        now = self.link.threads.now
+    def _sum(self, payload: Tensor, what: str, flight: Flight, own: torch.dtype) -> tuple[contract.Handle, float]:
+        """(the sum, when it began). Among two a gather sends no more, so it can be packed, and what was rounded for the
+        wire is added in the gradient's own type; among more it would send more."""
+        now, mine = self.link.threads.now, self.link.rank
+        rounded = payload.itemsize < own.itemsize
         packs = flight.packed and payload.nbytes >= LEAST_BYTES and fits(payload)
         if self.link.size > 2 or not (packs or rounded):
             begin_s = now()
             return self._lane.sum(payload, what), begin_s
+
+        def add(parts: list[Tensor]) -> Tensor:
+            whole = parts[mine].to(own) if rounded else parts[mine]
+            return whole.add_(parts[1 - mine])
+
         sent, begin_s = pack(payload) if packs else payload, now()
         handle = self._lane.all_gather(sent, what, even=not packs)
-        return Gathered(handle, self.link.rank, payload, list, now) if packs else handle, begin_s
+        return Gathered(handle, mine, payload, add, now) if packs else Added(handle, add), begin_s
 
     def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
@@ -147,11 +152,12 @@ class Exchange(Meeting):
             return Piece(spec, left=both[:, :out_features], right=both[:, out_features:]), None
         assert piece.flat is not None
         numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]
-        parts = got if isinstance(got, list) else [got]  # of everyone, or their sum
         if len(sent.pieces) > 1:
-            parts = [torch.split(part, sent.lengths)[place] for part in parts]
-        whole = self.codec.decode(parts[0], numel, dtype)
-        for payload in parts[1:]:
+            got = torch.split(got, sent.lengths)[place]
+        if self.codec.sums:
+            return Piece(spec, flat=self.codec.decode(got, numel, dtype)), pending
+        whole = self.codec.decode(got[0], numel, dtype)
+        for payload in got[1:]:
             whole += self.codec.decode(payload, numel, dtype)
         return Piece(spec, flat=whole), pending
 

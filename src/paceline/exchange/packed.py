@@ -39,3 +39,16 @@ class Gathered(contract.Handle):
         return self.then(
             [mine if rank == self.rank else unpack(part, mine.dtype).to(mine.device) for rank, part in enumerate(parts)]
         )
+
+
+class Added(contract.Handle):
+    """What ``then`` makes of everyone's numbers, as they are."""
+
+    def __init__(self, handle: contract.Handle, then: Callable[[list[Tensor]], Tensor]):
+        self.handle, self.then = handle, then
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Tensor:
+        return self.then(self.handle.wait(deadline_s))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
-PEACE_S = 600.0
+PEACE_S = 3600.0  # longer than it waits to be taken in
 PAUSE_S = 1.0  # before the first; before each later one twice as long
 
 

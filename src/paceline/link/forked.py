@@ -3,6 +3,7 @@ a trainer that is killed, and a line that it holds, too, would not end so that a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from typing import TypeVar
@@ -21,7 +22,8 @@ def alone(line: Line) -> Line:
 
 def _give_up() -> None:
     for line in list(_lines):
-        line.close()
+        with contextlib.suppress(OSError):
+            line.close()
 
 
 os.register_at_fork(after_in_child=_give_up)

@@ -34,6 +34,7 @@ from paceline.whereabouts import Whereabouts
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
 GLANCE_S, PAUSE_S = 0.02, 0.2
+OVER_S = 10.0  # for which all must be gone: a firewall may refuse for them, for a moment
 NOTICE_S = 10.0  # before people are told of a wait for an answer
 OVER = "none of those who trained answers any more; the run has ended, or look there"
 
@@ -74,7 +75,7 @@ class Late(memory.Link):
 
         Whoever leads later is asked anew. Raises LinkError where it refuses, or nobody is left who could answer.
         """
-        end, why = time.monotonic() + PATIENCE_S, "no answer"
+        end, why, over_s = time.monotonic() + PATIENCE_S, "no answer", math.inf
         while time.monotonic() < end:
             try:
                 line = self._meet()
@@ -85,13 +86,19 @@ class Late(memory.Link):
                 if more:
                     self._told = self._ask(line, {**who, **more}, end, hear)
                 return self._told
-            except (Over, Refused) as error:
+            except Over:
                 self._hang_up()
-                if isinstance(error, Over):
+                over_s = min(over_s, time.monotonic())
+                if time.monotonic() - over_s > OVER_S:
                     self._ticket.unlink(missing_ok=True)  # nobody tries again
+                    raise
+                self.glance()
+                time.sleep(PAUSE_S)
+            except Refused:
+                self._hang_up()
                 raise
             except LinkError as error:
-                why = str(error)
+                why, over_s = str(error), math.inf
                 self._hang_up()
                 self.glance()
                 time.sleep(PAUSE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import re
 import secrets
 import socket
@@ -191,11 +191,20 @@ class Meeting(Store):
             self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_S)
 
     def ended(self, limit_s: float) -> bool:
-        """Whether the other end has hung up in peace, or does within ``limit_s``."""
-        with self._lock, contextlib.suppress(OSError):
-            self._line.settimeout(limit_s)
-            return not self._line.recv(1, socket.MSG_PEEK)
+        """Whether the other end has hung up in peace, or does within ``limit_s``. A line that broke is closed: later
+        looks at it would read as such an end."""
+        with self._lock:
+            try:
+                self._line.settimeout(limit_s)
+                return not self._line.recv(1, socket.MSG_PEEK)
+            except OSError as error:
+                if error.errno not in (None, errno.EAGAIN):  # not merely that nothing came
+                    self._line.close()
         return False
+
+    @property
+    def broken(self) -> bool:
+        return self._line.fileno() < 0
 
     def close(self) -> None:
         self._line.close()

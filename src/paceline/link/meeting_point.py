@@ -74,7 +74,7 @@ class MeetingPoint:
         self.num_leased = 0  # keys that are gone when those are who said them
         self._values: dict[bytes, bytes] = {}
         self._guests: dict[socket.socket, _Guest] = {}
-        self._bell, self._ring = socket.socketpair()
+        self._bell, self._ring = map(alone, socket.socketpair())
         self._eyes = selectors.DefaultSelector()
         for line in (self._server, self._bell):
             self._eyes.register(line, selectors.EVENT_READ)

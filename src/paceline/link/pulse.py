@@ -197,6 +197,8 @@ class Pulse:
                 stalled = self._peers[peer].arrived
                 if not stalled or silent_s > self.whereabouts.limit_s:
                     self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
+                    if not stalled:  # which of the two cannot be heard, it cannot tell
+                        self.whereabouts.woke(silent_s)
                     buried.append(peer)
         return buried
 

@@ -101,6 +101,7 @@ class Survivors(Porter):
         self._admits: Sequence[Guest] = ()
         self._still_s = 0.0
         self._silent: dict[str, float] = {}  # in this meeting, since when
+        self._doubted: set[str] = set()  # in this meeting: have ended, perhaps after they went on without this one
         self.hatch: Hatch | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
@@ -124,7 +125,7 @@ class Survivors(Porter):
         """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
         nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``:
         for how long it stood still just now, or heard nothing, while the others may have gone on, and ended."""
-        self._admits, self.came, self._still_s, self._silent = admits, [], still_s, {}
+        self._admits, self.came, self._still_s, self._silent, self._doubted = admits, [], still_s, {}, set()
         token, end = secrets.token_hex(8), time.monotonic() + LATE_S
         self._mentions_s = time.monotonic() + NOTICE_S
         while time.monotonic() < end:
@@ -261,6 +262,8 @@ class Survivors(Porter):
             if how == HERE:
                 self._silent.pop(name, None)
             elif how == SILENT or self._still_s or name in self._silent:
+                if how == GONE:
+                    self._doubted.add(name)
                 seen[name] = SILENT
                 self._silent.setdefault(name, time.monotonic())
         return seen
@@ -348,7 +351,7 @@ class Survivors(Porter):
         lowest = min((*going, *silent), key=lambda place: where[place.name])
         if len(going) < len(silent) or (len(going) == len(silent) and lowest in silent):
             who = ", ".join(f"rank {where[place.name]} on {place.host}" for place in silent)
-            if self._still_s:
+            if self._still_s and self._doubted & {place.name for place in silent}:
                 return (
                     f"this process stood still, or heard nothing of another one, for {self._still_s:.0f} s, and {who} "
                     f"may have gone on without it, and ended; start it again, with --resume if training has not ended"
