@@ -18,7 +18,7 @@ import paceline
 from paceline import handover
 from paceline.contract import Guest, LinkError
 from paceline.launch import again, local
-from paceline.link import bulk, tls
+from paceline.link import bulk, late, tls
 from paceline.link import torch as plain
 from paceline.link.bulk import MAX_STRANGERS, Hatch, reach
 from paceline.link.late import Late
@@ -154,6 +154,7 @@ def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
 
 
 def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, monkeypatch):
+    monkeypatch.setattr(late, "OVER_S", 0.5)
     members, ticket = team(2)
     stranger = Ticket("another", "1:2", Ticket.read(ticket).members)
     other = ticket.with_name("other.json")

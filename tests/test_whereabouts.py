@@ -2,11 +2,12 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from paceline import whereabouts
-from paceline.link import waits
+from paceline.link import pulse, waits
 from paceline.whereabouts import BACK_S, BETWEEN_S, LEAST_S, MOST_S, OUTSIDE, UNKNOWN_S, Whereabouts
 
 
@@ -161,3 +162,17 @@ def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_a
 def test_notices_go_to_the_screen_in_one_piece(capsys):
     whereabouts.say("one\ntwo")
     assert capsys.readouterr().err == "paceline: one\ntwo\n"
+
+
+@pytest.mark.parametrize("arrived", [False, True], ids=["its machine is silent", "its machine answers"])
+def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatch, arrived):
+    """And so does not take the others for killed, should they have ended by the time it meets them."""
+    mine = object.__new__(pulse.Pulse)
+    mine.rank, mine.whereabouts, mine.dead, mine.left = 0, Whereabouts(), {}, set()
+    mine._peers = {1: SimpleNamespace(arrived=arrived)}
+    mine._heard = {1: time.monotonic() - 100.0}
+    mine._changed = threading.Condition()
+    monkeypatch.setattr(mine._peers[1], "say", lambda *words: None, raising=False)
+    assert mine._judge() == [1]
+    assert ("stalled" in mine.dead[1]) == arrived
+    assert (mine.whereabouts.doubtful_s > 90.0) == (not arrived)
