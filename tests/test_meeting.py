@@ -307,5 +307,25 @@ def test_the_interface_that_was_asked_for(monkeypatch):
     assert route.own_address("10.0.0.1") == "10.0.0.1"
 
 
+def test_nccls_interface_counts_where_gloos_is_not_named_and_it_is_a_whole_name(monkeypatch):
+    for name, want in (("lo", "127.0.0.1"), ("=lo", "127.0.0.1"), ("^docker", "10.0.0.9"), ("eth", "10.0.0.9")):
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", name)
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        assert route.own_address("10.0.0.9") == want
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert route.own_address("10.0.0.9") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("secret", "loopback"), [(b"", False), (b"", True), (b"word", False)])
+def test_a_run_that_anyone_may_join_says_so(monkeypatch, capsys, secret, loopback):
+    monkeypatch.setattr(route, "is_loopback", lambda address: loopback)
+    monkeypatch.setattr(join, "_points", {})
+    point, address, port = join._place(0, 2, "127.0.0.1", 0, secret, 5.0)
+    point.close()
+    told = f"this run has no secret: whoever reaches {address}:{port} may join it" in capsys.readouterr().err
+    assert told == (not secret and not loopback)
+
+
 def test_the_header_of_every_version_has_one_length():
     assert HEADER == b"paceline\x01"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +69,11 @@ def _place(
             point = MeetingPoint(route.resolve(host), 0 if board else port, secret)
             atexit.register(point.close)
             _points[host, port, hides] = point
+            if not secret and not route.is_loopback(point.address):
+                sys.stderr.write(
+                    f"paceline: this run has no secret: whoever reaches {point.address}:{point.port} may join it; "
+                    f"start all ranks with the same PACELINE_SECRET\n"
+                )
         point = _points[host, port, hides]
         if board:
             board.set(key, f"{point.address} {point.port}")

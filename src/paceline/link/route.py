@@ -62,16 +62,26 @@ def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
     return address
 
 
+def interface() -> tuple[str, str]:
+    """(the variable that names one, the name): gloo's, or NCCL's where that is one name and no pattern; else empty."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        name = os.environ.get(variable, "").removeprefix("=")
+        if name and (variable == "GLOO_SOCKET_IFNAME" or name in psutil.net_if_addrs()):
+            return variable, name
+    return "", ""
+
+
 def own_address(used: str) -> str:
-    """GLOO_SOCKET_IFNAME's address if set, else the one ``used`` on the way to rank 0."""
-    if name := os.environ.get("GLOO_SOCKET_IFNAME"):
+    """The address of the `interface` if one is named, else the one ``used`` on the way to rank 0."""
+    variable, name = interface()
+    if name:
         cards = psutil.net_if_addrs()
         for family in (socket.AF_INET, socket.AF_INET6):
             for card in cards.get(name, ()):
                 if card.family == family:
                     return str(card.address)
         raise LinkError(
-            f"GLOO_SOCKET_IFNAME={name!r} is no interface of {socket.gethostname()} with an address; there are: "
+            f"{variable}={name!r} is no interface of {socket.gethostname()} with an address; there are: "
             f"{', '.join(sorted(cards))}; name one of these, or unset it"
         )
     return used
