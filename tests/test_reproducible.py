@@ -1,5 +1,6 @@
 """The final weights are the same bits for any number of nodes, and whatever nodes are lost on the way."""
 
+import json
 import os
 import subprocess
 import sys
@@ -189,3 +190,35 @@ def test_the_plan_says_what_it_costs_and_chooses_it():
     assert chosen == "virtual:8"
     assert reason.startswith("reproducible, as asked for: 50% slower than threads:2; between N nodes")
     assert [row.reason for row in told] == ["faster, and not reproducible", "chosen", ""]
+
+
+ROWS = """
+import os, sys, time
+from paceline.probe.clock import Stopwatch
+if "PACELINE_PROFILE" in os.environ:
+    sys.exit(0)
+row, now_s = os.environ["PACELINE_ENGINE"], 0.0
+time.perf_counter = lambda: now_s
+watch = Stopwatch.of_environment(leader=True)
+while watch:
+    time.sleep(0.01)
+    now_s += 0.03 if row.startswith("virtual") else 0.02
+    watch.tick(8, 0.1)
+print("row", row)
+"""
+
+
+def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    own = {**os.environ, "PYTHONPATH": PATH, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def paceline(*words):
+        command = [sys.executable, "-m", "paceline", *words, "rows.py"]
+        done = subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    told = json.loads(paceline("plan", "--reproducible", "--budget", "6", "--json"))
+    assert told["chosen"] == "virtual:8"
+    assert "reproducible, as asked for: 50% slower than " in told["reason"]
+    assert paceline("run", "--reproducible") == "row virtual:8\n"
