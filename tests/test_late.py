@@ -451,3 +451,27 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
         before = model.weight.detach().clone()
         pace.step((torch.ones(8, 4), torch.ones(8, 2)))
         assert not torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "nodes", "why"),
+    [
+        (True, {}, "1:4", "the script that trains deals its rows itself"),
+        (False, {}, "1:1", "1 nodes train, or are about to, and there are to be at most 1 (--nodes)"),
+        (False, {"files of paceline": "others"}, "1:4", "it was given different files of paceline; start it with"),
+    ],
+    ids=["a loop of the user's own", "one too many", "another version of the code"],
+)
+def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why):
+    monkeypatch.setenv("PACELINE_NODES", nodes)
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
+        door = Doorkeeper(pace)
+        door.asked["late"]["said"] = {"files of paceline": "mine"} | said
+        monkeypatch.setattr(type(pace.ledger), "porter", door)
+        welcome = Welcome(pace, {"files of paceline": "mine"})
+        until(lambda: welcome._look(own) or door.told)
+        monkeypatch.undo()
+    assert door.told["late"]["refused"].startswith(why)
+    assert why in capsys.readouterr().err
