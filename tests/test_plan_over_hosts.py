@@ -55,59 +55,56 @@ def paceline(*words, code=0, cwd=None, **environment):
     return done
 
 
-@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
-@pytest.mark.timeout(300)
-def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path, monkeypatch):
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The variables of a launcher whose hosts keep a plan of their own: only what they do together is measured."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with Sshd() as server:
-        own = {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        # each host's own plan is kept there, and only what they do together is measured
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder))
         kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint="known")
         shelf.store(kept, ["script.py"])
-        options = ["--budget", 1, "--what-if", "nodes=8,link=10gbit,latency=1ms"]
-        words = ["plan", "-H", "one,two", *options, "--json", "--out", "plan.toml", "script.py"]
-        told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
-        alone, shared, each, *imagined = told["teams"]
-        assert (alone["nodes"], alone["measured_speedup"], alone["batch_size"]) == (1, 1.0, 64)
-        assert alone["hosts"] in ("one", "two")
-        for team, kind, batch in ((shared, "shared", 64), (each, "each", 128)):
-            assert (team["nodes"], team["batch"], team["batch_size"]) == (2, kind, batch)
-            assert sorted(team["hosts"].split(",")) == ["one", "two"]
-            assert team["predicted_s"] > 0
-            assert team["measured_s"] > 0, team["reason"]
-            assert team["per_s"] == pytest.approx(batch / team["measured_s"])
-            assert team["sent_bytes"] > 0
-            assert re.fullmatch("[01] of 1", team["factors"])  # the second is too small to
-            assert re.fullmatch(r"0\.weight (dense|factors): as factors .* MB, .* ms .*, dense .*", team["forms"])
-        assert [(team["nodes"], team["hosts"], team["measured_s"]) for team in imagined] == [(8, "", None)] * 2
-        assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
-        assert imagined[0]["exposed_s"] > 0.001
-        assert told["num_nodes"] in (1, 2)
-        assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
-        assert told["hosts"] == {"one": "sequential", "two": "sequential"}
-        assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
-        done = paceline("run", "-H", "one,two", "script.py", cwd=tmp_path, **own)
-        used = list(told["hosts"])[: told["num_nodes"]]
-        assert sorted(done.stdout.splitlines()) == [f"[{name}] row sequential" for name in sorted(used)]
-        left = [name for name in told["hosts"] if name not in used]
-        assert ("not started: " in done.stderr) == bool(left)
-        assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
+        yield {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+@pytest.mark.timeout(300)
+def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path, own):
+    options = ["--budget", 1, "--what-if", "nodes=8,link=10gbit,latency=1ms"]
+    words = ["plan", "-H", "one,two", *options, "--json", "--out", "plan.toml", "script.py"]
+    told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
+    alone, shared, each, *imagined = told["teams"]
+    assert (alone["nodes"], alone["measured_speedup"], alone["batch_size"]) == (1, 1.0, 64)
+    assert alone["hosts"] in ("one", "two")
+    for team, kind, batch in ((shared, "shared", 64), (each, "each", 128)):
+        assert (team["nodes"], team["batch"], team["batch_size"]) == (2, kind, batch)
+        assert sorted(team["hosts"].split(",")) == ["one", "two"]
+        assert team["predicted_s"] > 0
+        assert team["measured_s"] > 0, team["reason"]
+        assert team["per_s"] == pytest.approx(batch / team["measured_s"])
+        assert team["sent_bytes"] > 0
+        assert re.fullmatch("[01] of 1", team["factors"])  # the second is too small to
+        assert re.fullmatch(r"0\.weight (dense|factors): as factors .* MB, .* ms .*, dense .*", team["forms"])
+    assert [(team["nodes"], team["hosts"], team["measured_s"]) for team in imagined] == [(8, "", None)] * 2
+    assert {team["link"] for team in imagined} == {"10gbit, 1ms latency"}
+    assert imagined[0]["exposed_s"] > 0.001
+    assert told["num_nodes"] in (1, 2)
+    assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
+    assert told["hosts"] == {"one": "sequential", "two": "sequential"}
+    assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
+    done = paceline("run", "-H", "one,two", "script.py", cwd=tmp_path, **own)
+    used = list(told["hosts"])[: told["num_nodes"]]
+    assert sorted(done.stdout.splitlines()) == [f"[{name}] row sequential" for name in sorted(used)]
+    left = [name for name in told["hosts"] if name not in used]
+    assert ("not started: " in done.stderr) == bool(left)
+    assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
 @pytest.mark.timeout(400)
-def test_a_plan_over_three_real_hosts_tries_two_and_three(tmp_path, monkeypatch):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with Sshd() as server:
-        own = {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder))
-        kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint="known")
-        shelf.store(kept, ["script.py"])
-        words = ["plan", "-H", "one,two,three", "--budget", 1, "--json", "script.py"]
-        told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
+def test_a_plan_over_three_real_hosts_tries_two_and_three(tmp_path, own):
+    words = ["plan", "-H", "one,two,three", "--budget", 1, "--json", "script.py"]
+    told = json.loads(paceline(*words, cwd=tmp_path, **own).stdout)
     _, *teams = told["teams"]
     assert [(team["nodes"], team["batch"]) for team in teams] == [(n, b) for b in ("shared", "each") for n in (2, 3)]
     assert all(team["measured_s"] for team in teams), [team["reason"] for team in teams]

@@ -148,9 +148,8 @@ def start_over_ssh(
         data = Path(settings.data) if settings.data else None
     home, needs = Path(), needed(command)
     if send:
-        check(
-            [dataclasses.replace(node, folder=".") for node in nodes], way, needs=needs
-        )  # what is missing is told before
+        # what is missing is told before
+        check([dataclasses.replace(node, folder=".") for node in nodes], way, needs=needs)
         nodes, home, command, data = along(nodes, way, command, data)
     if settings:
         given = dataclasses.replace(settings, data=str(data) if data else None)

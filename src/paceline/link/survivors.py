@@ -68,8 +68,8 @@ class Place:
         return cls(name, host, address, int(port))
 
     def look(self) -> str:
-        """Whether its process lives, as far as can be told from here. A kernel answers for a stopped one as well, and
-        does not greet."""
+        """Whether its process answers, as far as can be told from here. A kernel answers for a stopped one as well, and
+        does not greet; who is refused may have ended, or a firewall refuses for it."""
         try:
             with knock(self.address, self.port, KNOCK_S) as line:
                 return HERE if line.recv(1) else SILENT
