@@ -11,8 +11,10 @@ import pytest
 
 from paceline.contract import LinkError
 from paceline.link import survivors
+from paceline.link import torch as gloo
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.survivors import HERE, REFUSED, SILENT, Place, Survivors
+from paceline.whereabouts import BACK_S, Whereabouts
 
 SECRET = b"of this run"
 
@@ -215,6 +217,16 @@ def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_
             assert found[rank] == (1, on)
         else:
             assert "the larger part of a run goes on" in found[rank]
+
+
+def test_a_link_that_outlives_its_nodes_waits_less_for_who_may_come_back(team):
+    link = object.__new__(gloo.Link)
+    link.whereabouts = Whereabouts()
+    assert link.whereabouts.limit_s > BACK_S
+    link.whereabouts.begin(0)
+    link.whereabouts.end(0.1, 0.0)
+    link.survive(team(1)[0])
+    assert link.whereabouts.limit_s == BACK_S
 
 
 def test_what_can_be_told_of_a_place(team):

@@ -11,8 +11,21 @@ from paceline import contract
 from paceline.packing import unpack
 
 
-class Gathered(contract.Handle):
-    """What ``then`` makes of everyone's numbers, rank after rank; ``mine`` are those of ``rank`` itself, flat.
+class Added(contract.Handle):
+    """What ``then`` makes of everyone's numbers, rank after rank."""
+
+    def __init__(self, handle: contract.Handle, then: Callable[[list[Tensor]], Any]):
+        self.handle, self.then = handle, then
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.then(self.handle.wait(deadline_s))
+
+
+class Gathered(Added):
+    """The same of numbers that came packed; ``mine`` are those of ``rank`` itself, flat.
 
     ``num_bytes``: of the longest message, once all have come, which was at ``came_s`` by the clock ``now``.
     """
@@ -25,11 +38,9 @@ class Gathered(contract.Handle):
         then: Callable[[list[Tensor]], Any],
         now: Callable[[], float],
     ):
-        self.handle, self.rank, self.mine, self.then, self.now = handle, rank, mine, then, now
+        super().__init__(handle, then)
+        self.rank, self.mine, self.now = rank, mine, now
         self.num_bytes, self.came_s = 0, 0.0
-
-    def done(self) -> bool:
-        return self.handle.done()
 
     def wait(self, deadline_s: float | None = None) -> Any:
         parts = self.handle.wait(deadline_s)
@@ -39,16 +50,3 @@ class Gathered(contract.Handle):
         return self.then(
             [mine if rank == self.rank else unpack(part, mine.dtype).to(mine.device) for rank, part in enumerate(parts)]
         )
-
-
-class Added(contract.Handle):
-    """What ``then`` makes of everyone's numbers, as they are."""
-
-    def __init__(self, handle: contract.Handle, then: Callable[[list[Tensor]], Tensor]):
-        self.handle, self.then = handle, then
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self, deadline_s: float | None = None) -> Tensor:
-        return self.then(self.handle.wait(deadline_s))
