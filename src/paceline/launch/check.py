@@ -6,7 +6,7 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from paceline.launch.calls import Calls, hear, kill
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 from paceline.launch.packages import lacking
 
+GLANCE_S = 0.1
 LIMIT_S = 8.5
 LOST = 255  # how ssh ends when it could not do its part
 
@@ -33,7 +34,10 @@ def check(
     """
     mine, needs = facts.tell(way.folder, list(paths)), needs or {}
     with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
-        answers = list(pool.map(lambda host: _ask(calls, host, way.at(host), mine, list(needs)), hosts))
+        asked = [pool.submit(_ask, calls, host, way.at(host), mine, list(needs)) for host in hosts]
+        while wait(asked, GLANCE_S).not_done:
+            pass  # a signal that comes just before a wait is seen after it
+        answers = [each.result() for each in asked]
     told: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
