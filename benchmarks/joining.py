@@ -2,6 +2,7 @@
 
     --model alexnet --batch 16     of each node
     --rate 1gbit --joins 3         as many trainings, in each of which a fourth node comes to three
+    --processes 2                  of each node
 
 Nodes are network namespaces, as root. The fourth is started when three have trained for STEPS steps; what counts is the
 longest pause between the ends of two steps from then on, less the median step before and after: what the meeting, the
@@ -47,12 +48,13 @@ class Noise:
         return self.images[i % 64], i % 3
 
 
-def train(name: str, batch: int) -> None:
+def train(name: str, batch: int, processes: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = find("models", name, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    options = {"batch_size": BEFORE * batch, "engine": "sequential+channels_last", "shares": "equal"}
+    engine = f"processes:{processes}" if processes > 1 else "sequential"
+    options = {"batch_size": BEFORE * batch, "engine": f"{engine}+channels_last", "shares": "equal"}
     with paceline.join(model, optimizer, F.cross_entropy, **options) as pace:
         for data in pace.batches(Noise(), epochs=1000):
             pace.step(data)
@@ -76,22 +78,28 @@ def steps(found: list[dict]) -> list[dict]:
     return [event for event in found if event["event"] == "step"]
 
 
-def one(model: str, batch: int, rate: str) -> dict[str, float]:
+def one(model: str, batch: int, rate: str, processes: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Cluster(NODES, rate) as cluster:
         ticket, record = Path(folder) / "ticket.json", Path(folder) / NAME
         common = {"PACELINE_SECRET": secrets.token_hex(32), "PACELINE_NODES": f"2:{NODES}", "PACELINE_FOLDER": ""}
-        first = {"WORLD_SIZE": str(BEFORE), "PACELINE_TICKET": str(ticket)}
         command = [sys.executable, __file__, "--train", "--model", model, "--batch", str(batch)]
-        nodes = [
-            cluster.start(n, command, {**common, **first, **({"PACELINE_FOLDER": folder} if n == 0 else {})})
-            for n in range(BEFORE)
-        ]
+        command += ["--processes", str(processes)]
+
+        def start(node: int, first_rank: int, size: int, more: dict[str, str]) -> None:
+            for local in range(processes):
+                own = {"RANK": str(first_rank + local), "WORLD_SIZE": str(size), "GROUP_RANK": str(node)}
+                own |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(processes)}
+                nodes.append(cluster.start(node, command, {**common, **own, **more}))
+
+        nodes: list = []
+        for n in range(BEFORE):
+            keeps = {"PACELINE_FOLDER": folder} if n == 0 else {}
+            start(n, n * processes, BEFORE * processes, {"PACELINE_TICKET": str(ticket), **keeps})
         wait(record, lambda found: len(steps(found)) >= STEPS, nodes)
         told = Ticket.read(ticket)
         late = {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": told.secret, "PACELINE_NODES": told.nodes}
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
         asked_s = time.time()
-        nodes.append(cluster.start(BEFORE, command, {**common, **late, **alone}))
+        start(BEFORE, 0, processes, late)
 
         def over(found: list[dict]) -> bool:
             came = [event for event in found if event["event"] == "welcome"]
@@ -128,14 +136,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--joins", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--train", action="store_true", help="one node of it")
     asked = parser.parse_args()
     if asked.train:
-        return train(asked.model, asked.batch)
+        return train(asked.model, asked.batch, asked.processes)
     if why := unavailable():
         raise SystemExit(f"nodes are network namespaces on this machine: {why}")
-    results = [one(asked.model, asked.batch, asked.rate) for _ in range(asked.joins)]
+    results = [one(asked.model, asked.batch, asked.rate, asked.processes) for _ in range(asked.joins)]
     names = list(results[0])
     table = [
         f"| {' | '.join(['', *(f'join {i + 1}' for i in range(len(results)))])} |",

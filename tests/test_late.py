@@ -391,6 +391,15 @@ def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypat
     assert (tmp_path / "lives-1").read_text() == "6"
 
 
+def test_until_all_have_met_a_node_that_fails_ends_all(tmp_path, monkeypatch):
+    """Without a ticket there is nothing that others could go on with."""
+    monkeypatch.setenv("PACELINE_NODES", "1:2")
+    begin = time.monotonic()
+    script = "import os, sys, time; sys.exit(7) if os.environ['GROUP_RANK'] == '1' else time.sleep(60)"
+    assert local.start([sys.executable, "-c", script], "sequential", 2, returns=3, least=1) == 7
+    assert time.monotonic() - begin < local.GRACE_S + 10
+
+
 def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):
     members, _ = team(2)
     path = tmp_path / "now.json"

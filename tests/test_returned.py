@@ -94,8 +94,26 @@ def test_all_but_one_come_back(tmp_path):
     check(tmp_path, launch(tmp_path, "0:2:vote", "2:2:forward", "back"))
 
 
-def test_nodes_of_several_processes(tmp_path):
-    check(tmp_path, launch(tmp_path, "1:4:forward", "back", engine="processes:2", num_nodes=2), nodes=2, local=2)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_nodes_of_several_processes(tmp_path, optimizer):
+    """What is large goes ahead there too."""
+    done = launch(tmp_path, "1:4:forward", "back", optimizer, engine="processes:2", num_nodes=2)
+    events = check(tmp_path, done, nodes=2, local=2, exact=optimizer == "momentum")
+    (welcome,) = (event for event in events if event["event"] == "welcome")
+    assert welcome["num_bytes"] < 50_000
+    assert welcome["ahead_bytes"] > 2 * sum(p.nbytes for p in build(Plain).parameters())
+
+
+@pytest.mark.parametrize(
+    ("what", "engine", "num_nodes"),
+    [("spread1", "sequential", 3), ("settle0", "sequential", 3), ("settle1", "processes:2", 2)],
+)
+def test_who_dies_while_all_join_ends_nothing(tmp_path, what, engine, num_nodes):
+    done = launch(tmp_path, what, "back", engine=engine, num_nodes=num_nodes)
+    events = check(tmp_path, done, nodes=num_nodes, local=1 if engine == "sequential" else 2)
+    told = [event for event in events if event["event"] == "regroup"]
+    assert (told[0]["step"], told[0]["num_nodes"]) == (0, num_nodes - 1)
+    assert told[-1]["num_nodes"] == num_nodes
 
 
 @pytest.mark.parametrize("how", ["half", "adam", "shares", "sync", "virtual"])
@@ -158,12 +176,21 @@ def _has_lost(folder):
     return record.exists() and "regroup" in record.read_text()
 
 
-@pytest.mark.parametrize("encrypt", ["0", "1"])
-def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt):
-    """Nobody starts the one that died again; another does, by the command line; the ticket says whether it encrypts."""
+@pytest.mark.parametrize(
+    ("encrypt", "engine", "its"),
+    [
+        ("0", "sequential", "sequential"),
+        ("1", "sequential", "sequential"),
+        ("0", "processes:2", "sequential"),
+        ("0", "sequential", "processes:2"),
+    ],
+)
+def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt, engine, its):
+    """Nobody starts the one that died again; another does, by the command line, maybe in another way; the ticket says
+    whether it encrypts."""
     script, ticket = str(HERE / "scripts" / "outlived.py"), tmp_path / "ticket.json"
     start = START.replace("returns=3", "returns=0")
-    command = [sys.executable, "-c", start, "sequential", "2", "1", sys.executable, script, str(tmp_path)]
+    command = [sys.executable, "-c", start, engine, "2", "1", sys.executable, script, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [*command, "1:3:backward", "back"],
@@ -174,7 +201,7 @@ def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt)
             end = time.monotonic() + 60
             while not _has_lost(tmp_path) and time.monotonic() < end:
                 time.sleep(0.2)
-            late = [sys.executable, "-m", "paceline", "run", "--plan", "sequential", "--join", str(ticket)]
+            late = [sys.executable, "-m", "paceline", "run", "--plan", its, "--join", str(ticket)]
             late += [script, str(tmp_path), "back"]
             came = subprocess.run(
                 late, env=environment(OUTLIVED_NODE="1"), capture_output=True, text=True, timeout=80, check=False
@@ -183,7 +210,16 @@ def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt)
         finally:
             run.kill()
     assert came.returncode == 0, came.stdout + came.stderr
-    check(tmp_path, subprocess.CompletedProcess(command, run.returncode, out, errors), nodes=2)
+    done = subprocess.CompletedProcess(command, run.returncode, out, errors)
+    if engine == its:
+        check(tmp_path, done, nodes=2)
+        return
+    assert done.returncode == 0, errors
+    states = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("?-?.pt"))]
+    assert len(states) == 3
+    assert all(gap(state, states[0]) < 1e-9 for state in states)  # sums of unlike shapes are not the same bits
+    (welcome,) = (event for event in read(tmp_path) if event["event"] == "welcome")
+    assert welcome["num_bytes"] < 50_000
 
 
 def test_who_dies_when_another_is_taken_in_comes_back_as_well(tmp_path):

@@ -49,7 +49,7 @@ RULES = {
     "elastic*": ("contract", "elastic.*"),
     "memories": ("contract", "elastic.*", "engine.batch"),
     "resume": ("memories", "engine.randomness", "elastic.*"),
-    "handover": ("resume", "seating", "data.order", "engine.batch", "engine.shares", "elastic.*"),
+    "handover": ("resume", "seating", "data.order", "engine.*", "elastic.*"),
     "following": ("contract", "handover", "engine.batch"),
     "welcome": ("contract", "handover", "following"),
     "entry": ("handover", "following", "interrupt"),

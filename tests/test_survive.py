@@ -128,7 +128,7 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
             rank.loop.seat, _, limits[0] = seating.regroup(rank.loop.seat, None, 24, limits[0], what)
 
         exchange.rows = lambda: rank.loop.seat.dealt(24)[rank.loop.seat.node]
-        exchange.regrouped, exchange.begun = regrouped, True
+        exchange.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
             return rank.train(BATCHES), rank.state(), news, exchange.regroups
@@ -231,7 +231,7 @@ def test_words_are_those_of_who_is_left_and_a_refused_step_is_no_loss():
         fate = fates[0]
         exchange = Surviving(allreduce.Exchange(), lambda link: None)
         rank = Rank(Mortal(link, fate), build(Plain), exchange=exchange)
-        exchange.regrouped, exchange.begun = (lambda news: None), True
+        exchange.regrouped = lambda news: None
         fate.counts.pop((0, link.rank), None)
         try:
             said = exchange.gather(f"rank {link.rank}".encode())
@@ -270,7 +270,7 @@ def whatever(size, fate, does):
             rank.loop.seat, _, limits[0] = seating.regroup(rank.loop.seat, None, 24, limits[0], what)
 
         exchange.rows = lambda: rank.loop.seat.dealt(24)[rank.loop.seat.node]
-        exchange.regrouped, exchange.begun = regrouped, True
+        exchange.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)
         try:
             return does(exchange, rank)

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -36,6 +36,7 @@ from paceline.values import (
     Rule,
     Spec,
     Verdict,
+    Window,
     framed,
     unframed,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "Spec",
     "Threads",
     "Verdict",
+    "Window",
     "framed",
     "unframed",
 ]
@@ -97,6 +99,7 @@ class Engine:
     specs: tuple[Spec, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
+    numbers: Mapping[str, int] = {}  # each parameter's in the optimizer's state_dict; none where it holds other things
     absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
     seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
     # (into, left, right): what an update does with a layer's factors, momentum left out
@@ -197,6 +200,17 @@ class Engine:
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Takes a whole ``state_dict``, the same on every process of the node."""
+        raise NotImplementedError
+
+    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
+        """Of the optimizer's state what belongs to these rows of these parameters, by their names in `numbers`.
+
+        Every process of the node must call it.
+        """
+        raise NotImplementedError
+
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+        """What `optimizer_rows` gave elsewhere. Every process of the node must call it."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -39,15 +39,21 @@ class Entry:
         pace._resumed = True
 
     def _ask(self, more: dict[str, Any]) -> dict[str, Any]:
-        words, alone = b"", self.pace.world.local_size == 1
+        """Every process of the node calls it, and hears what comes before the answer."""
+        words, hand = b"", self.pace.exchange.hand
         if self.late:
             limits = self.pace._limits
             own = {"size": self.pace.world.local_size, "least": limits.least[0], "most": limits.most[0]}
-            # several processes are given everything at once, when all of them hear
-            told_of = self.late.request({"said": self.said, **own}, more, self._hear if alone else None)
-            words = json.dumps(told_of).encode()
-        told: dict[str, Any] = json.loads(bytes(self.pace.exchange.hand(words)))
+            words = json.dumps(self.late.request({"said": self.said, **own}, more, self._pass_on)).encode()
+            hand(b"")  # which no message is
+        else:
+            while message := hand(b""):
+                self._hear(message)
+        told: dict[str, Any] = json.loads(bytes(hand(words)))
         return told
+
+    def _pass_on(self, message: bytearray) -> None:
+        self._hear(self.pace.exchange.hand(message))
 
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""

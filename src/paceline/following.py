@@ -27,6 +27,7 @@ from paceline.contract import Agreement, Ballot, LinkError, Piece, Porter, Rule,
 from paceline.engine.batch import mapped
 
 MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
+MOST_COPIES = 3  # as much as so many of them, the sums of steps included
 
 
 class Following:
@@ -35,11 +36,13 @@ class Following:
     def __init__(self, pace: Any, porter: Porter, name: str):
         self.porter, self.name, self.lost = porter, name, ""
         self._optimizer = pace.job.optimizer
-        self._most_bytes = self.num_bytes = 0
+        self._copy_bytes = self.num_bytes = 0
         self._messages: queue.Queue[handover.Message | None] = queue.Queue()
         self._num_put = self._num_sent = 0
         self._left = handover.parts(pace)
-        self._like = [_tensors(handover.part(pace, rows)) for rows in self._left]
+        # of several processes, the optimizer's state is gathered, and what is gathered is a copy
+        look = handover.part if pace.world.local_size == 1 else handover.weights_of
+        self._like = [_tensors(look(pace, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
         self._thread = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
         self._thread.start()
@@ -58,17 +61,26 @@ class Following:
         """There is a place for the next part, and nothing in it yet."""
         return bool(self._left) and (self._num_put > 0 or not self._thread.is_alive()) and not self.lost
 
-    def between_steps(self, pace: Any) -> None:
-        """The next part, as soon as there is a place for it."""
-        if not self.placed:
-            return
-        first = not self._num_put
-        state, mine = handover.part(pace, self._left.pop(0)), self._places.pop(0)
-        alike = [(t.shape, t.dtype) for t in _tensors(state)] == [(p.shape, p.dtype) for p in mine]
+    @property
+    def next(self) -> list[handover.Rows]:
+        return self._left[0]
+
+    def part(self, state: dict[str, Any]) -> None:
+        """What `handover.part` gives of the rows that come next, between two steps."""
+        first, mine = not self._num_put, self._places.pop(0)
+        self._left.pop(0)
+        alike = [(t.shape, t.dtype) for t in _tensors(state)][: len(mine)] == [(p.shape, p.dtype) for p in mine]
         places = iter(mine if alike else ())
-        self._put(handover.Message(mapped(state, lambda tensor: next(places).copy_(tensor) if alike else _own(tensor))))
+
+        def kept(tensor: Tensor) -> Tensor:
+            if (place := next(places, None)) is not None:
+                return place.copy_(tensor)
+            return tensor if alike else _own(tensor)
+
+        message = handover.Message(mapped(state, kept))
+        self._copy_bytes += message.num_bytes
+        self._put(message)
         if first:
-            self._most_bytes = 3 * sum(tensor.nbytes for part in self._like for tensor in part)
             self._like = []
             self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
             self._thread.start()
@@ -93,7 +105,7 @@ class Following:
     @property
     def hopeless(self) -> bool:
         """The steps are sent no faster than they are made, and everything at once will be less."""
-        return 0 < self._most_bytes < self.num_bytes and not self.level
+        return not self._left and self.num_bytes > MOST_COPIES * self._copy_bytes and not self.level
 
     def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""

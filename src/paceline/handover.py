@@ -15,13 +15,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import resume, seating
 from paceline.elastic import tensors
 from paceline.elastic.tree import pack, unpack
+from paceline.engine import rows
 from paceline.engine.batch import mapped
 from paceline.engine.shares import SLICES, division
 
@@ -66,19 +66,19 @@ Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: a
 def parts(pace: Any) -> list[list[Rows]]:
     """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
 
-    One list of none stands for `copy`, where something in these states has no part of its own. Of one process.
+    One list of none stands for `copy`, where something in these states has no part of its own.
     """
-    weights, states, numbers = pace.engine.state(), pace.engine.optimizer_state().get("state"), _numbers(pace)
-    plain = all(isinstance(each, Tensor) for each in weights.values())
-    if not plain or states is None or not states.keys() <= set(numbers.values()):
+    weights, optimizer = pace.engine.state(), pace.job.optimizer
+    if not pace.engine.numbers or not all(isinstance(each, Tensor) for each in weights.values()):
         return [[]]
+    kept = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    times = 1 + kept / sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
     found: list[list[Rows]] = [[]]
     num_bytes = 0
     for name, weight in weights.items():
-        state = states.get(numbers.get(name), {})
-        its_bytes = weight.nbytes + sum(each.nbytes for each in state.values() if isinstance(each, Tensor))
+        its_bytes = int(weight.nbytes * (times if name in pace.engine.numbers else 1))
         # elsewhere an update of some rows depends on all of them
-        cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(pace.job.optimizer) == SLICES
+        cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(optimizer) == SLICES
         stride = max(1, PART_BYTES * len(weight) // its_bytes) if cut else 0
         for start in range(0, len(weight), stride) if cut else [0]:
             size = min(its_bytes, PART_BYTES) if cut else its_bytes
@@ -90,57 +90,37 @@ def parts(pace: Any) -> list[list[Rows]]:
     return found
 
 
-def part(pace: Any, rows: Sequence[Rows]) -> dict[str, Any]:
-    """What is large, of these; without any, all of it."""
-    if not rows:
+def weights_of(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+    """Of `part`, what every process of the node sees."""
+    state = pace.engine.state()
+    if not some:
+        return {"weights": dict(state)}
+    return {
+        "part": {name: rows.cut(state[name], state[name].shape, (start, stop)) for name, start, stop in some},
+        "rows": {name: [start, stop] for name, start, stop in some},
+    }
+
+
+def part(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+    """What is large, of these; without any, all of it. Every process of the node must call it."""
+    if not some:
         return copy(pace)
-    weights, states, numbers = pace.engine.state(), pace.engine.optimizer_state()["state"], _numbers(pace)
-    said: dict[str, Any] = {"part": {}, "states": {}, "rows": {}}
-    for name, start, stop in rows:
-        weight, state = weights[name], states.get(numbers.get(name))
-        said["part"][name], said["rows"][name] = _cut(weight, weight, start, stop), [start, stop]
-        if state is not None:
-            said["states"][name] = {key: _cut(value, weight, start, stop) for key, value in state.items()}
-    return said
-
-
-def _cut(value: Any, weight: Tensor, start: int, stop: int) -> Any:
-    whole = not stop or not isinstance(value, Tensor) or value.shape != weight.shape
-    return value if whole else value[start:stop]
+    windows = {name: (start, stop) for name, start, stop in some if name in pace.engine.numbers}
+    return {**weights_of(pace, some), "states": pace.engine.optimizer_rows(windows)}
 
 
 def take_part(pace: Any, said: dict[str, Any]) -> None:
-    """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace."""
-    weights, whole, numbers = pace.engine.state(), pace.engine.optimizer_state(), _numbers(pace)
+    """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
+
+    Every process of the node must call it.
+    """
+    weights, windows = pace.engine.state(), {name: (start, stop) for name, (start, stop) in said["rows"].items()}
     for name, tensor in said["part"].items():
-        weight, (start, stop) = weights[name], said["rows"][name]
-        mine, its = whole["state"].pop(numbers.get(name), {}), said["states"].get(name)
-        if its is not None:
-            whole["state"][numbers[name]] = {
-                key: _put(mine.get(key), value, weight, start, stop) for key, value in its.items()
-            }
-        _put(weight, tensor, weight, start, stop)
-    pace.engine.load_optimizer_state(whole)
-
-
-def _put(mine: Any, its: Any, weight: Tensor, start: int, stop: int) -> Any:
-    """``mine`` with the rows that have come, or what has come instead of it."""
-    if not isinstance(its, Tensor):
-        return its
-    if not stop or its.shape[1:] != weight.shape[1:] or len(its) != stop - start or its.dim() != weight.dim():
-        return mine.copy_(its) if mine is weight else its.clone()
-    if mine is None or mine.shape != weight.shape:
-        mine = torch.zeros_like(weight, dtype=its.dtype)
-    mine[start:stop].copy_(its)
-    return mine
-
-
-def _numbers(pace: Any) -> dict[str, int]:
-    """Each parameter's number in the optimizer's ``state_dict``, by each of its names."""
-    given = [parameter for group in pace.job.optimizer.param_groups for parameter in group["params"]]
-    numbers = {id(parameter): number for number, parameter in enumerate(given)}
-    named = pace.job.model.named_parameters(remove_duplicate=False)
-    return {name: numbers[id(parameter)] for name, parameter in named if id(parameter) in numbers}
+        whole = not rows.is_cut(tensor, weights[name].shape, windows[name])
+        (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
+    known = {name: window for name, window in windows.items() if name in pace.engine.numbers}
+    pace.engine.take_optimizer_rows(said["states"], known)
+    pace.exchange.hand(b"")  # nobody updates what another still takes
 
 
 def rest(pace: Any) -> dict[str, Any]:

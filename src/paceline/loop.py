@@ -59,11 +59,12 @@ class Loop:
         self._torn = False  # a step began and was not agreed on
         self._weighed = balance  # what those who vote on this step were measured for
         self._why: list[str] = []
-        self.kept: Kept | None = None  # of each update, while somebody who comes late is told of them
+        self.kept: Kept | None = None  # of each update, where somebody may come late who is told of it
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
         self.hung = False  # likewise: end after the step in which everyone is
         self.guests = 0  # the generation in which those are taken in who wait, in the process that knows of them
+        self.follows = False  # likewise: one of them is given what all have, beside the steps
 
     def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
         """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
@@ -175,7 +176,8 @@ class Loop:
                 self._torn = not isinstance(error, NotFinite)  # which everyone raises
                 raise
             else:
-                ballot.stop, ballot.hung, ballot.guests = self.stop, self.hung, self.guests
+                ballot.stop, ballot.hung = self.stop, self.hung
+                ballot.guests, ballot.follows = self.guests, self.follows
                 ballot.expected, ballot.samples = batch.weight, getattr(batch, "held", 0)
                 begin = time.perf_counter()
                 ballot.fixed = self._update_s

@@ -98,6 +98,7 @@ class Pace:
             if link:
                 ledger.stand_by(world.least)
             surviving = exchange = Surviving(exchange, engine.relink)
+            surviving.rows = lambda: seat.dealt(job.batch_size)[world.node]
         rows = max(seat.dealt(job.batch_size))
         if world.local_rank == 0:
             exchange.open(engine.specs, ledger, codec, rows, job.seed, engine.absorbs)
@@ -106,6 +107,8 @@ class Pace:
             exchange.link.size, exchange.link.grows = world.num_nodes, bool(world.late)
             exchange.link.whereabouts = self.whereabouts
         self.exchange = engine.relay(exchange)
+        met: list[contract.Regroup] = []  # while all join
+        self.exchange.regrouped = met.append
         generation = self.exchange.hand(str(exchange.link.generation).encode())
         if world.local_rank:
             self.exchange.link.generation = int(bytes(generation))
@@ -117,7 +120,7 @@ class Pace:
         if world.late:
             self._limits = seating.alone(seat, job, engine, self.exchange)
         else:
-            seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange, world.local_sizes)
+            seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange)
         if world.size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
             torch.manual_seed(job.seed * 100_003 + world.rank)
@@ -166,7 +169,7 @@ class Pace:
             self.whereabouts.siblings = lambda: stacks(engine.pids[1:])
         self.exchange.regrouped = self._regroup
         if surviving:
-            surviving.rows, surviving.begun = lambda: self.shares[self.world.node], True
+            surviving.rows = lambda: self.shares[self.world.node]
         self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
         self.agreement = contract.Agreement(contract.Verdict.APPLY)
         self.facts: dict[str, Any] = {}
@@ -175,6 +178,7 @@ class Pace:
         self._own: OwnStep | None = None
         self._usage: Usage | None = None
         self._welcome = Welcome(self, said) if surviving else None
+        self.loop.kept = self._welcome.keep if self._welcome else None
         self._entry = Entry(self, late, said) if world.late else None
         self._interrupt = self._interrupts()
         if link:
@@ -183,6 +187,8 @@ class Pace:
                 atexit.register(self._settle_at_exit)
         if self._entry:
             self._entry.hello()
+        for news in met:
+            self._regroup(news)
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())

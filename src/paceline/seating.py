@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -39,20 +37,17 @@ def place(job: Job, world: World, virtual: int = 0) -> Seat:
     return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares, virtual)
 
 
-def settle(
-    seat: Seat, job: Job, engine: Engine, exchange: Exchange, sizes: Sequence[int] = ()
-) -> tuple[Seat, Balance | None, Limits]:
+def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Seat, Balance | None, Limits]:
     """With what every node can take, which all tell each other: the seat to begin with, and what moves it, if anything.
 
-    ``sizes``: the processes of each node, where they differ. Every process must call it. Raises ValueError, everywhere,
-    where the batch does not fit."""
+    Every process must call it. Raises ValueError, everywhere, where the batch does not fit."""
     count, nodes = job.batch_size, seat.num_nodes
-    mine = json.dumps([_least(seat, job, engine), job.most_rows or count]).encode()
+    mine = json.dumps([seat.node, _least(seat, job, engine), job.most_rows or count]).encode()
     said = [json.loads(words) for words in exchange.gather(mine)]
-    told = iter(said)
-    crews = [list(itertools.islice(told, size)) for size in sizes or (seat.local_size,) * nodes]
-    most = [min(count, *(each for _, each in crew)) for crew in crews]
-    least = [min(crew[0][0], limit, count // nodes) for crew, limit in zip(crews, most, strict=True)]
+    # who was lost meanwhile says nothing, and has its seat until all are told of it
+    crews = [[each for each in said if each[0] == node] or [[node, 1, count]] for node in range(nodes)]
+    most = [min(count, *(each for _, _, each in crew)) for crew in crews]
+    least = [min(crew[0][1], limit, count // nodes) for crew, limit in zip(crews, most, strict=True)]
     if sum(most) < count:
         raise ValueError(
             f"join: batch_size is {count}, and the nodes take at most {' + '.join(map(str, most))} rows of it "

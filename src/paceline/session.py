@@ -183,7 +183,7 @@ def join(
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
-    if pace.record.folder:
+    if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
         from paceline.report.usage import Usage
 
         pace._usage = Usage(pace.record).start()

@@ -17,6 +17,8 @@ from torch import Tensor
 FIDELITY = ("exact", "rounded", "approximate")
 DENSE, FACTORS = "dense", "factors"
 
+Window = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
+
 
 class LinkError(ConnectionError):
     """A link is dead: rebuild it or end. Names the peer, where known."""
@@ -115,6 +117,7 @@ class Ballot:
     stop: int = 0  # a signal has asked this process to end after this step
     hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
     guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
+    follows: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
@@ -127,7 +130,7 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??ddIddddddqB?IIIIIIII")
+    _HEAD = struct.Struct("<??ddIddddddqB?I?IIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -146,6 +149,7 @@ class Ballot:
             self.stop,
             self.hung,
             self.guests,
+            self.follows,
             len(self.used),
             len(self.dense),
             len(self.rows),
@@ -211,6 +215,7 @@ class Ballot:
             stop=max(b.stop for b in ballots),
             hung=all(b.hung for b in ballots),
             guests=max(b.guests for b in ballots),
+            follows=any(b.follows for b in ballots),
             # a process without rows has no terms
             terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
             used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),

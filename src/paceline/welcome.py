@@ -12,6 +12,7 @@ it; who dies while it is taken in costs the others a step at most.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -43,10 +44,26 @@ class Welcome:
         if pace.agreement.ballot.guests > pace.exchange.link.generation and pace.began == self._began and not own:
             self._admit()
         self._began = pace.began
+        if self._follows(pace.agreement):
+            self._copy()
         if pace.leader:
             self._look(own or not hasattr(batch, "epoch"))
             pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
-            pace.loop.kept = self._keep if self._following else None
+            pace.loop.follows = bool(self._following)
+
+    def _follows(self, agreement: Agreement) -> bool:
+        """Known to every process of the node that leads."""
+        return agreement.ballot.follows and self.pace.world.node == 0
+
+    def _copy(self) -> None:
+        """The next part for each who follows, as soon as there is a place for it."""
+        pace = self.pace
+        takers = [each for each in self._following.values() if each.placed]
+        wanted = json.dumps([each.next for each in takers]).encode()
+        for i, rows in enumerate(json.loads(bytes(pace.exchange.hand(wanted)))):
+            part = handover.part(pace, rows)
+            if pace.leader:
+                takers[i].part(part)
 
     def _look(self, own: bool) -> None:
         porter = self.pace.ledger.porter
@@ -78,22 +95,22 @@ class Welcome:
             return {"over": True}
         if said["began"] > pace.began:
             return None
-        # several processes are given everything at once, when all of them listen
-        if pace.world.local_size == 1 and said["size"] == 1:
-            if name not in self._following:
-                self._following[name] = Following(pace, porter, name)
-            following = self._following[name]
-            following.between_steps(pace)
-            if following.lost:
-                del self._following[name]
-                return {"refused": following.lost}
-            if not following.level and not following.hopeless:
-                return None
+        if name not in self._following:
+            self._following[name] = Following(pace, porter, name)
+        following = self._following[name]
+        if following.lost:
+            del self._following[name]
+            return {"refused": following.lost}
+        if not following.level and not following.hopeless:
+            return None
         self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"]))
         return None
 
-    def _keep(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
+    def keep(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
+        """Before an update; what this gives is called once it was applied."""
         applied = [following.before(agreement, rule) for following in self._following.values()]
+        if self._follows(agreement):
+            self.pace.exchange.hand(b"")  # no process's update changes sums that are not copied yet
 
         def all_applied() -> None:
             for each in applied:
@@ -126,7 +143,8 @@ class Welcome:
             return
         following = {guest.name: self._following.pop(guest.name, None) for guest in came}
         level = {name: each is not None and each.end(not each.hopeless) for name, each in following.items()}
-        rest, large = handover.rest(pace), {} if all(level.values()) else handover.copy(pace)
+        all_level = b"level" if all(level.values()) else b""
+        rest, large = handover.rest(pace), {} if pace.exchange.hand(all_level) else handover.copy(pace)
         if not pace.leader:
             return
         for guest in came:

@@ -8,6 +8,7 @@ WHERE: forward; backward, while pieces leave; vote, when all have arrived; evalu
     other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
                                 the rest; each the first time
     meet2                       node 2 dies when another is to be taken in
+    spread1, settle1            node 1 dies while all join, when weights or words come to it
 """
 
 import json
@@ -22,7 +23,8 @@ from torch.nn import functional as F
 
 import paceline
 from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
-from paceline import handover
+from paceline import handover, seating
+from paceline.elastic.survive import Surviving
 
 BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 3
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
@@ -108,6 +110,9 @@ def main(folder, *words):
         here("evaluate")
         return target.double().sum()
 
+    if not LATE and LOCAL == 0 and (dies := {f"spread{NODE}", f"settle{NODE}"} & {*words}):
+        module, name = (Surviving, "spread") if f"spread{NODE}" in dies else (seating, "settle")
+        setattr(module, name, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
     optimizer = OPTIMIZERS["adam" if "adam" in words else "momentum"](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if "adam" in words else None
     how = {name: value for word in words for name, value in HOW.get(word, {}).items()}
@@ -130,7 +135,7 @@ def main(folder, *words):
             pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
         losses, times, turns, note = [], [], {}, watch(pace, folder)
         for batch in pace.batches(Samples(), epochs=EPOCHS):
-            if "back" in words and steps[0]:
+            if "back" in words and (steps[0] or pace.world.num_nodes < NODES):
                 hold(pace, turns)
             losses.append(pace.step(batch))
             times.append(pace.engine.accumulate)

@@ -90,14 +90,43 @@ def train(case):
         state = copy.deepcopy(optimizer.state_dict())
         middle = {name: value.clone() for name, value in model.state_dict().items()}
         division = pace.engine.division
+        parts = in_parts(pace)
     model = build()
     model.load_state_dict(middle)
     optimizer = CASES[case](model)
     with join(model, optimizer) as pace:
+        for part, windows in parts:
+            pace.engine.take_optimizer_rows(part, windows)
+        same(pace.engine.optimizer_state()["state"], state["state"])
         pace.engine.load_optimizer_state(state)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         steps(pace, range(2, STEPS))
     return division, losses, state, model.state_dict()
+
+
+def in_parts(pace):
+    """All of the optimizer's state, some rows of each weight at a time where these stand alone."""
+    found, weights = [], dict(pace.job.model.named_parameters())
+    for third in range(3):
+        windows = {}
+        for name in pace.engine.numbers:
+            rows_ = len(weights[name]) if pace.engine.division == "slices" and weights[name].dim() else 0
+            windows[name] = third * rows_ // 3, (third + 1) * rows_ // 3
+            if windows[name][1] == windows[name][0]:
+                del windows[name]
+            if not rows_ and third == 0:
+                windows[name] = 0, 0
+        found.append((copy.deepcopy(pace.engine.optimizer_rows(windows)), windows))
+    return found
+
+
+def same(some, others):
+    assert some.keys() == others.keys()
+    for number, state in some.items():
+        assert state.keys() == others[number].keys()
+        for key, value in state.items():
+            other = others[number][key]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, (number, key)
 
 
 def refusals():

@@ -44,7 +44,6 @@ class Surviving(contract.Exchange):
         self.turn, self.result = 0, b""  # operations that have ended here, and what the last one gave
         self.regroups = 0
         self.rows: Callable[[], int] = lambda: 1  # of the global batch, that this node has at present
-        self.begun = False  # until all have joined, a loss ends the run
 
     def open(
         self,
@@ -131,8 +130,6 @@ class Surviving(contract.Exchange):
 
         Raises LinkError where this process cannot go on.
         """
-        if not self.begun:
-            raise error
         return self._meet(str(error), finish)
 
     def admit(self, guests: Sequence[Guest] = ()) -> None:
@@ -191,7 +188,6 @@ class Surviving(contract.Exchange):
         self.turn, self.result, _ = max(told)
         self.exchange.rebuild(self.link)
         self.relink(self.link)
-        self.begun = True
 
     # all else is the exchange's own
 

@@ -16,14 +16,14 @@ options stay the user's), and its ``state_dict`` is whole, but every process mus
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Piece, Rule
+from paceline.contract import Agreement, Piece, Rule, Window
 from paceline.engine import cores, sequential
 from paceline.engine.crew import Crew
 from paceline.engine.everyone import Everyone
@@ -131,14 +131,22 @@ class Engine(sequential.Engine):
         self.crew.barrier("updating")
         return applied
 
+    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
+        """Its tensors lie in memory of their own."""
+        found = self.shares.rows([(self.numbers[name], window) for name, window in windows.items()])
+        return {name: state for name, state in zip(windows, found, strict=True) if state is not None}
+
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+        for name, window in windows.items():
+            self.shares.take(self.numbers[name], states.get(name), window)
+
     def _sum(self, piece: Piece, i: int, own: slice) -> Tensor:
         """This process's slice of the piece's i-th parameter: agreed, or still to be added up over the crew."""
         spec = piece.spec
         start, shape = sum(spec.numels[:i]), spec.shapes[i]
-        parts = [
-            self.places.flat(spec, local_rank)[start : start + spec.numels[i]].view(shape)
-            for local_rank in (range(self.seat[1]) if self.alone else range(1))
-        ]
+        assert piece.flat is not None
+        flats = [self.places.flat(spec, rank) for rank in range(self.seat[1])] if self.alone else [piece.flat]
+        parts = [flat[start : start + spec.numels[i]].view(shape) for flat in flats]
         whole = parts[0][own] if shape else parts[0]
         for part in parts[1:]:
             whole += part[own] if shape else part

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule
-from paceline.engine import products, randomness
+from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
+from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
@@ -62,6 +62,7 @@ class Engine(contract.Engine):
             self.multiply = multiply
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
+        self.numbers = rows.numbered(model, optimizer)
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
             products.install(model)
@@ -191,8 +192,8 @@ class Engine(contract.Engine):
 
     @torch.no_grad()
     def _is_finite(self, batch: Any) -> bool:
-        for rows in split(batch, self.accumulate):
-            part, output = self.run(rows)
+        for some in split(batch, self.accumulate):
+            part, output = self.run(some)
             with self.numerics.forward(self.device):
                 if not math.isfinite(judged(self.loss, output, part)[0]):
                     return False
@@ -271,6 +272,23 @@ class Engine(contract.Engine):
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+
+    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
+        states, weights = self.optimizer.state_dict()["state"], self.state()
+        return {
+            name: {key: rows.cut(value, weights[name].shape, window) for key, value in states[number].items()}
+            for name, window in windows.items()
+            if (number := self.numbers[name]) in states
+        }
+
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+        whole, weights = self.optimizer.state_dict(), self.state()
+        for name, window in windows.items():
+            mine, shape = whole["state"].pop(self.numbers[name], {}), weights[name].shape
+            if name in states:
+                its = {key: rows.put(mine.get(key), value, shape, window) for key, value in states[name].items()}
+                whole["state"][self.numbers[name]] = its
+        self.optimizer.load_state_dict(whole)
 
     def sync_norm(self, link: contract.Link | None) -> None:
         self._sum_norms(Everyone(None, link))

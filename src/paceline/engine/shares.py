@@ -15,17 +15,20 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from paceline.contract import Window
 from paceline.engine.crew import Crew
+from paceline.engine.rows import is_cut
 
 # torch.optim's optimizers of which any slice of a weight may be updated by itself
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 SLICES = "slices"
+ALL = (0, 0)
 LINE_BYTES = 64
 DOING = "gathering the optimizer's state"
 
@@ -56,6 +59,7 @@ class Shares:
         self._labels = [group.get("param_names") for group in optimizer.param_groups]
         self.mine: list[Part] = []
         self._kept: dict[int, slice] = {}  # the optimizer's number of a parameter: the rows that are ours
+        self._parts: dict[int, Tensor] = {}  # likewise: what the optimizer has in its place
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._divide(names, self._owners(names, elementwise))
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
@@ -95,7 +99,7 @@ class Shares:
                         self.optimizer.state[part] = _cut(state, own, parameter.shape)
                     kept.append(part)
                     self.mine.append((names[id(parameter)], own, part))
-                    self._kept[number] = own
+                    self._kept[number], self._parts[number] = own, part
                 if number in self._kept and "param_names" in group:
                     labels.append(group["param_names"][position])
                 number += 1
@@ -109,32 +113,83 @@ class Shares:
         Its tensors lie once in memory that the processes share, and are a copy of the optimizer's.
         """
         own = self._own_state()
+        whole = self._gather([(i, ALL) for i in range(len(self._shapes))], own["state"])
+        return {"state": whole, "param_groups": own["param_groups"]}
+
+    def rows(self, wanted: Sequence[tuple[int, Window]]) -> list[dict[str, Any] | None]:
+        """The whole state of these rows of parameters, by their numbers; None where there is none.
+
+        Every process of the node must call it, for the same rows.
+        """
+        whole = self._gather(wanted, self._own_state()["state"])
+        return [whole.get(at) for at in range(len(wanted))]
+
+    def _gather(
+        self, wanted: Sequence[tuple[int, Window]], own: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """Everyone's part of what is wanted, by its place in ``wanted``."""
         listed = [
-            (i, key, *self._describe(i, key, value))
-            for i, state in own["state"].items()
-            for key, value in state.items()
+            (at, key, *self._describe(i, key, value, window))
+            for at, (i, window) in enumerate(wanted)
+            for key, value in own.get(i, {}).items()
         ]
         heard = [json.loads(body) for body in self.crew.swap(json.dumps(listed).encode(), DOING)]
         places: dict[tuple[int, str], tuple[int, list[int], torch.dtype]] = {}
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         num_bytes = 0
-        for i, key, value, shape, dtype in sorted((one for each in heard for one in each), key=lambda one: one[0]):
+        for at, key, value, shape, dtype in sorted((one for each in heard for one in each), key=lambda one: one[0]):
             if dtype is None:
-                whole[i].setdefault(key, value)
-            elif (i, key) not in places:
+                whole[at].setdefault(key, value)
+            elif (at, key) not in places:
                 kind = getattr(torch, dtype)
-                places[i, key] = (num_bytes, shape, kind)
+                places[at, key] = (num_bytes, shape, kind)
                 size = torch.Size(shape).numel() * kind.itemsize
                 num_bytes += -(-size // LINE_BYTES) * LINE_BYTES
-                whole[i][key] = None
+                whole[at][key] = None
         memory = self.crew.share(num_bytes)
-        for (i, key), (start, shape, kind) in places.items():
-            whole[i][key] = _at(memory, start, shape, kind)
-            if i in own["state"]:
-                mine = own["state"][i][key]
-                (whole[i][key][self._kept[i]] if list(mine.shape) != shape else whole[i][key]).copy_(mine)
+        for (at, key), (start, shape, kind) in places.items():
+            whole[at][key] = _at(memory, start, shape, kind)
+            i, window = wanted[at]
+            if i in own:
+                mine = own[i][key]
+                _, into, of = self._place(i, mine, window)
+                whole[at][key][into].copy_(mine[of])
         self.crew.barrier(DOING)
-        return {"state": dict(sorted(whole.items())), "param_groups": own["param_groups"]}
+        return dict(sorted(whole.items()))
+
+    def _place(self, i: int, value: Tensor, window: Window) -> tuple[list[int], Any, Any]:
+        """(the shape of all that is wanted, the rows of it that are here, and where they are in ``value``)."""
+        if not self._shapes[i] or value.shape != self._part_shape(i):
+            return list(value.shape), ..., ...
+        start, stop = window if window[1] else (0, self._shapes[i][0])
+        into, of = self._common(i, start, stop)
+        return [stop - start, *self._shapes[i][1:]], into, of
+
+    def _common(self, i: int, start: int, stop: int) -> tuple[slice, slice]:
+        """The rows from ``start`` to ``stop`` that are ours: as rows of those, and of ours."""
+        own_start, own_stop, _ = self._kept[i].indices(self._shapes[i][0])
+        first = max(start, own_start)
+        last = max(first, min(stop, own_stop))
+        return slice(first - start, last - start), slice(first - own_start, last - own_start)
+
+    def take(self, i: int, given: Mapping[str, Any] | None, window: Window) -> None:
+        """A parameter's rows of what `rows` gave elsewhere, as far as they are ours; of None, there is none."""
+        if i not in self._parts:
+            return
+        mine = self.optimizer.state.pop(self._parts[i], {})
+        if given is not None:
+            its = {key: self._put(i, mine.get(key), value, window) for key, value in given.items()}
+            self.optimizer.state[self._parts[i]] = its
+
+    def _put(self, i: int, mine: Any, its: Any, window: Window) -> Any:
+        shape = self._shapes[i]
+        if not is_cut(its, shape, window):
+            return _cut({"": its}, self._kept[i], shape)[""]
+        into, of = self._common(i, *window)
+        if mine is None:
+            mine = torch.zeros(self._part_shape(i), dtype=its.dtype)
+        mine[of].copy_(its[into])
+        return mine
 
     def _own_state(self) -> dict[str, Any]:
         """The optimizer's own state_dict, with the numbers that its parameters had before the division."""
@@ -147,12 +202,10 @@ class Shares:
             start += length
         return {"state": {numbers[i]: state for i, state in own["state"].items()}, "param_groups": groups}
 
-    def _describe(self, i: int, key: str, value: Any) -> tuple[Any, list[int], str | None]:
+    def _describe(self, i: int, key: str, value: Any, window: Window) -> tuple[Any, list[int], str | None]:
         """(plain value, whole shape, type) of one entry of one parameter's state."""
         if isinstance(value, Tensor):
-            part = self._shapes[i]
-            whole = part if self._kept[i] != slice(None) and value.shape == self._part_shape(i) else value.shape
-            return None, list(whole), str(value.dtype).removeprefix("torch.")
+            return None, self._place(i, value, window)[0], str(value.dtype).removeprefix("torch.")
         if value is None or isinstance(value, bool | int | float | str):
             return value, [], None
         raise ValueError(

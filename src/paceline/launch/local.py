@@ -202,7 +202,9 @@ def _wait(
 
 
 def _go_on(num_nodes: int, least: int, lost: Mapping[int, int], again: Again | None) -> bool:
-    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back."""
+    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back.
+
+    Until all have met, each waits for every other, and one that fails ends all."""
     if least:
-        return num_nodes - len(lost) >= least
+        return num_nodes - len(lost) >= least and (again is None or again.begun)
     return again is not None and all(map(again.hopes, lost))

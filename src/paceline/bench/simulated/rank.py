@@ -75,7 +75,7 @@ class Rank:
         moves = how.uneven and not how.virtual
         self.loop.balance = Restless(BATCH, self.limits.least, self.limits.most) if moves else None
         self.exchange.rows = lambda: self.loop.seat.dealt(BATCH)[self.loop.seat.node]
-        self.exchange.regrouped, self.exchange.begun = self.regroup, True
+        self.exchange.regrouped = self.regroup
         self.attempt: Attempt = (0, 0)
         self.taken: dict[Attempt, list[int]] = {}
         self.applied: list[tuple[Attempt, int]] = []  # of each step: the attempt, a checksum of the weights
