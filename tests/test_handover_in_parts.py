@@ -1,5 +1,6 @@
 """The state of a run in parts: each row goes once, with what the optimizer keeps of it, and comes bit by bit."""
 
+import threading
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline import handover
+from paceline.following import Following
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -59,3 +61,66 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
                     else value == mine[number][key]
                 )
                 assert same, (number, key)
+
+
+class Slow:
+    """Takes nothing before it is told to."""
+
+    def __init__(self):
+        self.go, self.taken = threading.Event(), []
+
+    def give(self, name, parts, num_bytes):
+        assert self.go.wait(30.0)
+        self.taken.append(bytearray(b"".join(bytes(part) for part in parts)))
+
+
+def followed(leader):
+    """Who follows from a moment on, and who it is sent by."""
+    slow = Slow()
+    following = Following(leader, slow, "late")
+    following._thread.join(30.0)
+    return following, slow
+
+
+def step(pace, seed):
+    dice = torch.Generator().manual_seed(seed)
+    return pace.step((torch.randn(8, 40, generator=dice), torch.randint(0, 3, (8,), generator=dice)))
+
+
+def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
+    """Also where the optimizer had no state yet when places were made for it."""
+    monkeypatch.setattr(handover, "PART_BYTES", 4096)
+    with trained("momentum", 0, seed=1) as leader:
+        following, slow = followed(leader)
+        step(leader, 1)
+        want = handover.part(leader, following.next)
+        want = handover.read(bytearray(b"".join(bytes(each) for each in handover.Message(want).parts())))
+        following.part(handover.part(leader, following.next))
+        step(leader, 2)
+        slow.go.set()
+        following.end(True)
+        found = handover.read(slow.taken[0])
+        assert found["states"].keys() == want["states"].keys() != set()
+        for name, state in want["states"].items():
+            assert torch.equal(found["states"][name]["momentum_buffer"], state["momentum_buffer"])
+        assert all(torch.equal(found["part"][name], value) for name, value in want["part"].items())
+
+
+def test_what_waits_to_be_sent_is_bounded(monkeypatch):
+    """On a wire that is slower than the steps, long before all parts have gone."""
+    monkeypatch.setattr(handover, "PART_BYTES", 512)
+    with trained("momentum", 1, seed=1) as leader:
+        following, slow = followed(leader)
+        assert len(following._left) > 20
+        leader.loop.kept = following.before
+        for turn in range(20):
+            following.part(handover.part(leader, following.next))
+            step(leader, turn)
+            if following.hopeless:
+                break
+        assert following.hopeless
+        assert not following.level
+        most = following.num_bytes
+        assert most < 5 * handover.copy_bytes(leader) + 100_000  # of which trees are some
+        slow.go.set()
+        assert following.end(False) is False

@@ -150,6 +150,24 @@ def test_a_launcher_that_is_killed_takes_every_process_with_it(sshd, script, tmp
     wait_until_gone(pids)
 
 
+def test_a_laptop_that_is_closed_keeps_no_node_waiting(sshd, script, tmp_path):
+    """It reads nothing, and its lines stay open: more than ssh holds is kept until it is opened again."""
+    text = "for i in range(5000):\n    print(f'{i:01000}', flush=True)\n(FOLDER / f'over.{NODE}').touch()"
+    process = begin(sshd, script(f"while not (FOLDER / 'go').exists():\n    time.sleep(0.02)\n{text}"))
+    wait_for_pids(tmp_path, 2, process)
+    process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    end = time.monotonic() + DEADLINE_S
+    while len([*tmp_path.glob("over.*")]) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.send_signal(signal.SIGCONT)
+    output, _ = finish(process)
+    for name in ("one", "two"):
+        lines = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
+        assert [int(line.split()[1]) for line in lines] == list(range(5000))
+
+
 def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_shows_it(sshd, script):
     path = script(
         "lines = [p.read_bytes() for p in Path('/proc').glob('[0-9]*/cmdline')]\n"

@@ -27,7 +27,7 @@ from paceline.contract import Agreement, Ballot, LinkError, Piece, Porter, Rule,
 from paceline.engine.batch import mapped
 
 MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
-MOST_COPIES = 3  # as much as so many of them, the sums of steps included
+MOST_COPIES = 3  # as much as these may wait to be sent, or be sent after the copy itself
 
 
 class Following:
@@ -36,12 +36,14 @@ class Following:
     def __init__(self, pace: Any, porter: Porter, name: str):
         self.porter, self.name, self.lost = porter, name, ""
         self._optimizer = pace.job.optimizer
-        self._copy_bytes = self.num_bytes = 0
+        self._copy_bytes, self._parted_bytes = handover.copy_bytes(pace), 0
+        self.num_bytes = self._sent_bytes = 0
         self._messages: queue.Queue[handover.Message | None] = queue.Queue()
         self._num_put = self._num_sent = 0
         self._left = handover.parts(pace)
         # of several processes, the optimizer's state is gathered, and what is gathered is a copy
-        look = handover.part if pace.world.local_size == 1 else handover.weights_of
+        self._gathered = pace.world.local_size > 1
+        look = handover.weights_of if self._gathered else handover.part
         self._like = [_tensors(look(pace, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
         self._thread = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
@@ -75,11 +77,10 @@ class Following:
         def kept(tensor: Tensor) -> Tensor:
             if (place := next(places, None)) is not None:
                 return place.copy_(tensor)
-            return tensor if alike else _own(tensor)
+            return tensor if alike and self._gathered else _own(tensor)
 
-        message = handover.Message(mapped(state, kept))
-        self._copy_bytes += message.num_bytes
-        self._put(message)
+        self._put(handover.Message(mapped(state, kept)))
+        self._parted_bytes = self.num_bytes
         if first:
             self._like = []
             self._thread = threading.Thread(target=self._send, name="paceline following", daemon=True)
@@ -94,6 +95,7 @@ class Following:
         try:
             while (message := self._messages.get()) is not None:
                 self.porter.give(self.name, message.parts(), message.num_bytes)
+                self._sent_bytes += message.num_bytes
                 self._num_sent += 1
         except LinkError:
             self.lost = "the line by which it was given the state broke"
@@ -105,7 +107,8 @@ class Following:
     @property
     def hopeless(self) -> bool:
         """The steps are sent no faster than they are made, and everything at once will be less."""
-        return not self._left and self.num_bytes > MOST_COPIES * self._copy_bytes and not self.level
+        waiting, after = self.num_bytes - self._sent_bytes, 0 if self._left else self.num_bytes - self._parted_bytes
+        return max(waiting, after) > MOST_COPIES * self._copy_bytes and not self.level
 
     def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""

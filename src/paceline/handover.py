@@ -68,15 +68,15 @@ def parts(pace: Any) -> list[list[Rows]]:
 
     One list of none stands for `copy`, where something in these states has no part of its own.
     """
-    weights, optimizer = pace.engine.state(), pace.job.optimizer
-    if not pace.engine.numbers or not all(isinstance(each, Tensor) for each in weights.values()):
+    weights, optimizer, numbers = pace.engine.state(), pace.job.optimizer, pace.engine.numbers
+    plain = all(isinstance(each, Tensor) for each in weights.values())
+    if not plain or not numbers or numbers.keys() - weights.keys():
         return [[]]
-    kept = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
-    times = 1 + kept / sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
+    times = _times(optimizer)
     found: list[list[Rows]] = [[]]
     num_bytes = 0
     for name, weight in weights.items():
-        its_bytes = int(weight.nbytes * (times if name in pace.engine.numbers else 1))
+        its_bytes = int(weight.nbytes * (times if name in numbers else 1))
         # elsewhere an update of some rows depends on all of them
         cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(optimizer) == SLICES
         stride = max(1, PART_BYTES * len(weight) // its_bytes) if cut else 0
@@ -88,6 +88,19 @@ def parts(pace: Any) -> list[list[Rows]]:
             found[-1].append((name, start, min(len(weight), start + stride) if cut else 0))
             num_bytes += size
     return found
+
+
+def _times(optimizer: Optimizer) -> float:
+    """A weight and what the optimizer keeps of it, over the weight alone: of the parts in this process."""
+    kept = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    weights: int = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
+    return 1 + kept / max(1, weights)
+
+
+def copy_bytes(pace: Any) -> float:
+    """About those of `copy`."""
+    num_bytes = sum(each.nbytes for each in pace.engine.state().values() if isinstance(each, Tensor))
+    return _times(pace.job.optimizer) * num_bytes
 
 
 def weights_of(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:

@@ -187,8 +187,9 @@ class Pace:
                 atexit.register(self._settle_at_exit)
         if self._entry:
             self._entry.hello()
+        self.met = met
         for news in met:
-            self._regroup(news)
+            self._move(news)
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
@@ -204,6 +205,10 @@ class Pace:
         self.record.write("late", step=self.loop.num_steps, text=text)
 
     def _regroup(self, news: contract.Regroup) -> None:
+        self._move(news)
+        self.tell_of(news)
+
+    def _move(self, news: contract.Regroup) -> None:
         """Nodes were lost, or came: this process has another seat from now on, and may lead."""
         loop, before = self.loop, self.world
         sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
@@ -215,13 +220,16 @@ class Pace:
             self._lead()
         if self._welcome:
             self._welcome.came = news.came
-        words = []
+
+    def tell_of(self, news: contract.Regroup) -> None:
+        """On the screen and in the record, where this process leads."""
+        loop, num_nodes, words = self.loop, len(news.origin) + len(news.came), []
         if news.lost or not news.came:
-            left = f"{len(news.origin)} of {before.num_nodes} nodes go on ({news.why})"
+            left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes go on ({news.why})"
             words.append(f"lost {', '.join(news.lost) or 'no node'} at step {loop.num_steps}; {left}")
         if news.came:
             came = ", ".join(guest.host for guest in news.came)
-            words.append(f"{came} came at step {loop.num_steps}; {len(sizes)} nodes train")
+            words.append(f"{came} came at step {loop.num_steps}; {num_nodes} nodes train")
         if self.leader:
             print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
         self.record.write(
@@ -230,7 +238,7 @@ class Pace:
             generation=news.generation,
             lost=news.lost,
             came=[guest.host for guest in news.came],
-            num_nodes=len(sizes),
+            num_nodes=num_nodes,
             shares=self.shares,
             seconds=news.seconds,
             why=news.why,
@@ -525,6 +533,8 @@ class Pace:
             return True  # the others are further
         with self._among_all("restoring"):
             found = not self.watched and self._saving.restore(run) is not None
+        if self._welcome and found:
+            self._welcome.begin_again()
         self._resumed = self._resumed or found
         return found
 

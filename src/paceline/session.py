@@ -176,13 +176,15 @@ def join(
         engine=row,
         exchange=exchange,
         codec=codec,
-        num_nodes=world.num_nodes,
+        num_nodes=pace.world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,
         **({"encrypted": True} if link and hidden else {}),
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
+    for news in pace.met:
+        pace.tell_of(news)
     if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
         from paceline.report.usage import Usage
 

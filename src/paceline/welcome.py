@@ -51,6 +51,12 @@ class Welcome:
             pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
             pace.loop.follows = bool(self._following)
 
+    def begin_again(self) -> None:
+        """What those who follow were given is of another state: they are given all of it anew."""
+        for following in self._following.values():
+            following.end(False)
+        self._following = {}
+
     def _follows(self, agreement: Agreement) -> bool:
         """Known to every process of the node that leads."""
         return agreement.ballot.follows and self.pace.world.node == 0

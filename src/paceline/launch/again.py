@@ -36,16 +36,9 @@ class Again:
 
     def __init__(self, ticket: Path, returns: int, begin: Callable[[int], None]):
         self.ticket, self.returns, self.begin = ticket, returns, begin
-        self._seen = False
         self._num_begun: dict[int, int] = {}
         self._begun_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = {}
-
-    @property
-    def begun(self) -> bool:
-        """Whether there has been a run to come to."""
-        self._seen |= self.ticket.exists()
-        return self._seen
 
     def hopes(self, node: int) -> bool:
         """Whether a node that failed may still come back."""

@@ -132,6 +132,8 @@ def start(
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
                 ticket = Path(base.setdefault("PACELINE_TICKET", os.path.join(folder, "ticket.json")))
                 stack.callback(ticket.unlink, missing_ok=True)
+                if node is None:
+                    ticket.unlink(missing_ok=True)  # of a run that was killed: nobody is there to come to
                 back = {"PACELINE_JOIN": str(ticket)}
                 again = Again(ticket, returns, lambda owner: begin(owner, {**back, "PACELINE_NODE": str(owner)}))
             try:
@@ -202,9 +204,7 @@ def _wait(
 
 
 def _go_on(num_nodes: int, least: int, lost: Mapping[int, int], again: Again | None) -> bool:
-    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back.
-
-    Until all have met, each waits for every other, and one that fails ends all."""
+    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back."""
     if least:
-        return num_nodes - len(lost) >= least and (again is None or again.begun)
+        return num_nodes - len(lost) >= least
     return again is not None and all(map(again.hopes, lost))

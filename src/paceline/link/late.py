@@ -94,7 +94,7 @@ class Late(memory.Link):
                     raise
                 self.glance()
                 time.sleep(PAUSE_S)
-            except Refused:
+            except (Refused, Unheard):
                 self._hang_up()
                 raise
             except LinkError as error:
@@ -168,7 +168,11 @@ class Late(memory.Link):
                         raise Refused(f"this node, {self._host}, was not taken in: {refused}")
                     return told
             if hear and self._bulk and self._bulk.waits(GLANCE_S):
-                hear(self._bulk.receive())
+                message = self._bulk.receive()
+                try:
+                    hear(message)
+                except LinkError as error:  # another process of this node is lost, and no question mends that
+                    raise Unheard(str(error)) from error
             else:
                 time.sleep(GLANCE_S)
         raise LinkError("no answer")
@@ -212,3 +216,7 @@ class Over(LinkError):
 
 class Refused(LinkError):
     """They know who asks, and do not take it in."""
+
+
+class Unheard(LinkError):
+    """What they sent came, and could not be taken."""

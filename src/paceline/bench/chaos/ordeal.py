@@ -172,7 +172,8 @@ class Ordeal:
             raise ValueError(f"the training was started {MOST_STARTS} times, and has not ended")
         counts = [n for n in range(LEAST, self.cluster.num_nodes + 1) if n != self.count] or [self.count]
         count = self.dice.choice(counts)
-        return count, self.dice.choice(ENGINES[1:] if count == LEAST else ENGINES[1:2])
+        few = count <= LEAST + 1  # so that one of several processes can be lost, and there is a core for two of them
+        return count, self.dice.choice(ENGINES[1:] if few else ENGINES[1:2])
 
     def _wait_for_begin(self, size: int) -> None:
         end = time.monotonic() + BEGIN_S
