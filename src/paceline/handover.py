@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline import resume, seating
+from paceline import members, resume, seating
 from paceline.elastic import tensors
 from paceline.elastic.tree import pack, unpack
 from paceline.engine import rows
@@ -190,6 +190,6 @@ def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
     limits = seating.Limits(tuple(said["least"]), tuple(said["most"]))
     shares = tuple(said["shares"]) if said["shares"] else None
     seat = dataclasses.replace(loop.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
-    pace._sit(seat, limits, tuple(said["sizes"]))
+    members.sit(pace, seat, limits, tuple(said["sizes"]))
     if loop.drift and said["drift"]:
         loop.drift.load(said["drift"])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import contract, seating
+from paceline import contract, members, seating
 from paceline.compare import compare, digests, facts, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
@@ -167,7 +167,7 @@ class Pace:
         self._live = Live(partial(tell, self)) if asked else None
         if world.local_size > 1 and world.local_rank == 0:
             self.whereabouts.siblings = lambda: stacks(engine.pids[1:])
-        self.exchange.regrouped = self._regroup
+        self.exchange.regrouped = partial(members.regroup, self)
         if surviving:
             surviving.rows = lambda: self.shares[self.world.node]
         self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
@@ -189,7 +189,7 @@ class Pace:
             self._entry.hello()
         self.met = met
         for news in met:
-            self._move(news)
+            members.move(self, news)
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
@@ -203,71 +203,6 @@ class Pace:
         """Something lasts longer than it should."""
         say(text)
         self.record.write("late", step=self.loop.num_steps, text=text)
-
-    def _regroup(self, news: contract.Regroup) -> None:
-        self._move(news)
-        self.tell_of(news)
-
-    def _move(self, news: contract.Regroup) -> None:
-        """Nodes were lost, or came: this process has another seat from now on, and may lead."""
-        loop, before = self.loop, self.world
-        sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
-        seat, _, limits = seating.regroup(loop.seat, loop.balance, self.job.batch_size, self._limits, news)
-        self._sit(seat, limits, sizes)
-        if before.local_rank:
-            self.engine.relink(None)
-        elif self.world.node == 0 and not self.leader:
-            self._lead()
-        if self._welcome:
-            self._welcome.came = news.came
-
-    def tell_of(self, news: contract.Regroup) -> None:
-        """On the screen and in the record, where this process leads."""
-        loop, num_nodes, words = self.loop, len(news.origin) + len(news.came), []
-        if news.lost or not news.came:
-            left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes go on ({news.why})"
-            words.append(f"lost {', '.join(news.lost) or 'no node'} at step {loop.num_steps}; {left}")
-        if news.came:
-            came = ", ".join(guest.host for guest in news.came)
-            words.append(f"{came} came at step {loop.num_steps}; {num_nodes} nodes train")
-        if self.leader:
-            print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
-        self.record.write(
-            "regroup",
-            step=loop.num_steps,
-            generation=news.generation,
-            lost=news.lost,
-            came=[guest.host for guest in news.came],
-            num_nodes=num_nodes,
-            shares=self.shares,
-            seconds=news.seconds,
-            why=news.why,
-        )
-
-    def _sit(self, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) -> None:
-        """From now on in this seat, among nodes of so many processes each."""
-        loop, job = self.loop, self.job
-        unlike = sizes if len(set(sizes)) > 1 else ()
-        self.world = dataclasses.replace(self.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
-        loop.seat, loop.who, self._limits = seat, self._who(), limits
-        loop.balance = seating.follow(job.batch_size, limits) if self._follows and len(sizes) > 1 else None
-        # virtual shares are cut into micro-batches, which must stay the same ones
-        times = 1 if seat.virtual else max(1, -(-self.shares[seat.node] // limits.most[seat.node]))
-        self.engine.accumulate = job.accumulate * times
-        if loop.drift:
-            loop.drift.divided |= max(sizes) > 1
-
-    def _lead(self) -> None:
-        """The leader was lost: what one of all does is this process's from now on."""
-        self.leader = self._speaks = True
-        if self.loop.drift:
-            self.loop.drift.leads = True
-        self.loop.stragglers = self._stragglers()
-        if self.folder and not self.watched:
-            from paceline.report.usage import Usage
-
-            self.record.open(self.folder)
-            self._usage = Usage(self.record).start()
 
     # the data
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paceline import balance, contract
+from paceline import balance, contract, members
 from paceline import overlap as overlaps
 from paceline.contract import LinkError, NotFinite
 from paceline.elastic.checkpoint import CheckpointError
@@ -184,7 +184,7 @@ def join(
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     for news in pace.met:
-        pace.tell_of(news)
+        members.tell(pace, news)
     if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
         from paceline.report.usage import Usage
 

@@ -1,0 +1,80 @@
+"""Who trains: after a loss, or when somebody came, a process has another seat, or leads. ``pace`` is `pace.Pace`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from paceline import seating
+from paceline.contract import Regroup
+
+
+def regroup(pace: Any, news: Regroup) -> None:
+    move(pace, news)
+    tell(pace, news)
+
+
+def move(pace: Any, news: Regroup) -> None:
+    """This process has another seat from now on."""
+    loop, before = pace.loop, pace.world
+    sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
+    seat, _, limits = seating.regroup(loop.seat, loop.balance, pace.job.batch_size, pace._limits, news)
+    sit(pace, seat, limits, sizes)
+    if before.local_rank:
+        pace.engine.relink(None)
+    elif pace.world.node == 0 and not pace.leader:
+        _lead(pace)
+    if pace._welcome:
+        pace._welcome.came = news.came
+
+
+def tell(pace: Any, news: Regroup) -> None:
+    """On the screen and in the record, where this process leads."""
+    step, num_nodes, words = pace.loop.num_steps, len(news.origin) + len(news.came), []
+    if news.lost or not news.came:
+        left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes go on ({news.why})"
+        words.append(f"lost {', '.join(news.lost) or 'no node'} at step {step}; {left}")
+    if news.came:
+        came = ", ".join(guest.host for guest in news.came)
+        words.append(f"{came} came at step {step}; {num_nodes} nodes train")
+    if pace.leader:
+        print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
+    pace.record.write(
+        "regroup",
+        step=step,
+        generation=news.generation,
+        lost=news.lost,
+        came=[guest.host for guest in news.came],
+        num_nodes=num_nodes,
+        shares=pace.shares,
+        seconds=news.seconds,
+        why=news.why,
+    )
+
+
+def sit(pace: Any, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) -> None:
+    """From now on in this seat, among nodes of so many processes each."""
+    loop, job = pace.loop, pace.job
+    unlike = sizes if len(set(sizes)) > 1 else ()
+    pace.world = dataclasses.replace(pace.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
+    loop.seat, loop.who, pace._limits = seat, pace._who(), limits
+    loop.balance = seating.follow(job.batch_size, limits) if pace._follows and len(sizes) > 1 else None
+    # virtual shares are cut into micro-batches, which must stay the same ones
+    times = 1 if seat.virtual else max(1, -(-pace.shares[seat.node] // limits.most[seat.node]))
+    pace.engine.accumulate = job.accumulate * times
+    if loop.drift:
+        loop.drift.divided |= max(sizes) > 1
+
+
+def _lead(pace: Any) -> None:
+    """The leader was lost: what one of all does is this process's from now on."""
+    pace.leader = pace._speaks = True
+    if pace.loop.drift:
+        pace.loop.drift.leads = True
+    pace.loop.stragglers = pace._stragglers()
+    if pace.folder and not pace.watched:
+        from paceline.report.usage import Usage
+
+        pace.record.open(pace.folder)
+        pace._usage = Usage(pace.record).start()
