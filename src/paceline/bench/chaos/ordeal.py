@@ -35,6 +35,7 @@ BEGIN_S, SETTLE_S, END_S = 60.0, 60.0, 40.0
 GLANCE_S = 0.01
 AT_ONCE_S = 1.0  # what was on its way may still end some steps
 ENGINES = "sequential", "threads:1", "processes:2"
+FEW = LEAST + 1  # nodes that may have several processes each, on few cores: one of them can be lost
 LAST_LINES, MOST_STARTS = 8, 40
 
 
@@ -166,14 +167,13 @@ class Ordeal:
 
     def _next_team(self) -> tuple[int, str]:
         """All nodes at first; then another number than before, and another engine."""
-        if self.launches == 1:
-            return self.cluster.num_nodes, ENGINES[0]
         if self.launches > MOST_STARTS:
             raise ValueError(f"the training was started {MOST_STARTS} times, and has not ended")
-        counts = [n for n in range(LEAST, self.cluster.num_nodes + 1) if n != self.count] or [self.count]
-        count = self.dice.choice(counts)
-        few = count <= LEAST + 1  # so that one of several processes can be lost, and there is a core for two of them
-        return count, self.dice.choice(ENGINES[1:] if few else ENGINES[1:2])
+        nodes = self.cluster.num_nodes
+        if self.launches == 1:
+            return nodes, ENGINES[0] if nodes > FEW else ENGINES[-1]
+        count = self.dice.choice([n for n in range(LEAST, nodes + 1) if n != self.count] or [self.count])
+        return count, self.dice.choice(ENGINES[1:] if count <= FEW else ENGINES[1:2])
 
     def _wait_for_begin(self, size: int) -> None:
         end = time.monotonic() + BEGIN_S
