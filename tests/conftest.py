@@ -82,6 +82,7 @@ DEAR = (
     *("returned.py::test_however_it_trains", "dies_while_it_is_given", "another_model_is_refused_by_name"),
     "returned.py::test_a_node_that_is_started_by_hand",
     *("test_who_dies_when_another_is_taken_in", "join_ends_nothing[spread1", "join_ends_nothing[settle1"),
+    "returned.py::test_who_leads_stops_while",
     *("stalls.py::test_the_others_go_on_without", "stalls.py::test_a_stopped_process_that_goes_on", "test_cable.py::"),
     *("stalls.py::test_an_undisturbed_run", "stalls.py::test_a_hang_inside_a_node"),
     "stragglers.py::test_a_node_whose_core_others_take",

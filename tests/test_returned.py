@@ -227,3 +227,18 @@ def test_who_dies_when_another_is_taken_in_comes_back_as_well(tmp_path):
     told = [event for event in events if event["event"] == "regroup"]
     assert sum(len(event["lost"]) for event in told) == 2
     assert sum(len(event["came"]) for event in told) == 2
+
+
+def test_who_leads_stops_while_it_gives_another_its_state_and_nobody_waits_for_it(tmp_path):
+    """The one that is given it notices as the others do: it is alive, and they meet with all who are."""
+    done = launch(tmp_path, "1:3:forward", "back", "halt", num_nodes=4)
+    assert done.returncode == 0, done.stderr
+    source = Samples()
+    want, _ = reference(build(Plain), [(source.x[turn], source.y[turn]) for turn in batches()], OPTIMIZERS["momentum"])
+    states = [torch.load(tmp_path / f"{node}-0.pt", weights_only=True) for node in (1, 2, 3)]
+    assert all(gap(state, want) < 1e-9 for state in states)
+    halted_s = (tmp_path / "halted").stat().st_mtime
+    after = min(
+        event["time"] for event in read(tmp_path) if event["event"] == "regroup" and event["time"] > halted_s + 1
+    )
+    assert after - halted_s < 15.0, done.stderr

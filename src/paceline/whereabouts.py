@@ -28,7 +28,7 @@ class Whereabouts:
     """``step``: its number. *Units*: ``step_s``, ``input_s``: seconds of the last step, and those in which it waited
     for its data. ``signs``: what this machine shows that makes it slow. ``notice`` is told what people should know."""
 
-    def __init__(self) -> None:
+    def __init__(self, unknown_s: float = UNKNOWN_S) -> None:
         self.host = os.environ.get("PACELINE_HOST", socket.gethostname())
         self.step, self.step_s, self.input_s = 0, 0.0, 0.0
         self.signs: Sequence[str] = ()
@@ -40,7 +40,7 @@ class Whereabouts:
         self._now = (OUTSIDE, time.monotonic(), False)
         self._wire = ""
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._limit_s = UNKNOWN_S
+        self._limit_s = unknown_s
         self._woke: tuple[int, float] | None = None  # in which step, and after how long
 
     # said by the thread that trains

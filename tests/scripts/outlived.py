@@ -8,12 +8,14 @@ WHERE: forward; backward, while pieces leave; vote, when all have arrived; evalu
     other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
                                 the rest; each the first time
     meet2                       node 2 dies when another is to be taken in
+    halt                        who leads stops when it is to give another the rest, and is killed HALT_S later
     spread1, settle1            node 1 dies while all join, when weights or words come to it
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +34,7 @@ LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 LATE = "PACELINE_JOIN" in os.environ
 PATIENCE_S = 60.0
+HALT_S = 25
 HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
 HOW["memory"] = {"most_rows": BATCH // 3}
 
@@ -133,6 +136,14 @@ def main(folder, *words):
             pace._entry._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
         if f"meet{NODE}" in words and not LATE:
             pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        if "halt" in words and NODE == 0 and not LATE:
+
+            def halt(pace):
+                subprocess.Popen(["sh", "-c", f"sleep {HALT_S}; kill -KILL {os.getpid()}"])
+                Path(folder, "halted").touch()
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+            handover.rest = halt
         losses, times, turns, note = [], [], {}, watch(pace, folder)
         for batch in pace.batches(Samples(), epochs=EPOCHS):
             if "back" in words and (steps[0] or pace.world.num_nodes < NODES):

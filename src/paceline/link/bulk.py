@@ -28,7 +28,7 @@ from paceline.link.meeting import LATE, knock
 from paceline.link.proof import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, Veil, exactly, prove, same
 
 HANDSHAKE_S = 5.0
-STALL_S = 20.0  # in which nothing could be sent, or came
+STALL_S = 8.0  # in which nothing could be sent, or came: all others may be waiting for who takes it
 PART_BYTES = 1 << 22
 MAX_STRANGERS = 16
 PAUSE_S = 0.1  # after an accept that failed

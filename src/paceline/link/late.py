@@ -30,7 +30,7 @@ from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.survivors import ANSWER, GUEST, HERE, JOIN_S, MEMBERS, NEW, SILENT, TURN_S, Place, Survivors
 from paceline.link.ticket import Ticket
 from paceline.link.torch import Link
-from paceline.whereabouts import Whereabouts
+from paceline.whereabouts import BACK_S, Whereabouts
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
 GLANCE_S, PAUSE_S = 0.02, 0.2
@@ -45,7 +45,8 @@ class Late(memory.Link):
 
     def __init__(self, ticket: Path, node: str = "", kind: type[Link] = Link):
         super().__init__(memory.Hub(1), 0)
-        self.whereabouts = Whereabouts()
+        self.whereabouts = Whereabouts(BACK_S)  # all others have measured their steps
+        self._link: Link | None = None
         self.grows, self._ticket, found, self._kind = True, ticket, Ticket.read(ticket), kind
         if found.hides != kind.hides:
             theirs, mine = ("with", "without") if found.hides else ("without", "with")
@@ -178,8 +179,12 @@ class Late(memory.Link):
         raise LinkError("no answer")
 
     def take(self) -> bytearray:
-        """The next message from the leader. Raises LinkError."""
+        """The next message from the leader. Raises LinkError, also where it is lost, as all others notice: they meet
+        without it, and wait for who is here."""
         assert self._bulk
+        while not self._bulk.waits(GLANCE_S):
+            if self._link:
+                self._link.hears(0, "the state of those who train")
         return self._bulk.receive()
 
     def _hang_up(self) -> None:
@@ -203,6 +208,7 @@ class Late(memory.Link):
         link = self._kind.of(meeting, generation, self.whereabouts)
         link.survive(Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"])))
         link.origin, link.came = tuple(range(len(members))), tuple(guest for _, guest in guests)
+        self._link = link
         return link
 
     def leave(self) -> None:

@@ -141,6 +141,11 @@ class Link(contract.Link):
             return link
         raise failed
 
+    def hears(self, peer: int, what: str) -> None:
+        """Raises LinkError where that rank is known to be lost."""
+        if self.pulse and peer in self.pulse.dead:
+            raise self.lost(what, 0.0, None)
+
     def _look_at_pulse(self) -> None:
         if self.pulse and (self.pulse.dead or self.pulse.left):
             raise self.lost("the making of a lane", 0.0, None)
