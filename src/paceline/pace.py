@@ -187,7 +187,7 @@ class Pace:
                 atexit.register(self._settle_at_exit)
         if self._entry:
             self._entry.hello()
-        self.met = met
+        self._met = met
         for news in met:
             members.move(self, news)
 

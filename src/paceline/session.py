@@ -183,7 +183,7 @@ def join(
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
-    for news in pace.met:
+    for news in pace._met:
         members.tell(pace, news)
     if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
         from paceline.report.usage import Usage

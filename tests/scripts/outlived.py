@@ -139,7 +139,9 @@ def main(folder, *words):
         if "halt" in words and NODE == 0 and not LATE:
 
             def halt(pace):
-                subprocess.Popen(["sh", "-c", f"sleep {HALT_S}; kill -KILL {os.getpid()}"])
+                later = f"sleep {HALT_S}; kill -KILL {os.getpid()}"
+                # it ends with this process, whose number may be another's by then
+                subprocess.Popen(["setpriv", "--pdeathsig", "KILL", "sh", "-c", later])
                 Path(folder, "halted").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
 
