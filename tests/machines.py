@@ -15,6 +15,7 @@ from cluster import unavailable as no_cluster
 
 from paceline.bench.chaos import machines
 from paceline.bench.chaos.machines import do, unavailable
+from paceline.bench.cluster import namespaces
 from paceline.bench.cluster.delay import CLONE
 
 __all__ = ["Machines", "left_behind", "needs_cluster", "needs_tun", "refuse_calls", "unavailable"]
@@ -24,9 +25,10 @@ needs_tun = pytest.mark.skipif(not os.access(CLONE, os.R_OK | os.W_OK), reason=f
 
 
 def left_behind(pid: int | None = None) -> set[str]:
-    """Of the clusters that a process made, this one by default: namespaces, and devices in ours."""
+    """Of the clusters that a process made, this one by default: namespaces, their files, and devices in ours."""
     words = ["ip", "-o", "link"], ["ip", "netns", "list"]
     said = "".join(subprocess.run(each, capture_output=True, text=True, check=True).stdout for each in words)
+    said += " ".join(folder.name for folder in namespaces.HOSTS.glob("pl*"))
     return set(re.findall(rf"\bpl{pid or os.getpid()}[-bvw]\d*", said))
 
 

@@ -183,6 +183,17 @@ def test_bytes_are_counted_in_closed_form_and_nothing_stays():
 
 
 @needs_cluster
+def test_every_node_knows_the_names_of_all():
+    """Story: Horovod died of SIGSEGV at its start, where the name of its own host led to no address."""
+    ask = "import socket; print(socket.gethostbyname('node0'), socket.gethostbyname(socket.gethostname()))"
+    with Cluster(2) as cluster:
+        told = [cluster.start(node, [sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True) for node in (0, 1)]
+        said = [process.communicate(timeout=30)[0].split() for process in told]
+        assert said == [[cluster.address(0), cluster.address(node)] for node in (0, 1)]
+    assert not left_behind()
+
+
+@needs_cluster
 @pytest.mark.timeout(240)
 def test_every_peer_takes_its_turns_beside_ours():
     """Each file of the folder that can run here, as the races begin it; DDP's bf16 hook and PowerSGD among them."""

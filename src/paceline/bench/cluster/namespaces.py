@@ -19,6 +19,7 @@ from paceline.bench.cluster.delay import Cables
 
 PR_SET_PDEATHSIG = 1
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+HOSTS = Path("/etc/netns")  # `ip netns exec` lays the files of a namespace's folder here over those of /etc
 MOST_LATE_MS, MOST_LATE_BITS = 1000.0, 200e6  # what a process can hold up, frame by frame, at the rate of the link
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -100,6 +101,8 @@ class Cluster:
             if isinstance(error, subprocess.CalledProcessError):
                 said = error.stderr.strip() or error
                 raise ValueError(f"the cluster could not be made: {' '.join(error.cmd)}: {said}") from error
+            if isinstance(error, OSError):
+                raise ValueError(f"the cluster could not be made: {error}") from error
             raise
         return self
 
@@ -107,9 +110,12 @@ class Cluster:
         bridge = f"{self.mark}b"
         _do("ip", "link", "add", bridge, "type", "bridge")
         _do("ip", "link", "set", bridge, "up")
+        hosts = [f"{self.address(node)} node{node}\n" for node in range(self.num_nodes)]
         for node in range(self.num_nodes):
             name = self.name(node)
             _do("ip", "netns", "add", name)
+            (HOSTS / name).mkdir(parents=True)
+            (HOSTS / name / "hosts").write_text("".join(["127.0.0.1 localhost\n", *hosts]))
             self._lay(name, f"{self.mark}v{node}", f"{self.mark}w{node}")
             _do("ip", "link", "set", f"{self.mark}v{node}", "master", bridge, "up")
             _do("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "e0")
@@ -215,6 +221,8 @@ def sent_bytes(table: str | None = None, interface: str = "e0") -> int:
 def _remove(mark: str) -> None:
     for name in re.findall(rf"^({mark}-\d+)", _do("ip", "netns", "list"), re.MULTILINE):
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    for folder in HOSTS.glob(f"{mark}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
     for link in re.findall(rf"\b({mark}(?:b|[vw]\d+))\b", _do("ip", "-o", "link")):
         subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
 
@@ -223,6 +231,7 @@ def _sweep() -> None:
     """Clusters whose maker is gone."""
     marks = set(re.findall(r"^(pl(\d+))-\d+", _do("ip", "netns", "list"), re.MULTILINE))
     marks |= set(re.findall(r"\b(pl(\d+))(?:b|[vw]\d+)\b", _do("ip", "-o", "link")))
+    marks |= set(re.findall(r"\b(pl(\d+))-\d+", " ".join(folder.name for folder in HOSTS.glob("pl*"))))
     for mark, pid in marks:
         if not Path(f"/proc/{pid}").exists():
             _remove(mark)
