@@ -27,11 +27,25 @@ def served():
     server.close()
 
 
-def test_it_answers_and_goes_on_after_nonsense(served):
+@pytest.fixture
+def particular():
+    """A name that knows objects alone."""
+    before = set(live.names())
+    server = Live(lambda question: {"asked": question.get("stacks")})
+    (name,) = set(live.names()) - before
+    yield name
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "nonsense", [b"nonsense", b"[]", b"5", b"[" * 4000, b"\xff\xfe"], ids=["words", "list", "number", "deep", "bytes"]
+)
+def test_it_answers_and_goes_on_after_nonsense(served, particular, nonsense):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.connect(f"\0{served}")
-        line.sendall(b"nonsense\n")
+        line.connect(f"\0{particular}")
+        line.sendall(nonsense[:4095] + b"\n")
         assert line.makefile("rb").read() == b""
+    assert live.ask(particular, stacks=[1]) == {"asked": [1]}
     for _ in range(3):
         assert live.ask(served, stacks=[1, 2]) == {"asked": {"stacks": [1, 2]}}
 

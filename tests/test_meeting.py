@@ -119,6 +119,25 @@ def test_a_wait_in_one_thread_keeps_no_other_from_speaking(guest):
     assert heard == [b"by another thread"]
 
 
+def test_a_lease_goes_with_who_said_it_last(point, guest):
+    """Story: the end of a line that had broken long before took with it what its owner had said by a new one."""
+    first, second = guest(), guest()
+    first.lease("guest/a", "1")
+    first.lease("guest/b", "1")
+    second.lease("guest/a", "2")
+    first.close()
+    end = time.monotonic() + 10
+    while point.num_leased > 1:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert point.posted("guest/") == {"a": "2"}
+    second.close()
+    while point.num_leased:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert point.posted("guest/") == {}
+
+
 def test_waiting_ends_and_names_the_ranks_and_not_the_keys(guest):
     meeting = guest(0, patience_s=0.8)
     meeting.set("lane/0/1", "here")

@@ -87,6 +87,10 @@ def test_wherever_a_node_dies_the_others_end_the_training(tmp_path, victim, wher
     check(tmp_path, launch(tmp_path, f"{victim}:{step}:{where}"), survivors, num_losses=1)
 
 
+def test_what_the_leader_died_in_writing_the_next_one_writes(tmp_path):
+    check(tmp_path, launch(tmp_path, f"0:{NUM_STEPS}:save"), ["1-0", "2-0"], num_losses=1)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_of_several_processes_dies_as_one(tmp_path, victim):
     done = launch(tmp_path, f"{victim}:4:forward", engine="processes:2", num_nodes=2)

@@ -9,6 +9,9 @@ import ranks
 from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, rows
 from paceline import contract, memories, seating
 from paceline.contract import LinkError
+from paceline.elastic import sent
+from paceline.elastic.checkpoint import CheckpointError, read, write
+from paceline.elastic.sent import Fewer, Post
 from paceline.elastic.survive import Surviving
 from paceline.engine.sequential import Engine
 from paceline.evaluate import evaluate
@@ -301,6 +304,58 @@ def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
         results = [each for each in whatever(3, fate, does) if each is not None]
         assert fate.fired
         assert results == [[2**24 - 1] * 5] * 2, number
+
+
+@pytest.mark.parametrize("victim", range(3))
+def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_together(tmp_path, monkeypatch, victim):
+    """They begin again, or are told that who had it is no more."""
+    monkeypatch.setattr(sent, "PART_BYTES", 1000)
+    run, fired = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0
+
+    def does(exchange, rank):
+        node = rank.loop.seat.node
+        try:
+            Post(node, (0, 1, 2), exchange.gather).send(None if node else read(run), (1, 2))
+        except Fewer:
+            return "again"
+        except CheckpointError as error:
+            return str(error)
+        return "sent"
+
+    for number in range(1, 9):
+        fate = Fate((0, victim, number))
+        results = [each for each in whatever(3, fate, does) if each is not None]
+        assert len(results) == 3 - len(fate.fired)
+        assert len(set(results)) == 1
+        if fate.fired:
+            assert results[0].startswith("again" if victim else "the node that has the checkpoint was lost")
+        fired += len(fate.fired)
+    assert fired > 4
+
+
+def test_who_enters_takes_part_in_all_that_the_others_do():
+    """Also where one of these has not heard the end of the operation before: all others make sure that it has now."""
+
+    class Rebuilt(contract.Exchange):
+        def rebuild(self, link):
+            self.link = link
+
+    def work(link):
+        surviving = Surviving(Rebuilt(), lambda link: None)
+        surviving.turn, surviving.result = ((5, b"five"), (4, b"four"), (0, b""))[link.rank]
+        link.rebuild = lambda: link
+        link.origin, link.came = (0, 1), ()
+        surviving.link = link
+        found = []
+        if link.rank == 2:
+            surviving.enter()
+        else:
+            surviving._meet("a loss", found.append)
+        everyone = link.all_gather(torch.tensor([link.rank + 1]), "what comes next").wait()
+        return surviving.turn, surviving.result, found, [int(each) for each in everyone]
+
+    want = [(5, b"five", [b"five"] if rank == 1 else [], [1, 2, 3]) for rank in range(3)]
+    assert ranks.run(3, work) == want
 
 
 @pytest.mark.parametrize("victim", range(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,10 @@ def script() -> str:
 
 def digests(facts: dict[str, Any], thin: torch.dtype | None) -> dict[str, str]:
     """What a node that comes late says of itself: more than those who begin together tell each other."""
-    return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": str(thin)}.items()}
+    # the first, those who begin together have compared; over another link than theirs nobody is heard
+    words = {name: os.environ.get(name, "") for name in ("PACELINE_COLLECTIVE", "PACELINE_LINK")}
+    words["PACELINE_LINK"] = words["PACELINE_LINK"] if words["PACELINE_LINK"] == "nccl" else ""
+    return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": str(thin), **words}.items()}
 
 
 def _digest(fact: Any) -> bytes:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -217,6 +217,13 @@ class Engine:
         pass
 
 
+class Line(Protocol):
+    """For much, to one node that comes late. Raises LinkError where the node is gone."""
+
+    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int, hurry: bool = False) -> None:
+        """``hurry``: while all others wait."""
+
+
 class Porter:
     """Speaks for the members to nodes that come late, which have proved that they belong to the run."""
 
@@ -227,8 +234,8 @@ class Porter:
     def answer(self, name: str, said: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def give(self, name: str, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
-        """Much, on a line of its own. Raises LinkError where the node is gone."""
+    def line(self, name: str) -> Line:
+        """That by which it came last. Raises LinkError where it does not come."""
         raise NotImplementedError
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline import handover
-from paceline.contract import Agreement, Ballot, LinkError, Piece, Porter, Rule, Verdict
+from paceline.contract import Agreement, Ballot, Line, LinkError, Piece, Porter, Rule, Verdict
 from paceline.engine.batch import mapped
 
 MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
@@ -34,7 +34,8 @@ class Following:
     """Of one guest, in the process that leads. ``lost``: why it can be followed no longer, else empty."""
 
     def __init__(self, pace: Any, porter: Porter, name: str):
-        self.porter, self.name, self.lost = porter, name, ""
+        self._porter, self._name, self.lost = porter, name, ""
+        self.line: Line | None = None
         self._optimizer = pace.job.optimizer
         self._copy_bytes, self._parted_bytes = handover.copy_bytes(pace), 0
         self.num_bytes = self._sent_bytes = 0
@@ -94,7 +95,9 @@ class Following:
     def _send(self) -> None:
         try:
             while (message := self._messages.get()) is not None:
-                self.porter.give(self.name, message.parts(), message.num_bytes)
+                # what one line has lost, no other goes on from
+                self.line = self.line or self._porter.line(self._name)
+                self.line.send(message.parts(), message.num_bytes)
                 self._sent_bytes += message.num_bytes
                 self._num_sent += 1
         except LinkError:

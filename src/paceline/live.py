@@ -45,7 +45,7 @@ class Live:
                 line, _ = self._server.accept()
             except OSError:
                 return
-            with line, contextlib.suppress(OSError, ValueError):
+            with line, contextlib.suppress(Exception):  # no question, however odd, is the last
                 line.settimeout(LIMIT_S)
                 if _user(line) in (0, os.getuid()):
                     question = json.loads(line.makefile("rb").readline(MOST_BYTES))

@@ -76,5 +76,13 @@ def _lead(pace: Any) -> None:
     if pace.folder and not pace.watched:
         from paceline.report.usage import Usage
 
-        pace.record.open(pace.folder)
+        try:
+            pace.record.open(pace.folder)
+        except OSError as error:  # the folder may be that of the lost node alone
+            print(
+                f"paceline: {pace.folder} cannot be written here ({error.strerror or error}): training goes on without "
+                f"a record; for checkpoints let every node write there",
+                file=sys.stderr,
+            )
+            return
         pace._usage = Usage(pace.record).start()

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.link.late import Late
     from paceline.report.usage import Usage
 
+DONE = b"done"
 MOST_LOSSES = 16  # during one evaluation
 
 
@@ -395,22 +396,30 @@ class Pace:
         if work is None:
             return chosen
         with self._among_all("waiting for what one process does once"):
-            return self._alone(chosen, lambda: work(*args))
+            return self._alone(lambda: chosen, lambda: work(*args))
 
-    def _alone(self, chosen: bool, work: Callable[[], Any]) -> Any:
-        """``work`` in the chosen processes while the others wait. An error there is raised everywhere."""
-        result = error = None
-        if chosen:
-            try:
-                result = work()
-            except Exception as caught:
-                error = caught
-        refused = isinstance(error, CheckpointError)
-        mine = json.dumps([refused, str(error) if refused else repr(error)]).encode() if error else b""
-        everyone = self.exchange.gather(mine)
+    def _alone(self, chosen: Callable[[], bool], work: Callable[[], Any]) -> Any:
+        """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
+
+        Where all who were chosen are lost in doing so, those do it who are chosen then.
+        """
+        while True:
+            before, result, error, mine = self.world, None, None, b""
+            if chosen():
+                mine = DONE
+                try:
+                    result = work()
+                except Exception as caught:
+                    error, refused = caught, isinstance(caught, CheckpointError)
+                    mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
+            everyone = self.exchange.gather(mine)
+            if any(everyone) or self.world is before:
+                break
         if error:
             raise error
-        for words in filter(None, everyone):
+        for words in everyone:
+            if words in (b"", DONE):
+                continue
             refused, text = json.loads(words)
             other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
             other.told = True  # type: ignore[attr-defined]
@@ -480,7 +489,7 @@ class Pace:
         self.settle()
         with self._among_all("exporting"):
             self.exchange.spread(self.engine.buffers)
-            self._alone(self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
+            self._alone(lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         if folder is None and self.folder is None:

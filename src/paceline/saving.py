@@ -10,6 +10,7 @@ Rank 0 writes. Nobody else needs to know whether it is whole before `restore`, w
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ from paceline.elastic import checkpoint
 from paceline.elastic.agreed import agreed
 from paceline.elastic.background import Writer
 from paceline.elastic.copies import Copies
-from paceline.elastic.sent import Post
+from paceline.elastic.sent import Fewer, Post
 
 FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
 
@@ -39,7 +40,7 @@ class Saving:
         pace.settle()
         pace.exchange.spread(pace.engine.buffers)
         state = resume.state(pace)
-        path: Path | None = pace._alone(pace.leader, lambda: self._put(run, state, wait, begin))
+        path: Path | None = pace._alone(lambda: pace.leader, lambda: self._put(run, state, wait, begin))
         return path
 
     def _put(self, run: Path, state: Any, wait: bool, begin: float) -> Path:
@@ -71,7 +72,7 @@ class Saving:
 
     def tell(self) -> None:
         """After a vote of `FAILED`: every process raises what the writer met."""
-        self.pace._alone(self.pace.leader, self.finish)
+        self.pace._alone(lambda: self.pace.leader, self.finish)
 
     def finish(self) -> None:
         """Nothing is being written any more. Raises what went wrong, once."""
@@ -108,14 +109,18 @@ class Saving:
             seen = most is None and (pace.leader or run.is_dir())
             return checkpoint.read(run) if seen else None
 
-        choice = agreed(find, pace.exchange.gather, run)
-        if choice is None:
-            return None
-        kept, world = choice.kept, pace.world
-        if choice.lacking:
+        while True:
+            choice = agreed(find, pace.exchange.gather, run)
+            if choice is None:
+                return None
+            kept, world = choice.kept, pace.world
+            if not choice.lacking:
+                break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
-            kept = Post(world.rank, nodes, pace.exchange.gather).send(kept, choice.lacking)
-            self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
+            with contextlib.suppress(Fewer):
+                kept = Post(world.rank, nodes, pace.exchange.gather).send(kept, choice.lacking)
+                self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
+                break
         assert kept
         resume.restore(pace, kept)
         if not one:  # those were passed over

@@ -256,13 +256,17 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Guest:
-    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes."""
+    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes.
+
+    ``turn``: which of its questions asks for it.
+    """
 
     name: str
     host: str
     size: int = 1
     least: int = 1
     most: int = 1
+    turn: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from paceline import handover
 from paceline.contract import Agreement, Guest, LinkError, Porter, Rule
 from paceline.following import Following
 
+MOST_VAIN = 2  # times that all meet to take the same one in
+IN_VAIN = f"all met to take it in, {MOST_VAIN} times, and it did not come; look at the network, and start it again"
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
@@ -35,6 +37,7 @@ class Welcome:
         self._ready: list[Guest] = []
         self._answered: dict[str, int] = {}
         self._following: dict[str, Following] = {}  # in the process that leads
+        self._vain: dict[str, int] = {}
         self._began = -1
 
     def before(self, batch: Any, own: bool) -> None:
@@ -95,7 +98,11 @@ class Welcome:
         if why := OWN if own else self._refusal(said):
             print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
             return {"refused": why}
+        if self._vain.get(name, 0) >= MOST_VAIN:
+            return {"refused": IN_VAIN}
         if "began" not in said:
+            if lost := self._following.pop(name, None):
+                lost.stop()  # the line on which it was given a part is no more
             return {"position": [pace.epoch, pace.next_step, pace.began]}
         if said["began"] < pace.began:
             return {"over": True}
@@ -109,7 +116,7 @@ class Welcome:
             return {"refused": following.lost}
         if not following.level and not following.hopeless:
             return None
-        self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"]))
+        self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
         return None
 
     def keep(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
@@ -145,6 +152,8 @@ class Welcome:
     def _admit(self) -> None:
         pace, begin = self.pace, time.perf_counter()
         came = self._meet()
+        for guest in self._ready if not came else ():
+            self._vain[guest.name] = self._vain.get(guest.name, 0) + 1
         if not came or pace.world.node:
             return
         following = {guest.name: self._following.pop(guest.name, None) for guest in came}
@@ -157,7 +166,8 @@ class Welcome:
             message = handover.Message(rest if level[guest.name] else {**large, **rest})
             ahead = following[guest.name]
             try:
-                pace.ledger.porter.give(guest.name, message.parts(), message.num_bytes)
+                line = (ahead and ahead.line) or pace.ledger.porter.line(guest.name)
+                line.send(message.parts(), message.num_bytes, hurry=True)
             except LinkError as error:  # the next operation finds out, as for any other member
                 print(f"paceline: {guest.host}: {error}", file=sys.stderr)
             pace.record.write(

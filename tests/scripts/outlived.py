@@ -1,6 +1,7 @@
 """Nodes that kill themselves in the middle of training: outlived.py FOLDER NODE:STEP:WHERE..., by their first ranks.
 
-WHERE: forward; backward, while pieces leave; vote, when all have arrived; evaluate. In place of one of these words:
+WHERE: forward; backward, while pieces leave; vote, when all have arrived; evaluate; save, as the one that writes. In
+place of one of these words:
 
     sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
     memory                      no node has room for more than a third of the batch
@@ -129,6 +130,13 @@ def main(folder, *words):
             return vote(ballot)
 
         getattr(pace.exchange, "exchange", pace.exchange).agree = agree
+        put = pace._saving._put
+
+        def write(*given):
+            here("save")
+            return put(*given)
+
+        pace._saving._put = write
         model.first.bias.register_hook(lambda grad: here("backward"))
         if pace._entry and pace._entry.late and "take" in words and once(folder, "take"):
             pace._entry.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)

@@ -59,6 +59,9 @@ def agreed(
         if error:
             raise error
         _raise(everyone)
+        if rounds and len(everyone) != len(first):  # a node was lost: others have these ranks now
+            rounds, most = [], None
+            continue
         if not rounds:
             first = [one["step"] for one in everyone]
             lacking = tuple(rank for rank, step in enumerate(first) if step is None)

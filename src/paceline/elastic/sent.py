@@ -20,6 +20,10 @@ FILES = WEIGHTS, STATE, TREE
 PART_BYTES = 1 << 23
 
 
+class Fewer(Exception):
+    """A node was lost in between: those who are left begin again."""
+
+
 class Post:
     """``rank`` of as many as ``nodes`` says the node of; ``gather``: everyone's words to everyone."""
 
@@ -30,7 +34,8 @@ class Post:
     def send(self, kept: Checkpoint | None, lacking: Sequence[int]) -> Checkpoint:
         """Every process must call it, those ``lacking`` the checkpoint without ``kept``.
 
-        Raises CheckpointError everywhere, where one of them has no room, or reads something else than was sent.
+        Raises CheckpointError everywhere, where one of them has no room, or reads something else than was sent, or the
+        one that sends is lost; `Fewer` where another one is.
         """
         source = kept.path if kept and self.rank == 0 else None
         here = [rank for rank in lacking if self.nodes[rank] == self.nodes[self.rank]]
@@ -42,7 +47,7 @@ class Post:
             for name, size in zip(FILES, sizes or (), strict=False):
                 for start in range(0, size, PART_BYTES):
                     part = self._try(_part, source / name, start) if source else None
-                    part = self.gather(part or b"")[0]
+                    part = self._gather(part or b"")[0]
                     if folder and not self._faults:
                         self._try(_append, Path(folder) / name, part)
             folders = self._tell(folder)
@@ -54,7 +59,19 @@ class Post:
         return kept
 
     def _tell(self, what: Any) -> list[Any]:
-        return [json.loads(words) for words in self.gather(json.dumps(what).encode())]
+        return [json.loads(words) for words in self._gather(json.dumps(what).encode())]
+
+    def _gather(self, words: bytes) -> list[bytes]:
+        """Of as many as have begun. Those who are left all hear the same, and leave off at the same place."""
+        told = self.gather(words)
+        if len(told) == len(self.nodes):
+            return told
+        if any(json.loads(rank) == 0 for rank in self.gather(json.dumps(self.rank).encode())):
+            raise Fewer
+        raise CheckpointError(
+            "the node that has the checkpoint was lost while it sent it to those who do not see it; start the run "
+            "again, on that node, or with the run's folder where every node sees it"
+        )
 
     def _try(self, work: Callable[..., Any], *given: Any) -> Any:
         """The others wait: what goes wrong is said at `_settle`, to all."""

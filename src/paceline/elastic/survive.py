@@ -169,8 +169,7 @@ class Surviving(contract.Exchange):
         turns, results, rows = zip(*told, strict=True)
         if max(turns) > self.turn + 1:
             raise AssertionError(f"others are {max(turns) - self.turn} operations ahead")
-        some_lacked = any(NEW < turn < max(turns) for turn in turns)
-        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows, some_lacked
+        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows, _some_lacked(told)
 
     def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
         """Each one's (operations that have ended, what the last one gave, rows)."""
@@ -186,6 +185,8 @@ class Surviving(contract.Exchange):
         self.link = self.link.rebuild()
         told = self._tell(NEW, 0)
         self.turn, self.result, _ = max(told)
+        if _some_lacked(told):
+            self._hear_all()
         self.exchange.rebuild(self.link)
         self.relink(self.link)
 
@@ -220,6 +221,12 @@ class Surviving(contract.Exchange):
 
     def close(self) -> None:
         self.exchange.close()
+
+
+def _some_lacked(told: Sequence[tuple[int, bytes, int]]) -> bool:
+    """Whether anybody has not taken part in what others have ended."""
+    turns = [turn for turn, _, _ in told]
+    return any(NEW < turn < max(turns) for turn in turns)
 
 
 def _impossible(result: bytes) -> NoReturn:

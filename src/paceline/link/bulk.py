@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.contract import LinkError
 from paceline.link.forked import alone
@@ -48,13 +48,17 @@ class Bulk:
         line.settimeout(STALL_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
-        """One message, of which no more than a part is in memory twice."""
+    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int, hurry: bool = False) -> None:
+        """One message, of which no more than a part is in memory twice.
+
+        ``hurry``: while all others wait, a part that takes longer than STALL_S, though bytes leave, is too much.
+        """
+        push = self._line.sendall if hurry else self._push
         try:
-            self._put(NUMBER.pack(num_bytes))
+            self._put(NUMBER.pack(num_bytes), push)
             for part in parts:
                 for start in range(0, len(part), PART_BYTES):
-                    self._put(part[start : start + PART_BYTES])
+                    self._put(part[start : start + PART_BYTES], push)
         except OSError as error:
             raise LinkError(f"a node that was to be taken in is gone ({error})") from error
 
@@ -74,12 +78,16 @@ class Bulk:
         eyes.register(self._line, select.POLLIN)
         return bool(eyes.poll(1e3 * limit_s))
 
-    def _put(self, part: bytes | memoryview) -> None:
+    def _push(self, part: bytes | memoryview) -> None:
+        view = memoryview(part)
+        while view:
+            view = view[self._line.send(view) :]  # a deadline for each: a slow wire is not a broken one
+
+    def _put(self, part: bytes | memoryview, push: Callable[[bytes | memoryview], None]) -> None:
         if self._hides.hides:
             part = self._hides.hide(part, self._num_said)
-        self._line.sendall(LENGTH.pack(len(part)))
-        self._line.sendall(part)
-        self._line.sendall(self._seal(self._says, self._num_said, part))
+        for each in (LENGTH.pack(len(part)), part, self._seal(self._says, self._num_said, part)):
+            push(each)
         self._num_said += 1
 
     def _take(self, into: bytearray | memoryview) -> memoryview:

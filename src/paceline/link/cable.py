@@ -35,11 +35,17 @@ def watched() -> Iterator[None]:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
             if line.type == socket.SOCK_STREAM and line.family in (socket.AF_INET, socket.AF_INET6):
                 line.getpeername()  # one that listens has none
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASK_TIMES)
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+                watch(line)
+
+
+def watch(line: socket.socket) -> None:
+    """One connection, as those made within `watched`."""
+    if sys.platform == "linux":
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_AFTER_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_EVERY_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, ASK_TIMES)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 
 def sockets() -> dict[int, str]:

@@ -16,6 +16,7 @@ import threading
 import time
 
 from paceline.contract import LinkError
+from paceline.link.cable import watch
 from paceline.link.forked import alone
 from paceline.link.proof import (
     GUEST,
@@ -53,7 +54,6 @@ class _Guest:
         self.wanted: list[bytes] = []  # keys that it waits for
         self.deadline = time.monotonic() + HANDSHAKE_S  # of a stranger's proof, or of a member's wait
         self.leaving = False  # once all is said
-        self.leased: set[bytes] = set()  # keys that are gone when it is
 
 
 class MeetingPoint:
@@ -71,7 +71,7 @@ class MeetingPoint:
         self._server.setblocking(False)
         self.address, self.port = self._server.getsockname()[:2]
         self.notes: list[str] = []  # who was refused, and why
-        self.num_leased = 0  # keys that are gone when those are who said them
+        self._holders: dict[bytes, _Guest] = {}  # of keys that are gone when those are who said them last
         self._values: dict[bytes, bytes] = {}
         self._guests: dict[socket.socket, _Guest] = {}
         self._bell, self._ring = map(alone, socket.socketpair())
@@ -88,6 +88,10 @@ class MeetingPoint:
         for line in (*self._guests, self._server, self._bell, self._ring):
             line.close()
         self._eyes.close()
+
+    @property
+    def num_leased(self) -> int:
+        return len(self._holders)
 
     def post(self, key: str, value: str) -> None:
         """For whoever asks later; who waits for it already is not woken."""
@@ -142,9 +146,9 @@ class MeetingPoint:
         if self._guests.pop(guest.line, None):
             self._eyes.unregister(guest.line)
             guest.line.close()
-            for key in guest.leased:
+            for key in [key for key, holder in self._holders.items() if holder is guest]:
+                del self._holders[key]
                 self._values.pop(key, None)
-            self.num_leased -= len(guest.leased)
 
     def _attend(self, guest: _Guest, events: int) -> None:
         try:
@@ -225,8 +229,8 @@ class MeetingPoint:
             self._reply(guest, b"ok")
         elif verb == b"lease" and len(rest) == 1:
             values[key] = rest[0]
-            self.num_leased += key not in guest.leased
-            guest.leased.add(key)
+            self._holders[key] = guest
+            watch(guest.line)
             self._reply(guest, b"ok")
         elif verb == b"append" and len(rest) == 1:
             values[key] = values.get(key, b"") + rest[0]

@@ -21,13 +21,13 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.contract import Guest, LinkError, Porter
-from paceline.link.bulk import Hatch
+from paceline.link.bulk import Bulk, Hatch
 from paceline.link.meeting import Meeting, knock
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.ticket import publish
@@ -285,7 +285,8 @@ class Survivors(Porter):
             "refused": self._refusal(going, silent),
         }
         asking = self.waiting() if self._admits and not decided["refused"] else {}
-        guests = [guest for guest in self._admits if guest.name in asking]
+        # who has asked again since is not the one that was to be taken in
+        guests = [guest for guest in self._admits if asking.get(guest.name, {}).get("turn") == guest.turn]
         decided["guests"] = [(asking[guest.name]["place"], asdict(guest)) for guest in guests]
         told = {"decided": decided, "members": [place.write() for place in going], "least": self.least}
         for guest in guests:
@@ -337,13 +338,13 @@ class Survivors(Porter):
         told = {**said, "turn": asked["turn"], "hatch": [self.hatch.address, self.hatch.port]}
         self.point.post(ANSWER + name, json.dumps(told))
 
-    def give(self, name: str, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+    def line(self, name: str) -> Bulk:
         end = time.monotonic() + TURN_S
         while self.hatch is None or name not in self.hatch.here:
             if time.monotonic() > end:
                 raise LinkError(f"{name} did not come to be given anything")
             time.sleep(GLANCE_S)
-        self.hatch.here[name].send(parts, num_bytes)
+        return self.hatch.here[name]
 
     def _refusal(self, going: Sequence[Place], silent: Sequence[Place]) -> str:
         """Why they may not go on; empty where they may."""
