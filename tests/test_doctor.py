@@ -220,6 +220,12 @@ def test_a_client_that_is_none_is_told():
     assert [line.partition(" is no ")[0] for line in in_the_way(found)] == ["one: there", "two: there"]
 
 
+def test_a_client_that_cannot_be_started_is_told(tmp_path):
+    (tmp_path / "client").touch()
+    found = examined("one,two", Way(str(tmp_path / "client")))
+    assert all("client cannot be started here: Permission denied" in line for line in in_the_way(found)[:2])
+
+
 @needs_sshd
 def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")

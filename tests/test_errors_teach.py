@@ -9,10 +9,13 @@ import sys
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import paceline
 from paceline import cli, find
+from paceline import plan as planning
 from paceline.codec import feedback, half, topk
+from paceline.elastic.checkpoint import CheckpointError
 from paceline.job import Job
 from paceline.session import World
 
@@ -195,6 +198,10 @@ def test_every_rank_of_a_launcher_is_placed(launched):
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1"),
         ({"GROUP_RANK": "1"}, "GROUP_RANK=1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "several nodes.*MASTER_ADDR and MASTER_PORT"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "295000"},
+            "MASTER_PORT=295000 is no port; give",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_is_told_its_values(launched, variables, said):
@@ -243,6 +250,39 @@ def test_a_command_answers_in_one_line_with_exit_code_2(words, said, script, tmp
     assert re.fullmatch(rf"paceline: .*{said}.*\n", done.stderr), done.stderr
     assert done.returncode == 2
     assert list(tmp_path.iterdir()) == [script], "something was left behind"
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "SCRIPT"], ["train"], ["verify", "SCRIPT"], ["plan", "SCRIPT"], ["doctor"]]
+)
+def test_hosts_of_a_variable_that_is_not_set_are_no_reason_to_train_here(command, script):
+    words = [str(script) if word == "SCRIPT" else word for word in command]
+    done = CliRunner().invoke(cli.app, [words[0], "-H", "", *words[1:]])
+    assert re.match(r"-H was given '', which names no host", str(done.exception))
+
+
+def test_where_a_launcher_has_started_several_none_of_them_starts_a_run_of_its_own(script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(cli.app, ["run", str(script)])
+    assert re.match(r"`paceline run` starts all .* as one of 2 .*give that launcher the script", str(done.exception))
+
+
+def test_a_plan_that_cannot_be_written_is_not_measured_first(script, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(planning, "make", lambda *given, **more: measured.append(1))
+    out = script / "plan.toml"
+    done = CliRunner().invoke(cli.app, ["plan", "--out", str(out), str(script)])
+    assert re.match(r"the plan cannot be written to .*plan\.toml .*; give another --out", str(done.exception))
+    assert not measured
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").touch()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = {"batch_size": 2, "engine": "sequential", "folder": tmp_path / "file" / "run"}
+    with pytest.raises(CheckpointError, match=r"the run's folder .*file/run cannot be written on .*; give another"):
+        paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
 def test_a_codec_that_would_be_ignored_is_refused():

@@ -341,8 +341,9 @@ def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, 
         reader.start()
         begin = time.monotonic()
         if hurry:
-            with pytest.raises(LinkError, match="gone"):
-                sends.send([sent], len(sent), hurry=True)
+            threading.Timer(1.0, sends.hurry).start()  # in the middle of a message
+            with pytest.raises(LinkError, match="too slowly"):
+                sends.send([sent], len(sent))
         else:
             sends.send([sent], len(sent))
             assert time.monotonic() - begin > 2 * bulk.STALL_S
@@ -516,10 +517,18 @@ class Noted:
     """A line that keeps what is sent."""
 
     def __init__(self):
-        self.messages = 0
+        self.messages, self.closed, self.breaks = 0, False, False
 
-    def send(self, parts, num_bytes, hurry=False):
+    def send(self, parts, num_bytes):
+        if self.breaks:
+            raise LinkError("gone")
         self.messages += 1
+
+    def hurry(self):
+        pass
+
+    def close(self):
+        self.closed = True
 
 
 def welcoming(pace, monkeypatch):
@@ -554,6 +563,34 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
         (ready,) = until(level)
         assert ready.turn == 3
         assert [line.messages for line in door.lines] == [1, 1]
+        welcome.begin_again()
+        monkeypatch.undo()
+
+
+def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_asks_anew(monkeypatch):
+    """What would be sent to nobody has no end. The node is not refused: its line is told, and it comes by another."""
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
+        door, welcome = welcoming(pace, monkeypatch)
+        line = Noted()
+        line.breaks, door.line = True, lambda name: line
+
+        def broken():
+            welcome._look(False)
+            following = welcome._following["late"]
+            if following.placed:
+                following.part(handover.part(pace, following.next))
+            return following.broken and following
+
+        following = until(broken)
+        assert line.closed
+        for _ in range(3):
+            following.before(pace.agreement, None)()
+            welcome._look(False)
+        assert following._messages.qsize() <= 1  # the word that ends the thread
+        assert not welcome._ready
+        assert not door.told
         welcome.begin_again()
         monkeypatch.undo()
 

@@ -69,6 +69,15 @@ def two_add_up_to_torchs_bits(link):
             assert torch.equal(result, both[0] + both[1]), dtype
 
 
+def sixteen_bits_are_rounded_once_where_that_is_promised(link):
+    """256 + 1 + 1: in bfloat16 alone each 1 is lost."""
+    mine = torch.full((9,), 256.0 if link.rank == 0 else 1.0).bfloat16()
+    result = link.sum(mine).wait(LIMIT_S)
+    assert link.wide in (False, True)
+    if link.wide and link.size > 2:
+        same(result, torch.full((9,), 255.0 + link.size), link.size)
+
+
 def max_takes_the_largest(link):
     """Even places are largest on the last rank, odd ones on the first."""
     for dtype in (*FLOATS, torch.int64):
@@ -229,6 +238,7 @@ LAWS = {
     for law in (
         sum_adds,
         two_add_up_to_torchs_bits,
+        sixteen_bits_are_rounded_once_where_that_is_promised,
         max_takes_the_largest,
         all_gather_keeps_rank_order,
         all_gather_of_ragged_rows,

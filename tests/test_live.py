@@ -93,6 +93,8 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
         start = time.monotonic()
         assert live.ask(name, 0.3) is None
         assert time.monotonic() - start < 10
+        with pytest.raises(ValueError, match=rf"without an answer: .*pid {asked.pid}, stopped: .*python"):
+            now.ask(str(tmp_path))
     finally:
         asked.kill()
         asked.communicate()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,6 +146,16 @@ def test_declared_bytes_are_those_on_the_wire():
     assert done.returncode == 0, done.stderr
     for name, (declared, counted) in json.loads(done.stdout).items():
         assert 0.99 < counted / (4 * declared) < 1.06, (name, counted / (4 * declared))
+
+
+@needs_mpi
+def test_verify_under_mpirun_compares_with_one_process_of_no_launchers(tmp_path):
+    """Story: the one process read in mpirun's variables that it was one of several, and waited for the others."""
+    own_loop = Path(__file__).parent.parent / "examples" / "own_loop.py"
+    command = mpirun.command(2, "-m", "paceline", "verify", "--steps", "3", own_loop)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same" in done.stdout
 
 
 def test_under_mpirun_the_link_is_mpi_where_it_can_be(monkeypatch):

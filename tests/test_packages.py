@@ -47,6 +47,11 @@ def test_a_command_needs_what_its_script_and_its_options_ask_for(tmp_path, monke
     (tmp_path / "part" / "train.py").write_text("import absent, part.other")
     assert needed(["-m", "part.train", "--more"]) == {"absent": "train.py"}
     assert needed(["-m", "paceline.train", "{}"]) == {}
+    (tmp_path / "part" / "__main__.py").write_text("import absent_too")
+    (tmp_path / "mine.py").write_text("import not_here")
+    assert needed(["-m", "part"]) == {"absent_too": "__main__.py"}
+    assert needed(["-m", "paceline.train", '{"model": "mine:build"}']) == {"not_here": "mine.py"}
+    assert needed(["-m", "paceline.train", '{"model": "alexnet"}']) == {}
     monkeypatch.setenv("PACELINE_ENCRYPT", "1")
     monkeypatch.setenv("PACELINE_LINK", "mpi")
     asked = {"cryptography": "--encrypt", "mpi4py": "PACELINE_LINK=mpi"}

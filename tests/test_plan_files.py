@@ -74,6 +74,7 @@ def test_json_has_the_documented_keys():
         ('chosen = "a"\n[[rows]]\nmeasured_s = "1"', r"rows\[0\]: 'measured_s' must be a number, got '1'"),
         ('chosen = "a"\n[[rows]]\nmeasured_s = 1', r"rows\[0\] lacks 'engine'"),
         ('chosen = "a"\n[rows]\nx = 1', "'rows' must be an array of tables"),
+        ('chosen = "a"\nhosts = { b = 4 }', "'hosts' must hold strings, got b = 4"),
         ('chosen = "a"\nrows = [1]', r"rows\[0\] must be a table, got 1"),
     ],
 )

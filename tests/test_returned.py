@@ -165,6 +165,14 @@ def test_who_dies_while_it_is_given_a_copy_costs_nothing(tmp_path):
     assert len([event for event in events if event["event"] == "redo"]) <= 2  # and one for the forms
 
 
+def test_who_comes_back_and_is_reached_by_nobody_ends_nobody(tmp_path):
+    """Story: of members that did not reach a new one, the one with the highest rank ended itself."""
+    done = launch(tmp_path, "2:3:forward", "back", "shut")
+    check(tmp_path, done)
+    assert done.stderr.count("node 2 ended, and is started again") == 2
+    assert "node 1 ended" not in done.stderr
+
+
 def test_who_has_another_model_is_refused_by_name(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "other")
     check(tmp_path, done)

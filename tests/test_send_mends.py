@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.launch import receive, snapshot
+from paceline.launch import send as sender
+from paceline.launch.hosts import parse
 from sending import ask, tree
 
 needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git on this machine")
@@ -101,3 +103,19 @@ def test_a_submodule_that_is_not_here_is_empty(tmp_path):
     git(tmp_path, "clone", "-q", str(tmp_path / "outer"), "clone")
     ((sent,), _) = snapshot.take(tmp_path / "clone")
     assert {path for path, *_ in sent.files} == {".gitmodules", "train.py"}
+
+
+def test_a_host_that_waits_for_another_sender_is_waited_for_as_long_as_it_says_so(monkeypatch):
+    """It says so every two seconds; a stopped one does not."""
+    ended, now = [], [0.0]
+    monkeypatch.setattr(sender, "kill", ended.append)
+    monkeypatch.setattr(sender.time, "monotonic", lambda: now[0])
+    to = sender.Delivery(parse("one")[0], process=object())
+    for _ in range(5):
+        to.waits += 1
+        now[0] += 0.9 * sender.STALL_S
+        to.look()
+    assert not ended
+    now[0] += 1.1 * sender.STALL_S
+    to.look()
+    assert len(ended) == 1

@@ -11,7 +11,7 @@ from paceline import contract, memories, seating
 from paceline.contract import LinkError
 from paceline.elastic import sent
 from paceline.elastic.checkpoint import CheckpointError, read, write
-from paceline.elastic.sent import Fewer, Post
+from paceline.elastic.sent import Others, Post
 from paceline.elastic.survive import Surviving
 from paceline.engine.sequential import Engine
 from paceline.evaluate import evaluate
@@ -308,29 +308,35 @@ def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
 
 @pytest.mark.parametrize("victim", range(3))
 def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_together(tmp_path, monkeypatch, victim):
-    """They begin again, or are told that who had it is no more."""
+    """They begin again, also where some were told of the loss before, and began as those who are left."""
     monkeypatch.setattr(sent, "PART_BYTES", 1000)
-    run, fired = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0
+    run, fired, ends = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0, {}
 
     def does(exchange, rank):
-        node = rank.loop.seat.node
+        exchange.gather(b"before")
+        seat, team = rank.loop.seat, exchange.link.generation
+        said = "sent"
         try:
-            Post(node, (0, 1, 2), exchange.gather).send(None if node else read(run), (1, 2))
-        except Fewer:
-            return "again"
+            Post(seat.node, range(seat.num_nodes), exchange.gather, team).send(None if seat.node else read(run), (1, 2))
+        except Others:
+            said = "again"
         except CheckpointError as error:
-            return str(error)
-        return "sent"
+            said = str(error)
+        for _ in range(3):  # who is deaf must not be the last to hear
+            exchange.gather(b"after")
+        return said
 
-    for number in range(1, 9):
-        fate = Fate((0, victim, number))
-        results = [each for each in whatever(3, fate, does) if each is not None]
-        assert len(results) == 3 - len(fate.fired)
-        assert len(set(results)) == 1
-        if fate.fired:
-            assert results[0].startswith("again" if victim else "the node that has the checkpoint was lost")
-        fired += len(fate.fired)
-    assert fired > 4
+    for number in range(3, 12):
+        for deaf in (None, (victim + 1) % 3):
+            fate = Fate((0, victim, number), after=deaf is not None, deaf=deaf)
+            results = [each for each in whatever(3, fate, does) if each is not None]
+            assert len(results) == 3 - len(fate.fired), (number, deaf)
+            assert len(set(results)) == 1, (number, deaf, results)
+            ends[results[0]] = ends.get(results[0], 0) + 1
+            fired += len(fate.fired)
+    assert fired == 18
+    assert ends.keys() <= {"again", "sent"}
+    assert ends["again"] > 6
 
 
 def test_who_enters_takes_part_in_all_that_the_others_do():

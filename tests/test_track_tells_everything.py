@@ -61,6 +61,29 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
     assert curve(tmp_path / "run", "step/loss") == [(n, float(n)) for n in range(5)]
 
 
+def test_a_run_that_was_stopped_and_resumed_is_followed_to_its_last_end(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed here")
+    run, end = tmp_path / "run", {"event": "end", "time": 1.0, "reason": "signal 2"}
+    records.write(run, records.join(), records.step(0), end, records.join(), records.step(1), end)
+    track.follow(run, "tensorboard", live=True, poll_s=0.02)
+    assert [step for step, _ in curve(run, "step/loss")] == [0, 1]
+
+
+def test_a_server_that_is_lost_in_between_is_one_clear_error(monkeypatch):
+    class Lost(Exception):
+        pass
+
+    class Client:
+        def log_batch(self, *given):
+            raise Lost("connection refused")
+
+    flow = object.__new__(track.MLflow)
+    flow._client, flow._id, flow._lost, flow._broken, flow._waiting = Client(), "1", Lost, False, [1]
+    with pytest.raises(ValueError, match=r"MLflow takes no more: connection refused; .* pass it on again"):
+        flow.flush()
+    flow.close()  # nothing more is asked of it
+
+
 def test_a_line_half_written_is_waited_for(tmp_path):
     run = records.write(tmp_path / "run", records.step(0))
     with (run / "record.jsonl").open("a") as file:

@@ -218,10 +218,15 @@ class Engine:
 
 
 class Line(Protocol):
-    """For much, to one node that comes late. Raises LinkError where the node is gone."""
+    """For much, to one node that comes late."""
 
-    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int, hurry: bool = False) -> None:
-        """``hurry``: while all others wait."""
+    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """Raises LinkError where the node is gone."""
+
+    def hurry(self) -> None:
+        """All others wait from now on: what takes long is given up, though bytes leave."""
+
+    def close(self) -> None: ...
 
 
 class Porter:
@@ -256,6 +261,7 @@ class Link:
     origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before, the new ones left out
     came: tuple[Guest, ...] = ()  # of a rebuilt link: who is new in it, and has its last ranks
     grows: bool = False  # others come later, though it has one rank now
+    wide: bool = False  # 16-bit floats are added in 32 bits
     whereabouts: Any = None  # what this process is at, as others are told of it
 
     def lane(self, name: str) -> Link:

@@ -60,6 +60,8 @@ class Entry:
         pace = self.pace
         if "over" in self._ask({"began": pace.began}):
             pace.epoch, pace.next_step = pace.began + epochs, 0
+            if self.late:
+                self.late.leave()  # nobody reads here until it asks again, by another line
             return False
         pace.exchange.enter()
         link = pace.exchange.link

@@ -31,11 +31,12 @@ MOST_COPIES = 3  # as much as these may wait to be sent, or be sent after the co
 
 
 class Following:
-    """Of one guest, in the process that leads. ``lost``: why it can be followed no longer, else empty."""
+    """Of one guest, in the process that leads. ``lost``: why it cannot be followed, else empty; ``broken``: no more."""
 
     def __init__(self, pace: Any, porter: Porter, name: str):
         self._porter, self._name, self.lost = porter, name, ""
         self.line: Line | None = None
+        self.broken = False
         self._optimizer = pace.job.optimizer
         self._copy_bytes, self._parted_bytes = handover.copy_bytes(pace), 0
         self.num_bytes = self._sent_bytes = 0
@@ -60,9 +61,13 @@ class Following:
             self._places, self.lost = [], f"the node that leads has no memory for a copy of {num_bytes} bytes"
 
     @property
+    def _over(self) -> bool:
+        return bool(self.lost) or self.broken
+
+    @property
     def placed(self) -> bool:
         """There is a place for the next part, and nothing in it yet."""
-        return bool(self._left) and (self._num_put > 0 or not self._thread.is_alive()) and not self.lost
+        return bool(self._left) and (self._num_put > 0 or not self._thread.is_alive()) and not self._over
 
     @property
     def next(self) -> list[handover.Rows]:
@@ -101,11 +106,14 @@ class Following:
                 self._sent_bytes += message.num_bytes
                 self._num_sent += 1
         except LinkError:
-            self.lost = "the line by which it was given the state broke"
+            self.broken = True
+            self.stop()
+            if self.line:
+                self.line.close()  # for the guest to hear of it
 
     @property
     def level(self) -> bool:
-        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self._left and not self.lost
+        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self._left and not self._over
 
     @property
     def hopeless(self) -> bool:
@@ -115,7 +123,7 @@ class Following:
 
     def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""
-        if not self._num_put:
+        if not self._num_put or self._over:
             return lambda: None  # they will be in each part
         groups = handover.options(self._optimizer)
         pieces = [_copied(piece) for piece in agreement.pieces]
@@ -132,12 +140,14 @@ class Following:
 
     def end(self, all_of_it: bool) -> bool:
         """Nothing is being sent any more. Whether everything has been."""
+        if self.line:
+            self.line.hurry()
         if all_of_it:
             self._messages.put(None)
         else:
             self.stop()
         self._thread.join()
-        return all_of_it and not self.lost
+        return all_of_it and not self._over
 
 
 def _tensors(tree: Any) -> list[Tensor]:

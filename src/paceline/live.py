@@ -100,6 +100,18 @@ def ask(name: str, limit_s: float = LIMIT_S, **question: Any) -> dict[str, Any] 
     return None
 
 
+def state(name: str) -> str:
+    """Of who does not answer: its number, the kernel's word for it and its command; empty for another user's."""
+    pid = name.removeprefix(PREFIX).partition("-")[0]
+    with contextlib.suppress(OSError, ValueError):
+        place = Path("/proc") / pid
+        if os.getuid() in (0, place.stat().st_uid):
+            words = re.search(r"^State:\s*\S+ \((.+)\)", (place / "status").read_text(), re.MULTILINE)
+            command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            return f"pid {pid}, {words[1] if words else 'gone'}: {command}"
+    return ""
+
+
 def stacks(pids: Collection[int]) -> str:
     """Where these processes of this machine stand, as far as they answer within a second."""
     end, found = time.monotonic() + SOON_S, ""

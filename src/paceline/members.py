@@ -81,7 +81,7 @@ def _lead(pace: Any) -> None:
         except OSError as error:  # the folder may be that of the lost node alone
             print(
                 f"paceline: {pace.folder} cannot be written here ({error.strerror or error}): training goes on without "
-                f"a record; for checkpoints let every node write there",
+                f"a record, until it is to be saved; let every node write there",
                 file=sys.stderr,
             )
             return

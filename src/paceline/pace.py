@@ -133,11 +133,12 @@ class Pace:
         self.asked_epochs = 0
         # a trial, a profile or a comparison: the user's run is neither read nor written
         self.watched = bool(self.stopwatch or self.form or self.witness)
-        self.record = Record(folder if self.leader and not self.watched else None)
+        self.record = self._opened(folder)
         if self.leader and (stale := shelf.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
-        if self.leader and world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded":
+        wide = link is not None and link.wide
+        if self.leader and world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not wide:
             text = f"the wire adds in {codec.wire}: among {world.num_nodes} nodes a sum is rounded once more by each"
             print(f"paceline: {text}", file=sys.stderr)
             self.record.write("hint", text=text)
@@ -191,6 +192,15 @@ class Pace:
         self._met = met
         for news in met:
             members.move(self, news)
+
+    def _opened(self, folder: Path | None) -> Record:
+        try:
+            return Record(folder if self.leader and not self.watched else None)
+        except OSError as error:
+            raise CheckpointError(
+                f"the run's folder {folder} cannot be written on {socket.gethostname()} ({error.strerror or error}); "
+                f"give another: --out, PACELINE_FOLDER, or join(folder=)"
+            ) from error
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())

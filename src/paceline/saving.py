@@ -20,8 +20,9 @@ from paceline import resume
 from paceline.elastic import checkpoint
 from paceline.elastic.agreed import agreed
 from paceline.elastic.background import Writer
+from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.copies import Copies
-from paceline.elastic.sent import Fewer, Post
+from paceline.elastic.sent import Others, Post
 
 FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
 
@@ -109,16 +110,20 @@ class Saving:
             seen = most is None and (pace.leader or run.is_dir())
             return checkpoint.read(run) if seen else None
 
+        sends = False
         while True:
+            world, team = pace.world, pace.exchange.link.generation  # as they are before all agree
             choice = agreed(find, pace.exchange.gather, run)
+            if choice is None and sends:
+                raise CheckpointError(f"all who have the checkpoint in {run} were lost while they sent it; start there")
             if choice is None:
                 return None
-            kept, world = choice.kept, pace.world
-            if not choice.lacking:
+            kept, sends = choice.kept, bool(choice.lacking)
+            if not sends:
                 break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
-            with contextlib.suppress(Fewer):
-                kept = Post(world.rank, nodes, pace.exchange.gather).send(kept, choice.lacking)
+            with contextlib.suppress(Others):
+                kept = Post(world.rank, nodes, pace.exchange.gather, team).send(kept, choice.lacking)
                 self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
                 break
         assert kept

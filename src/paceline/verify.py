@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ LIMIT_S = 600.0
 SWEEP_S = 20.0
 SWEEP = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 MANY, ONE, PREFIX = "many", "one", "paceline-verify-"
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
+ASKED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
 
 
@@ -38,7 +41,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         many, one = Path(folder) / MANY, Path(folder) / ONE
         told = _told(many, steps, dtype)
         if "RANK" in os.environ:
-            code = subprocess.run(command, env={**os.environ, **told}, check=False, timeout=LIMIT_S).returncode
+            code = _run(command, {**os.environ, **told})
             if os.environ["RANK"] != "0":
                 if code:
                     raise ValueError(f"verify: the script failed on rank {os.environ['RANK']} (exit code {code})")
@@ -47,9 +50,10 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
             code = local.start(command, engine, nodes, told)
         _demand(_ended(many), code, steps, "on all nodes")
         alone = {**os.environ, **_told(one, steps, dtype, many), "PACELINE_ENGINE": "sequential"}
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", "PACELINE_JOIN"):
             alone.pop(name, None)
-        code = subprocess.run(command, env=alone, check=False, timeout=LIMIT_S).returncode
+        # said, and not left out: mpirun and srun have said otherwise
+        code = _run(command, {**alone, **ALONE})
         _demand(_ended(one), code, steps, "in one process")
         return compare(many, one, dtype)
 
@@ -79,7 +83,10 @@ def over_ssh(
         code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
         compare_there = way.command(nodes[0], "-m", "paceline.verify", str(folder), dtype)
-        done = subprocess.run(compare_there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        try:
+            done = subprocess.run(compare_there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise ValueError(f"verify: {nodes[0].name} had not compared after {LIMIT_S:.0f} s; look there") from None
         return _compared(done, steps, nodes[0])
     finally:
         sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
@@ -114,7 +121,18 @@ def _ended(folder: Path) -> bool:
     return (folder / "last.safetensors").exists()
 
 
+def _run(command: Sequence[str], environment: Environment) -> int:
+    try:
+        return subprocess.run(command, env=environment, check=False, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"verify: the script had not ended after {LIMIT_S:.0f} s; give fewer --steps, or --float32"
+        ) from None
+
+
 def _demand(ended: bool, code: int, steps: int, where: str) -> None:
+    if not ended and code in ASKED:
+        raise SystemExit(code)
     if not ended:
         raise ValueError(
             f"verify: the script ended {where} (exit code {code}) before step {steps}; it must call pace.step at "

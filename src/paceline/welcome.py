@@ -111,6 +111,8 @@ class Welcome:
         if name not in self._following:
             self._following[name] = Following(pace, porter, name)
         following = self._following[name]
+        if following.broken:
+            return None  # it hears of it, and asks anew
         if following.lost:
             del self._following[name]
             return {"refused": following.lost}
@@ -167,7 +169,8 @@ class Welcome:
             ahead = following[guest.name]
             try:
                 line = (ahead and ahead.line) or pace.ledger.porter.line(guest.name)
-                line.send(message.parts(), message.num_bytes, hurry=True)
+                line.hurry()
+                line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
                 print(f"paceline: {guest.host}: {error}", file=sys.stderr)
             pace.record.write(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
+MOST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,15 @@ class World:
             raise ValueError(
                 "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
             )
+        if (port := _number(given, "MASTER_PORT", 0)) > MOST_PORT:
+            raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MOST_PORT}")
         return cls(
             local_rank,
             local_size,
             node,
             len(sizes) or size // local_size,
             given.get("MASTER_ADDR", "127.0.0.1"),
-            _number(given, "MASTER_PORT", 0),
+            port,
             sizes,
             _least(given, len(sizes) or size // local_size),
         )

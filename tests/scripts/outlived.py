@@ -8,6 +8,7 @@ place of one of these words:
     back                        who leads waits, between steps, for each that died to come back
     other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
                                 the rest; each the first time
+    shut                        who comes back is reached by nobody, the first time
     meet2                       node 2 dies when another is to be taken in
     halt                        who leads stops when it is to give another the rest, and is killed HALT_S later
     spread1, settle1            node 1 dies while all join, when weights or words come to it
@@ -28,6 +29,7 @@ import paceline
 from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
 from paceline import handover, seating
 from paceline.elastic.survive import Surviving
+from paceline.link import join
 
 BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 3
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
@@ -49,6 +51,14 @@ class Samples:
 
     def __getitem__(self, i):
         return self.x[i], self.y[i]
+
+
+class Shut(join.Door):
+    """As behind a firewall: it reaches all, and none of them reaches it."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.close()
 
 
 def once(folder, what):
@@ -142,6 +152,8 @@ def main(folder, *words):
             pace._entry.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if pace._entry and pace._entry.late and "copy" in words and once(folder, "copy"):
             pace._entry._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
+        if pace._entry and pace._entry.late and "shut" in words and once(folder, "shut"):
+            join.Door = Shut
         if f"meet{NODE}" in words and not LATE:
             pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if "halt" in words and NODE == 0 and not LATE:

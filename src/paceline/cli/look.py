@@ -49,6 +49,10 @@ def track(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
     to: Annotated[str, typer.Option(help="tensorboard, mlflow or wandb.")] = "tensorboard",
     live: Annotated[bool, typer.Option("--live", help="Follow a run that is still going.")] = False,
+    quiet: Annotated[
+        float | None,
+        typer.Option(help="With --live: seconds without an event, after which it is over."),
+    ] = None,
 ) -> None:
     """Passes a run's record on to a tracker.
 
@@ -56,7 +60,7 @@ def track(
     """
     from paceline.report import track as tracking
 
-    console.print(f"{tracking.follow(folder, to, live)} numbers passed on to {to}")
+    console.print(f"{tracking.follow(folder, to, live, quiet_s=quiet)} numbers passed on to {to}")
 
 
 def list_() -> None:

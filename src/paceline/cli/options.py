@@ -69,5 +69,7 @@ DetachOption = Annotated[
 
 
 def listed(hosts: list[str] | None) -> str | None:
-    """-H given several times is one list."""
+    """-H given several times is one list. Raises ValueError where one is empty, as a variable that is not set is."""
+    if hosts and not all(map(str.strip, hosts)):
+        raise ValueError("-H was given '', which names no host; give hostA,hostB, or leave -H out to train here alone")
     return ",".join(hosts) if hosts else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -88,6 +89,8 @@ def plan(
     said = ""
     if hosts and reproducible:
         raise ValueError("--reproducible is planned for one machine: leave out -H, and run with --plan virtual:8")
+    if out:
+        check_writable(out)
     if hosts:
         check_alone(hosts)
         everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
@@ -126,6 +129,16 @@ def plan(
         wide.print(team_table(made.teams))
         for words in (*forms_told(made.teams), said):
             console.print(shown(words), markup=False, highlight=False)
+
+
+def check_writable(out: Path) -> None:
+    """Before minutes of measuring. Raises OSError with one line."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}."):
+            pass
+    except OSError as error:
+        raise OSError(f"the plan cannot be written to {out} ({error.strerror}); give another --out") from None
 
 
 def _over(

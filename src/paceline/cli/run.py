@@ -27,7 +27,19 @@ from paceline.cli.options import (
     SshOption,
     listed,
 )
-from paceline.cli.start import check_alone, check_script, hide, late, leave, ready, span, start, start_over_ssh, steady
+from paceline.cli.start import (
+    check_alone,
+    check_first,
+    check_script,
+    hide,
+    late,
+    leave,
+    ready,
+    span,
+    start,
+    start_over_ssh,
+    steady,
+)
 from paceline.launch.hosts import Way
 
 
@@ -74,6 +86,7 @@ def run(
     plan = steady(plan, reproducible)
     wanted(shares or "measured")
     check_alone(hosts, send, data, detach)
+    check_first()
     hide(encrypt)
     least, most = span(nodes, hosts)
     ticket = late(join, nodes, hosts)

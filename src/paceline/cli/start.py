@@ -252,6 +252,16 @@ def check_alone(hosts: str | None, send: bool = False, data: str | None = None, 
         )
 
 
+def check_first() -> None:
+    """Raises ValueError where a launcher has started this as one of several: each would start a run of its own."""
+    if int(size if (size := os.environ.get("WORLD_SIZE", "1")).isdigit() else 1) > 1:
+        raise ValueError(
+            f"`paceline run` starts all processes of a run by itself, and a launcher has started this one as one of "
+            f"{size} (WORLD_SIZE); give that launcher the script: python SCRIPT, or leave the launcher out, or unset "
+            f"WORLD_SIZE"
+        )
+
+
 def hide(asked: bool) -> None:
     """With --encrypt: whatever is started from here on encrypts. Raises ValueError where it cannot."""
     if asked:

@@ -48,6 +48,8 @@ def agreed(
             kept = find(most)
         except (CheckpointError, ValueError) as caught:
             error = caught
+        except OSError as caught:
+            error = CheckpointError(f"{where} cannot be read here ({caught.strerror or caught})")
         mine = {
             "step": kept and kept.step,
             "seal": kept and kept.seal,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,24 +19,26 @@ from paceline.elastic.checkpoint import STATE, TREE, WEIGHTS, Checkpoint, Checkp
 
 FILES = WEIGHTS, STATE, TREE
 PART_BYTES = 1 << 23
+TEAM = struct.Struct("<q")
 
 
-class Fewer(Exception):
-    """A node was lost in between: those who are left begin again."""
+class Others(Exception):
+    """Those who send are not those who began to: all who are there begin again."""
 
 
 class Post:
-    """``rank`` of as many as ``nodes`` says the node of; ``gather``: everyone's words to everyone."""
+    """``rank`` of as many as ``nodes`` says the node of; ``gather``: everyone's words to everyone. ``team``: a number
+    that is another after each change of members, as before all agreed on what is to be sent."""
 
-    def __init__(self, rank: int, nodes: Sequence[int], gather: Callable[[bytes], list[bytes]]):
-        self.rank, self.nodes, self.gather = rank, nodes, gather
+    def __init__(self, rank: int, nodes: Sequence[int], gather: Callable[[bytes], list[bytes]], team: int = 0):
+        self.rank, self.nodes, self.gather, self._team = rank, nodes, gather, TEAM.pack(team)
         self._faults: list[str] = []
 
     def send(self, kept: Checkpoint | None, lacking: Sequence[int]) -> Checkpoint:
         """Every process must call it, those ``lacking`` the checkpoint without ``kept``.
 
-        Raises CheckpointError everywhere, where one of them has no room, or reads something else than was sent, or the
-        one that sends is lost; `Fewer` where another one is.
+        Raises CheckpointError everywhere, where one of them has no room, or reads something else than was sent; and
+        `Others`, everywhere.
         """
         source = kept.path if kept and self.rank == 0 else None
         here = [rank for rank in lacking if self.nodes[rank] == self.nodes[self.rank]]
@@ -62,16 +65,11 @@ class Post:
         return [json.loads(words) for words in self._gather(json.dumps(what).encode())]
 
     def _gather(self, words: bytes) -> list[bytes]:
-        """Of as many as have begun. Those who are left all hear the same, and leave off at the same place."""
-        told = self.gather(words)
-        if len(told) == len(self.nodes):
-            return told
-        if any(json.loads(rank) == 0 for rank in self.gather(json.dumps(self.rank).encode())):
-            raise Fewer
-        raise CheckpointError(
-            "the node that has the checkpoint was lost while it sent it to those who do not see it; start the run "
-            "again, on that node, or with the run's folder where every node sees it"
-        )
+        """Of all who have begun. Those who are left hear the same, and leave off at the same place."""
+        told = self.gather(self._team + words)
+        if len(told) != len(self.nodes) or not all(each.startswith(self._team) for each in told):
+            raise Others
+        return [each[TEAM.size :] for each in told]
 
     def _try(self, work: Callable[..., Any], *given: Any) -> Any:
         """The others wait: what goes wrong is said at `_settle`, to all."""

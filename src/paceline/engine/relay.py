@@ -77,8 +77,13 @@ class Leader(_Relay):
             self.regrouped(news)
 
     def _with_news(self, body: bytes) -> bytes:
+        """After a loss with the forms as well, which may be others now."""
+        forms = b""
+        if self._news and not self.alone:
+            self._forms = list(self.exchange.forms())
+            forms = _letters(self._forms)
         news, self._news = framed(self._news), []
-        return framed([news, struct.pack("<I", self.regroups), body])
+        return framed([news, struct.pack("<I", self.regroups), forms, body])
 
     @property
     def regroups(self) -> int:  # type: ignore[override]
@@ -86,7 +91,7 @@ class Leader(_Relay):
 
     def _share_forms(self) -> None:
         for peer in self.crew.lines:
-            self.crew.send(peer, b"f", "".join(form[0] for form in self._forms).encode())
+            self.crew.send(peer, b"f", _letters(self._forms))
 
     def why(self) -> Sequence[str]:
         return self.exchange.why()
@@ -189,6 +194,7 @@ class Leader(_Relay):
     def total(self, values: Sequence[float]) -> list[float]:
         node = [sum(column) for column in zip(*self.crew.gather(values, "adding up"), strict=True)]
         whole = self.exchange.total(node)
+        self.crew.swap(self._with_news(b""), "adding up")
         return self.crew.gather(whole, "adding up")[0]
 
     def gather(self, *words: bytes) -> list[bytes]:
@@ -244,8 +250,7 @@ class Follower(_Relay):
         self._hear_forms()
 
     def _hear_forms(self) -> None:
-        word = self.crew.expect(0, b"f", "learning the forms").decode()
-        self._forms = [FACTORS if letter == "f" else DENSE for letter in word]
+        self._forms = _forms(self.crew.expect(0, b"f", "learning the forms"))
 
     def offer(self, piece: Piece) -> None:
         num_rows = self._put(piece)
@@ -262,8 +267,9 @@ class Follower(_Relay):
         return self._verdict(Ballot(ok=False))
 
     def _hear(self, told: bytes) -> bytes:
-        news, regroups, body = unframed(told)
+        news, regroups, forms, body = unframed(told)
         (self.regroups,) = struct.unpack("<I", regroups)
+        self._forms = _forms(forms) if forms else self._forms
         for each in map(Regroup.unpack, unframed(news)):
             self.link.size, self.link.generation = len(each.origin) + len(each.came), each.generation
             if self.regrouped:
@@ -291,6 +297,7 @@ class Follower(_Relay):
 
     def total(self, values: Sequence[float]) -> list[float]:
         self.crew.gather(values, "adding up")
+        self._hear(self.crew.swap(b"", "adding up")[0])
         return self.crew.gather([0.0] * len(values), "adding up")[0]
 
     def gather(self, *words: bytes) -> list[bytes]:
@@ -318,6 +325,14 @@ class Follower(_Relay):
 
     def hand(self, words: bytes) -> bytes:
         return self.crew.swap(b"", "handing on")[0]
+
+
+def _letters(forms: Sequence[str]) -> bytes:
+    return "".join(form[0] for form in forms).encode()
+
+
+def _forms(letters: bytes) -> list[str]:
+    return [FACTORS if letter == "f" else DENSE for letter in letters.decode()]
 
 
 class _Inbox:

@@ -75,6 +75,8 @@ def _ask(calls: Calls, host: Host, way: Way, mine: Mapping[str, Any], packages: 
                 kill(process)
     except FileNotFoundError:
         return no_client(command[0])
+    except OSError as error:
+        return f"{command[0]} cannot be started here: {error.strerror or error}"
     if process.returncode:
         return ended(host, way, process.returncode, errors)
     return _read(output, mine) or (
@@ -160,6 +162,8 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
             there = theirs["paths"].get(path)
             if there is None:
                 found.append(f"{path} is not in {way.folder} there; copy it there, or add --send")
+            elif there.startswith("not readable"):
+                found.append(f"{path} is {there} there; let {way.python} read it, or add --send")
             elif content not in (None, there):
                 found.append(f"{path} there is another than here; copy it there again, or add --send")
     for name, found_here in mine["versions"].items():

@@ -13,8 +13,8 @@ PACKAGES = ("paceline", "torch")
 
 
 def tell(folder: str, paths: list[str], packages: list[str] | None = None) -> dict[str, Any]:
-    """Is the folder there, what is at each path (a file's hash, "folder", None), versions, which of the packages it
-    lacks, address, a free port.
+    """Is the folder there, what is at each path (a file's hash, "folder", "not readable: ...", None), versions, which
+    of the packages it lacks, address, a free port.
 
     The address is the one that ssh reached this host by ("" outside ssh). A port found free now is nearly always free
     when the first node has started, and what takes it in between is told by that node.
@@ -24,8 +24,11 @@ def tell(folder: str, paths: list[str], packages: list[str] | None = None) -> di
     for path in paths:
         full = os.path.join(folder, path)
         if os.path.isfile(full):
-            with open(full, "rb") as file:
-                found[path] = hashlib.sha256(file.read()).hexdigest()
+            try:
+                with open(full, "rb") as file:
+                    found[path] = hashlib.sha256(file.read()).hexdigest()
+            except OSError as error:
+                found[path] = "not readable: " + str(error.strerror)
         else:
             found[path] = "folder" if os.path.isdir(full) else None
     versions: dict[str, str | None] = {}

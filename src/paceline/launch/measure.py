@@ -67,7 +67,9 @@ def measure_wire() -> dict[str, Any]:
 
     world = World.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
-    link = choose(find("link", "torch", world.node, world.num_nodes, world.host, world.port), name)
+    # as those who train on the CPU choose it
+    kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "torch"
+    link = choose(find("link", kind, world.node, world.num_nodes, world.host, world.port), name)
     found: dict[str, Any] = replace(wire.measure(link), collective=name).to_dict()
     link.close()
     return found

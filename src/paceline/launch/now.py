@@ -17,16 +17,19 @@ Answers = Sequence[dict[str, Any]]
 def ask(run: str, stacks: bool = False) -> Answers:
     """Of all processes of ``run`` here, first ranks first. ``run``: its folder, or the id of a detached one, or how
     that begins. Raises ValueError where none is there."""
-    found = {name: answer for name in live.names() if (answer := live.ask(name))}
+    told = {name: live.ask(name) for name in live.names()}
+    found = {name: answer for name, answer in told.items() if answer}
     mine = sorted(
         (name for name, answer in found.items() if _is(answer, run)),
         key=lambda name: (found[name]["node"], found[name]["local_rank"]),
     )
     if not mine:
         known = ", ".join(sorted({_name(answer) for answer in found.values()})) or "none"
+        mute = "; ".join(filter(None, (live.state(name) for name, answer in told.items() if not answer)))
         raise ValueError(
             f"no process of run {run!r} answers on this machine; give the folder of its record, or the id of a "
             f"detached run, where it trains; running here: {known}"
+            + (f"; here, and without an answer: {mute}" if mute else "")
         )
     if stacks:
         here = {found[name]["node"] for name in mine}

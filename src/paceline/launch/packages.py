@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,15 +21,30 @@ ASKED = {
 }
 
 
+TRAIN = "paceline.train"
+
+
 def needed(command: Sequence[str]) -> dict[str, str]:
     """By each package: who needs it."""
     asked = {package: who for (name, value), (package, _, who) in ASKED.items() if os.environ.get(name) == value}
-    module = command[0] == "-m"
-    script = Path(*command[1].split(".")).with_suffix(".py") if module else Path(command[0])
-    if not script.is_file():
-        return asked
-    own = Path() if module else script.parent
-    return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **asked}
+    for script, own in _sources(command):
+        if script.is_file():
+            return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **asked}
+    return asked
+
+
+def _sources(command: Sequence[str]) -> list[tuple[Path, Path]]:
+    """Where the user's own code may lie, and from which folder it imports; the first that is there counts."""
+    if command[0] != "-m":
+        return [(Path(command[0]), Path(command[0]).parent)]
+    module = command[1]
+    if module == TRAIN:
+        model = json.loads(command[2]).get("model") if len(command) > 2 else None
+        module = str(model or "").partition(":")[0]
+        if not module or ":" not in str(model):
+            return []
+    place = Path(*module.split("."))
+    return [(place.with_suffix(".py"), Path()), (place / "__main__.py", Path()), (place / "__init__.py", Path())]
 
 
 def imported(source: bytes, own: Path) -> list[str]:

@@ -34,7 +34,7 @@ class Delivery:
     there: int = 0
     done_bytes: int = 0
     all_bytes: int = 0
-    waits: bool = False
+    waits: int = 0  # times that it has said so
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     stalled: bool = False
@@ -43,7 +43,7 @@ class Delivery:
     def look(self) -> None:
         """Ends it where nothing has moved for long: a stopped process there keeps a line open for ever."""
         far, now = (self.done_bytes, self.all_bytes, self.waits, self.process is None), time.monotonic()
-        if far != self.since[0] or self.waits:
+        if far != self.since[0]:
             self.since = far, now
         process = self.process  # another thread's, and gone when it is done
         if process and now - self.since[1] > STALL_S:
@@ -128,8 +128,8 @@ def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree])
         process.stdin.write(json.dumps({"trees": said}).encode() + b"\n")
         process.stdin.flush()
         while (answer := _answer(process)) and "waiting" in answer:
-            to.waits = True
-        to.waits = False
+            to.waits += 1
+        to.waits = 0
         if not answer or "missing" not in answer:
             return answer
         try:

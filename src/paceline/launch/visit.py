@@ -53,6 +53,8 @@ class Visit:
             )
         except FileNotFoundError:
             raise ConnectionError(check.no_client(command[0])) from None
+        except OSError as error:
+            raise ConnectionError(f"{command[0]} cannot be started here: {error.strerror or error}") from None
         assert self._process.stdin
         assert self._process.stdout
         assert self._process.stderr

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from paceline.contract import LinkError
 from paceline.link.forked import alone
@@ -45,20 +46,17 @@ class Bulk:
         veils = (prove(secret, b"veil of " + each, rank, nonces) for each in directions)
         self._hides, self._shows = (Veil(secret, key) for key in veils)
         self._num_said = self._num_heard = 0
+        self._hurries_s = math.inf
         line.settimeout(STALL_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int, hurry: bool = False) -> None:
-        """One message, of which no more than a part is in memory twice.
-
-        ``hurry``: while all others wait, a part that takes longer than STALL_S, though bytes leave, is too much.
-        """
-        push = self._line.sendall if hurry else self._push
+    def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
+        """One message, of which no more than a part is in memory twice."""
         try:
-            self._put(NUMBER.pack(num_bytes), push)
+            self._put(NUMBER.pack(num_bytes))
             for part in parts:
                 for start in range(0, len(part), PART_BYTES):
-                    self._put(part[start : start + PART_BYTES], push)
+                    self._put(part[start : start + PART_BYTES])
         except OSError as error:
             raise LinkError(f"a node that was to be taken in is gone ({error})") from error
 
@@ -78,16 +76,22 @@ class Bulk:
         eyes.register(self._line, select.POLLIN)
         return bool(eyes.poll(1e3 * limit_s))
 
+    def hurry(self) -> None:
+        """From now on a part that takes longer than STALL_S is too much."""
+        self._hurries_s = time.monotonic()
+
     def _push(self, part: bytes | memoryview) -> None:
-        view = memoryview(part)
+        begin, view = time.monotonic(), memoryview(part)
         while view:
             view = view[self._line.send(view) :]  # a deadline for each: a slow wire is not a broken one
+            if time.monotonic() - max(begin, self._hurries_s) > STALL_S:
+                raise TimeoutError("it takes what it is given too slowly")
 
-    def _put(self, part: bytes | memoryview, push: Callable[[bytes | memoryview], None]) -> None:
+    def _put(self, part: bytes | memoryview) -> None:
         if self._hides.hides:
             part = self._hides.hide(part, self._num_said)
         for each in (LENGTH.pack(len(part)), part, self._seal(self._says, self._num_said, part)):
-            push(each)
+            self._push(each)
         self._num_said += 1
 
     def _take(self, into: bytearray | memoryview) -> memoryview:

@@ -37,7 +37,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 class Link(plain.Link):
     """One node's end, as `link.torch`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
 
-    carrier, hides = "TLS", True
+    carrier, hides, wide = "TLS", True, True
 
     @staticmethod
     def secret() -> bytes:
@@ -94,9 +94,10 @@ class _Group:
         landed = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
 
         def spread() -> None:
-            added = landed[0].clone()
+            # 16 bits are added in 32, and rounded once
+            added = landed[0].float() if mine.dtype in HALVES else landed[0].clone()
             for one in landed[1:]:
-                _combine(added, one, largest)
+                _combine(added, one.to(added.dtype), largest)
             mine.copy_(added)
             for peer in self.others:
                 self._mail.send(peer, (SUM, number, part + 1), _octets(mine), whole)
@@ -187,10 +188,7 @@ def _octets(flat: Tensor) -> memoryview:
 
 
 def _combine(into: Tensor, one: Tensor, largest: bool) -> None:
-    """With one thread: the others of this node compute. numpy has no 16-bit floats that are fast."""
-    if into.dtype in HALVES:
-        (torch.maximum if largest else torch.add)(into, one, out=into)
-    else:
-        ours = into.numpy()
-        with np.errstate(all="ignore"):  # a sum that is not finite is seen by whoever asked for it
-            (np.maximum if largest else np.add)(ours, one.numpy(), out=ours)
+    """With one thread: the others of this node compute."""
+    ours = into.numpy()
+    with np.errstate(all="ignore"):  # a sum that is not finite is seen by whoever asked for it
+        (np.maximum if largest else np.add)(ours, one.numpy(), out=ours)

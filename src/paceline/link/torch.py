@@ -132,7 +132,8 @@ class Link(contract.Link):
             try:
                 link = type(self).of(meeting, generation, self.whereabouts)
             except LinkError as error:  # another one was lost meanwhile
-                if isinstance(error, Unreached) and error.peer == meeting.rank:
+                # where somebody new is there, it may be the one that nobody reaches: they meet without it first
+                if isinstance(error, Unreached) and error.peer == meeting.rank and not self._survivors.came:
                     raise  # the others see it go, and meet without it
                 failed = error
                 continue

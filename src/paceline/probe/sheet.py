@@ -168,6 +168,9 @@ def _check(kind: type, given: Any, where: str) -> None:
         accepted, words = KINDS[known[key]]
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
             faults.append(f"{key!r} must be {words}, got {value!r}")
+        elif known[key] == "dict[str, str]" and isinstance(value, dict):
+            odd = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
+            faults += [f"{key!r} must hold strings, got {each}" for each in odd]
     if faults:
         raise ValueError(f"{where}: " + "; ".join(faults))
 

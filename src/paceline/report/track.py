@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ class Tracker(Protocol):
 def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, quiet_s: float | None = None) -> int:
     """Passes a run's record on. Returns how many scalars were told.
 
-    ``live`` goes on until the run's `end` event, or until nothing has come for ``quiet_s`` seconds. Where it goes:
+    ``live`` goes on until an `end` event is the last, or until nothing has come for ``quiet_s`` seconds. Where it goes:
     TensorBoard to the run's folder "tensorboard"; MLflow to MLFLOW_TRACKING_URI, W&B as WANDB_MODE says, both under
     the project "paceline" unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT name another.
 
@@ -92,7 +92,7 @@ def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
 
 def _tail(run: Path, poll_s: float, quiet_s: float | None) -> Iterator[dict[str, Any] | None]:
     """Whole lines as they come; None when there is nothing new."""
-    path, number, seen = run / NAME, 0, time.monotonic()
+    path, number, seen, ended = run / NAME, 0, time.monotonic(), False
     if not path.is_file():
         next(events(run))  # says what is missing
     with path.open("rb") as file:
@@ -103,9 +103,10 @@ def _tail(run: Path, poll_s: float, quiet_s: float | None) -> Iterator[dict[str,
                 number, seen = number + 1, time.monotonic()
                 event = parse(line, f"{path}, line {number}")
                 yield event
-                if event["event"] == "end":
-                    return
+                ended = event["event"] == "end"
                 continue
+            if ended:  # and nobody has gone on from there
+                return
             file.seek(start)
             yield None
             if quiet_s is not None and time.monotonic() - seen > quiet_s:
@@ -145,6 +146,7 @@ class MLflow:
 
     def __init__(self, run: Path):
         package = _package("mlflow-skinny", "MLflow", "mlflow")
+        self._lost = package.exceptions.MlflowException
         self._entities = importlib.import_module("mlflow.entities")
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         try:
@@ -155,11 +157,12 @@ class MLflow:
         except package.exceptions.MlflowException as error:
             raise ValueError(f"MLflow does not take the run: {error}; set MLFLOW_TRACKING_URI to its server") from error
         self._waiting: list[Any] = []
+        self._broken = False
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         for name, value in facts.items():
             # a parameter may be set once, and a resumed run joins again; a tag may be set anew
-            self._client.set_tag(self._id, name, str(value)[:5000])
+            self._call(self._client.set_tag, self._id, name, str(value)[:5000])
 
     def scalars(self, values: Mapping[str, float], step: int, time_s: float) -> None:
         self._waiting += [self._entities.Metric(name, v, int(1000 * time_s), step) for name, v in values.items()]
@@ -171,12 +174,23 @@ class MLflow:
 
     def flush(self) -> None:
         while self._waiting:
-            self._client.log_batch(self._id, self._waiting[:BATCH])
+            self._call(self._client.log_batch, self._id, self._waiting[:BATCH])
             del self._waiting[:BATCH]
 
     def close(self) -> None:
-        self.flush()
-        self._client.set_terminated(self._id)
+        if not self._broken:
+            self.flush()
+            self._call(self._client.set_terminated, self._id)
+
+    def _call(self, what: Callable[..., object], *given: Any) -> None:
+        try:
+            what(*given)
+        except self._lost as error:
+            self._broken = True
+            raise ValueError(
+                f"MLflow takes no more: {error}; what it has stays there, and the record holds everything: pass it on "
+                f"again when the server answers"
+            ) from error
 
 
 class WandB:
