@@ -44,6 +44,13 @@ def test_broken_images_are_left_out_and_told_and_the_training_is_that_of_the_fol
         assert all(torch.equal(a, b) for a, b in zip(packed.fetch(rows, 2), part.fetch(rows, 2), strict=True))
 
 
+def test_where_the_answer_cannot_be_kept_it_is_given_all_the_same(broken, tmp_path, monkeypatch):
+    root, reasons = broken
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert images.load(root, skip_broken=True)[0].skipped.keys() == reasons.keys()
+
+
 def test_a_folder_is_checked_once_per_state_of_it(broken, tmp_path, monkeypatch):
     root, _ = broken
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

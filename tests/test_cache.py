@@ -111,6 +111,18 @@ def test_a_place_where_nothing_can_be_written_is_no_reason_to_stop(command, tmp_
     assert shelf.cached(command, "exact", MACHINE) == (None, "")
 
 
+def test_no_home_is_no_reason_to_stop(command, monkeypatch):
+    """Of a user who is in no list, as in many containers."""
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(shelf.Path, "home", nowhere)
+    shelf.store(PLAN, command, MACHINE)
+    assert shelf.cached(command, "exact", MACHINE) == (None, "")
+
+
 def _store_many(command, reason):
     for _ in range(50):
         shelf.store(dataclasses.replace(PLAN, reason=reason * 500), command, MACHINE)

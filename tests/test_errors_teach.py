@@ -270,9 +270,12 @@ def test_where_a_launcher_has_started_several_none_of_them_starts_a_run_of_its_o
 def test_a_plan_that_cannot_be_written_is_not_measured_first(script, tmp_path, monkeypatch):
     measured = []
     monkeypatch.setattr(planning, "make", lambda *given, **more: measured.append(1))
-    out = script / "plan.toml"
-    done = CliRunner().invoke(cli.app, ["plan", "--out", str(out), str(script)])
-    assert re.match(r"the plan cannot be written to .*plan\.toml .*; give another --out", str(done.exception))
+    for out, said in (
+        (script / "plan.toml", r"plan\.toml .*; give another --out"),
+        (tmp_path, "a folder; give"),
+    ):
+        done = CliRunner().invoke(cli.app, ["plan", "--out", str(out), str(script)])
+        assert re.match(rf"the plan cannot be written to .*{said}", str(done.exception))
     assert not measured
 
 

@@ -189,6 +189,45 @@ def test_periodic_conserves_the_mean_weighted_by_samples():
         assert torch.allclose(got, one[name] * 6 / 24 + other[name] * 18 / 24, rtol=1e-14, atol=1e-16)
 
 
+def test_periodic_levels_between_two_averages_and_goes_on_from_there():
+    def work(link):
+        rank = Rank(link, build(), exchange="periodic:4", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
+        rank.train(BATCHES[:3])
+        before, sent = rank.state(), link.sent_bytes
+        rank.exchange.level(rank.engine.weights)
+        levelled, first = rank.state(), link.sent_bytes - sent
+        rank.exchange.level(rank.engine.weights)
+        return before, levelled, first, link.sent_bytes - sent - first, rank.exchange.samples
+
+    (one, averaged, first, again, left), (other, same, *_) = ranks.run(2, work)
+    assert first > again == left == 0
+    for name, got in averaged.items():
+        assert torch.equal(got, same[name])
+        assert torch.allclose(got, one[name] * 18 / 72 + other[name] * 54 / 72, rtol=1e-14, atol=1e-16)
+
+
+def test_what_periodic_was_asked_is_told_once():
+    """Story: a save that failed once was told for ever, and louder than a signal to another node."""
+
+    def work(link):
+        rank = Rank(link, build(), exchange="periodic:2", optimizer=OPTIMIZERS["sgd"])
+        asks = {(0, 0): 255, (1, 6): 15, (1, 7): 15, (1, 8): 15}
+        told = []
+        agree = rank.exchange.agree
+
+        def heard(ballot):
+            ballot.stop = asks.get((link.rank, len(told)), 0)
+            agreement = agree(ballot)
+            told.append(agreement.ballot.stop)
+            return agreement
+
+        rank.exchange.agree = heard
+        rank.train([BATCHES[0]] * 9)
+        return told
+
+    assert ranks.run(2, work) == [[0, 0, 255, 0, 0, 0, 0, 0, 15]] * 2
+
+
 def test_the_form_follows_from_bytes():
     """Factors cost (N - 1) rows (in + out) words, the ring 2 (N - 1) / N in out."""
     (spec,) = [s for s in Rank(world(1)[0], build()).engine.specs if s.names == ("second.weight",)]

@@ -6,14 +6,16 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import paceline
 import ranks
 from nodes import OPTIMIZERS, build
-from paceline import compare
+from paceline import compare, members, seating
 from paceline.contract import LinkError
+from paceline.data.order import Seat
 from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
 from paceline.find import parse
@@ -24,6 +26,7 @@ from paceline.link import torch as gloo
 from paceline.link.join import Unreached
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.survivors import HERE, SILENT, Place, Survivors
+from paceline.world import World
 
 SECRET = b"of this run"
 
@@ -176,3 +179,21 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
     assert "does not reach" in str(third)
     assert [(link.rank, link.size, link.origin) for link in (first, second)] == [(0, 2, (0, 1)), (1, 2, (0, 1))]
     together(first.close, second.close)
+
+
+def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
+    """Who comes late has never known another."""
+    seat, limits = Seat(0, 2), seating.Limits((1, 1), (8, 8))
+    pace = SimpleNamespace(
+        loop=SimpleNamespace(seat=seat, drift=SimpleNamespace(divided=True), who="", balance=None),
+        job=SimpleNamespace(batch_size=8, accumulate=1),
+        world=World(0, 1, 0, 3, local_sizes=(1, 1, 2)),
+        engine=SimpleNamespace(),
+        shares=(4, 4),
+        _who=str,
+        _follows=False,
+    )
+    members.sit(pace, seat, limits, (1, 1))
+    assert pace.loop.drift.divided is False
+    members.sit(pace, seat, limits, (1, 2))
+    assert pace.loop.drift.divided is True

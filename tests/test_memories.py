@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ranks
 from launching import launch
-from paceline import memories
+from paceline import memories, resume
 from paceline.elastic.checkpoint import read_newest
 from paceline.exchange.meeting import Meeting
 from paceline.find import names, parse
@@ -131,3 +132,25 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
     assert (
         not said or f"made with codec 'feedback/topk' (here {other}): what its codec still owed is left out" in said[0]
     )
+
+
+def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
+    """Story: one that is gathered cannot be cut apart as a sum is, and each resume ended in an AttributeError."""
+    said = {
+        "plan": "sequential",
+        "exchange": {"groups": [[0, 1]], "step": 7},
+        "methods": {"exchange": "allreduce", "codec": "none"},
+        "shares": [4, 4],
+    }
+    pace = SimpleNamespace(
+        row="sequential",
+        leader=False,
+        shares=(4, 4),
+        world=SimpleNamespace(num_nodes=2, node=0),
+        exchange=SimpleNamespace(gather=lambda words: [words, words]),
+        methods={"exchange": "allreduce", "codec": "none"},
+        engine=SimpleNamespace(weights=[torch.zeros(1)]),
+    )
+    assert resume._exchange(pace, said) == said["exchange"]
+    pace.methods = {"exchange": "allreduce", "codec": "feedback/topk"}
+    assert resume._exchange(pace, said) == {"step": 7}

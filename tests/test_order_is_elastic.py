@@ -260,3 +260,18 @@ def test_no_row_is_lost_however_many_there_are(count):
     assert ranges[0].start == 0
     assert ranges[-1].stop == count
     assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_nobody_has_fewer_rows_than_are_needed_but_none(least):
+    for shares in (None, (1.0, 3.0, 2.0), (0.0, 1.0, 5.0), (5.0, 5.0, 1.0)):
+        for local_size in (1, 2, 5):
+            for count in (*range(1, 40), 500):
+                places = [(n, 3, r, local_size, shares) for n in range(3) for r in range(local_size)]
+                rows = [Seat(*place, least=least, whole=500).rows(count) for place in places]
+                assert [i for each in rows for i in each] == list(range(count))
+                assert count >= 500 or all(len(each) == 0 or len(each) >= min(least, count) for each in rows)
+                # a whole batch is dealt as it was asked for
+                assert [Seat(*place, least=least, whole=count).rows(count) for place in places] == [
+                    Seat(*place).rows(count) for place in places
+                ]

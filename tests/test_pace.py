@@ -125,8 +125,74 @@ def test_a_layer_unfrozen_after_joining_is_told():
         rows = torch.randn(4, 4), torch.arange(4) % 2
         pace.step(rows)
         model[0].requires_grad_(True)
+        model[1].requires_grad_(False)  # as many as were frozen before
         with pytest.raises(ValueError, match=r"0\.weight, 0\.bias began to ask for a gradient after join\(\)"):
             pace.step(rows)
+        pace.backward(torch.nn.functional.cross_entropy(model(rows[0]), rows[1]), 4)
+        with pytest.raises(ValueError, match=r"0\.weight, 0\.bias began to ask for a gradient after join\(\)"):
+            pace.update()
+
+
+@pytest.mark.parametrize("how", [{"accumulate": 4}, {"engine": "replicas:2"}])
+def test_a_short_last_batch_leaves_no_part_a_single_row_to_normalise(how):
+    """torch refuses to: "Expected more than 1 value per channel when training"."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.utils.data.TensorDataset(torch.randn(19, 4), torch.arange(19) % 2)
+    words = {"batch_size": 8, "engine": "sequential", **how}
+    with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, **words) as pace:
+        held = [pace.agreement.ballot.weight for batch in pace.batches(rows) if pace.step(batch) < 1e9]
+    assert held == [8, 8, 3]
+
+
+class OneAndTwo(torch.utils.data.Sampler):
+    """Draws anew each time."""
+
+    def __iter__(self):
+        return iter(torch.tensor([1, 2])[torch.randperm(2)].tolist())
+
+    def __len__(self):
+        return 2
+
+
+def test_a_loaders_sampler_says_what_is_evaluated():
+    """Story: the usual split for validation was evaluated with the samples of training in it."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rows = torch.utils.data.TensorDataset(torch.zeros(5, 1), 10.0 ** torch.arange(5))
+    batches = torch.utils.data.BatchSampler([3, 4, 3], 2, False)
+    found = {}
+    with paceline.join(
+        model, optimizer, torch.nn.functional.mse_loss, batch_size=4, metric=lambda _, y: y.sum(), engine="sequential"
+    ) as pace:
+        for name, words in {
+            "whole": {"batch_size": 4},
+            "shuffled": {"batch_size": 4, "shuffle": True},
+            "some": {"batch_size": 4, "sampler": OneAndTwo()},
+            "batches": {"batch_sampler": batches},
+        }.items():
+            loader = torch.utils.data.DataLoader(rows, **words)
+            before = torch.get_rng_state()
+            found[name] = pace.evaluate(loader)
+            assert torch.equal(torch.get_rng_state(), before)
+    assert found == {"whole": 11111 / 5, "shuffled": 11111 / 5, "some": 55.0, "batches": 12000 / 3}
+
+
+def test_what_is_kept_or_evaluated_or_the_last_is_levelled_before(tmp_path, monkeypatch):
+    """Where an exchange lets the nodes' weights differ between two steps."""
+    with joined(folder=tmp_path, scheduler=None) as pace:
+        levelled = []
+        monkeypatch.setattr(pace.exchange, "level", lambda weights: levelled.append(len(weights)))
+        counts = []
+        for doing in (
+            pace.save,
+            lambda: pace.export(tmp_path / "w.safetensors"),
+            lambda: pace.evaluate(DATA, lambda output, _: output.sum()),
+        ):
+            doing()
+            counts.append(len(levelled))
+    assert counts == [1, 2, 3]
+    assert levelled == [len(pace.engine.weights)] * 4
 
 
 def test_a_trial_neither_reads_nor_writes_the_run(tmp_path, monkeypatch):
@@ -170,3 +236,19 @@ def test_a_refused_step_is_in_the_record(tmp_path):
         pace.step(rows)
     happened = [event["event"] for event in record.read(tmp_path) if event["event"] in ("redo", "step")]
     assert happened == ["redo", "step", "step"]
+
+
+def test_micro_batches_of_a_whole_batch_are_as_small_as_was_asked_for():
+    """An image has many values to normalise: four of them in four parts take a quarter of the memory."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Flatten(), torch.nn.Linear(12, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    rows = torch.utils.data.TensorDataset(torch.randn(7, 1, 4, 4), torch.arange(7) % 2)
+    words = {"batch_size": 4, "accumulate": 4, "engine": "sequential"}
+    with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, **words) as pace:
+        for batch in pace.batches(rows, shuffle=False):
+            pace.step(batch)
+    assert seen == [1, 1, 1, 1, 3]

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from paceline import plan
+from paceline.probe import fresh, trial
 from paceline.probe.choice import Candidate, choose, equal, speedup
 from paceline.probe.rows import Facts
 from paceline.probe.trial import Trial, merge
@@ -86,6 +87,29 @@ def test_of_rows_predicted_alike_the_simpler_is_tried_first():
     assert order == ["sequential", "threads:2", "threads:2+channels_last", "processes:2+channels_last"]
     rows[1].predicted_s = 0.4
     assert plan._worth_trying(rows, "exact", thorough=False)[1] is rows[1]
+
+
+def test_no_prediction_forbids_everything():
+    """Memory is predicted roughly, and what is there decides."""
+    rows = [Candidate("sequential", refusal="out of memory"), Candidate("threads:2", refusal="out of memory")]
+    assert [one.engine for one in plan._worth_trying(rows, "exact", thorough=False)] == ["sequential"]
+    assert not rows[0].refusal
+
+
+def test_rows_beyond_the_fidelity_are_told_before_anything_is_measured():
+    with pytest.raises(ValueError, match=r"--rows threads:2\+bf16: none is exact; add --fidelity rounded"):
+        plan.make(["no script is started"], rows=["threads:2+bf16"])
+
+
+@pytest.mark.parametrize("steps_s", [[0.4, 1.0, 0.4], [0.4, 1.0, 0.4, 1.0], [1.0, 0.4, 1.1, 0.4, 0.9]])
+def test_a_short_last_batch_says_nothing_of_whole_ones(steps_s, tmp_path):
+    """Story: of two steps per epoch, one of 64 rows and one of 16, chance decided which was reported."""
+    report = tmp_path / "report"
+    samples = [16.0 if seconds == 0.4 else 64.0 for seconds in steps_s]
+    said = {"steps_s": steps_s, "samples": samples, "num_steps": len(steps_s), "rows": 64, "peak_bytes": 1}
+    report.write_text(json.dumps(said))
+    found = trial.told_by("sequential", fresh.Ended(0, ""), report, 10.0)
+    assert (found.step_s, found.per_s) == (1.0, 64.0)
 
 
 def test_beyond_the_spread_the_faster_row_wins_although_it_is_not_simpler():

@@ -438,6 +438,9 @@ class Exchange:
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         """Called after each update."""
 
+    def level(self, weights: Sequence[Tensor]) -> None:
+        """Called where all are to have the same weights between two steps: to be saved, evaluated, or the last."""
+
     def dealt(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
 

@@ -29,14 +29,16 @@ def evaluate(
     """
     team = [exchange.link.generation, seat.num_nodes]
     source = feed.as_source(dataset)
-    mine = seat.rows(len(source))
+    chosen = feed.samples(dataset, source)
+    rows_here = seat.rows(len(chosen))
+    mine: list[int] = chosen[rows_here.start : rows_here.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
     sums: dict[str, tuple[float, float]] = {}
     model.eval()
     try:
         with torch.no_grad():
-            for start in range(mine.start, mine.stop, rows):
-                batch, output = engine.run(source.fetch(range(start, min(start + rows, mine.stop)), 0))
+            for start in range(0, len(mine), rows):
+                batch, output = engine.run(source.fetch(mine[start : start + rows], 0))
                 _add(sums, counted(metric(output, target(metric, batch)), batch))
     finally:
         for module in training:

@@ -64,7 +64,7 @@ def sit(pace: Any, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) ->
     times = 1 if seat.virtual else max(1, -(-pace.shares[seat.node] // limits.most[seat.node]))
     pace.engine.accumulate = job.accumulate * times
     if loop.drift:
-        loop.drift.divided |= max(sizes) > 1
+        loop.drift.divided = max(sizes) > 1
 
 
 def _lead(pace: Any) -> None:

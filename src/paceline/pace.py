@@ -451,6 +451,7 @@ class Pace:
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         with self._among_all("evaluating"):
+            self.exchange.level(self.engine.weights)
             for _ in range(MOST_LOSSES):
                 self.exchange.spread(self.engine.buffers)
                 found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
@@ -498,6 +499,7 @@ class Pace:
             return
         self.settle()
         with self._among_all("exporting"):
+            self.exchange.level(self.engine.weights)
             self.exchange.spread(self.engine.buffers)
             self._alone(lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
@@ -535,8 +537,14 @@ class Pace:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
         late, self.loop.stop = self.loop.stop, 0
         self.settle()
-        if self.exchange.survives:
-            self.exchange.gather(b"")  # nobody leaves before all know what became of the last step
+        try:
+            with self._among_all("leaving"):
+                self.exchange.level(self.engine.weights)
+                if self.exchange.survives:
+                    self.exchange.gather(b"")  # nobody leaves before all know what became of the last step
+        except LinkError as error:
+            self._leave(f"LinkError: {error}")
+            raise
         unwritten = self._leave(reason)
         self.exchange.close()
         self.engine.close()

@@ -59,6 +59,8 @@ def make(
     check(fidelity)
     for row in rows or ():
         split(row, 1)
+    if rows and not any(allowed(row, fidelity) for row in rows):
+        raise ValueError(f"--rows {','.join(rows)}: none is {fidelity}; add --fidelity rounded, or give others")
     start = time.monotonic()
     machine = survey()
     show("profiling")
@@ -131,7 +133,10 @@ def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> l
         pieces = one.engine.count("+") + (split(one.engine, 1).copies > 1)
         return (one.predicted_s or float("inf")) * (1 + SIMPLER * pieces)
 
-    base, *others = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    able = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    if not able:  # a prediction of memory is too rough to forbid everything
+        entries[0].refusal, able = "", [entries[0]]
+    base, *others = able
     return [base, *sorted(others, key=handicapped_s)]
 
 

@@ -86,7 +86,7 @@ def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:
         _tell_left_out(pace, methods)
     if methods["exchange"] != pace.methods["exchange"]:
         return {}
-    if not same or len(said.get("shares", pace.shares)) != world.num_nodes:
+    if not same or methods["codec"] != pace.methods["codec"] or len(said.get("shares", pace.shares)) != world.num_nodes:
         exchange = {name: value for name, value in exchange.items() if name not in CHOSEN}
     if methods["codec"] == pace.methods["codec"] and remembered[0] and exchange:
         device = pace.engine.weights[0].device

@@ -39,6 +39,7 @@ class Saving:
         """Every process must call it. The path, in the leader. Raises CheckpointError, also of the one before."""
         pace, begin = self.pace, time.perf_counter()
         pace.settle()
+        pace.exchange.level(pace.engine.weights)
         pace.exchange.spread(pace.engine.buffers)
         state = resume.state(pace)
         path: Path | None = pace._alone(lambda: pace.leader, lambda: self._put(run, state, wait, begin))

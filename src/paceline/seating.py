@@ -14,6 +14,8 @@ from paceline.data.order import Seat
 from paceline.job import Job
 from paceline.world import World
 
+LEAST = 2  # rows, where batches are normalised
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -34,7 +36,8 @@ def place(job: Job, world: World, virtual: int = 0) -> Seat:
             f"join: shares={shares} are for {len(shares)} nodes, and {world.num_nodes} are here; give a number for "
             f"each node, or 'measured' or 'equal'"
         )
-    return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares, virtual)
+    least = LEAST if normalises(job) else 1
+    return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares, virtual, least, job.batch_size)
 
 
 def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Seat, Balance | None, Limits]:
@@ -103,6 +106,10 @@ def _bound(count: int, limits: Limits) -> tuple[int, ...]:
 
 def _least(seat: Seat, job: Job, engine: Engine) -> int:
     """Rows without which a node's speed is not known any more, or without which batch norm has nothing to normalise."""
-    normalises = job.batch_norm == "local" and any(isinstance(each, _BatchNorm) for each in job.model.modules())
     passes: int = job.accumulate * getattr(engine, "num_replicas", 1)
-    return seat.local_size * (2 * passes if normalises else 1)
+    return seat.local_size * (LEAST * passes if normalises(job) else 1)
+
+
+def normalises(job: Job) -> bool:
+    """Each pass by its own rows."""
+    return job.batch_norm == "local" and any(isinstance(each, _BatchNorm) for each in job.model.modules())

@@ -5,6 +5,7 @@ python -m paceline.train SETTINGS (as JSON) is what the launcher starts; the run
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -158,9 +159,11 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
                 tally = Tally()
     num_steps = pace.loop.num_steps - first
     if pace.leader and isinstance(train, Pictures) and num_steps:
-        hint = _input_hint(train, waited_s / num_steps, (time.perf_counter() - begin) / num_steps, batch_size, settings)
-        pace.record.write("hint", text=hint)
-        console.print(hint)
+        with contextlib.suppress(OSError, RuntimeError):  # it packs some images, for which there may be no room
+            each_s = (time.perf_counter() - begin) / num_steps
+            hint = _input_hint(train, waited_s / num_steps, each_s, batch_size, settings)
+            pace.record.write("hint", text=hint)
+            console.print(hint)
     if settings.json and pace.leader:
         print(json.dumps({"run": str(pace.folder) if pace.folder else None, "engine": pace.row, **result}))
     return result

@@ -133,6 +133,8 @@ def plan(
 
 def check_writable(out: Path) -> None:
     """Before minutes of measuring. Raises OSError with one line."""
+    if out.is_dir():
+        raise OSError(f"the plan cannot be written to {out}, which is a folder; give --out a file, {out / 'plan.toml'}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=out.parent, prefix=f".{out.name}."):

@@ -20,12 +20,12 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from paceline.data import order
-from paceline.data.loader import Order, check_batch_size, options_of, order_of
+from paceline.data.loader import Order, check_batch_size, options_of, order_of, samples_of
 from paceline.data.order import Indices, Seat
 from paceline.data.source import Collated, Source, Stream, Window, as_source
 from paceline.data.workers import Rows, Seeded, Windows
 
-__all__ = ["Batch", "Given", "as_source", "batches"]
+__all__ = ["Batch", "Given", "as_source", "batches", "samples"]
 
 Position = tuple[int, int]  # epoch, step
 
@@ -137,6 +137,13 @@ def batches(
         yield from _of_map(source, turns, epochs, start)
     else:
         yield from _by_thread(_of_map(source, turns, epochs, start), now, ahead)
+
+
+def samples(dataset: Any, source: Source) -> Indices:
+    """Of all that is to be evaluated, the indices: a DataLoader's sampler may leave some out."""
+    if isinstance(dataset, DataLoader) and not isinstance(source, Stream):
+        return samples_of(dataset, len(source))
+    return np.arange(len(source))
 
 
 def _same(seat: Seat) -> Seat:

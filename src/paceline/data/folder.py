@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -108,10 +109,16 @@ def read(root: Path, name: str) -> bytes:
 
 def cached_check(root: Path, names: Sequence[str], threads: int, progress: Progress | None = None) -> dict[str, str]:
     """`check`, once per state of the folder: the answer is kept in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
     key = hashlib.sha256(str(root.resolve()).encode("utf8", "surrogateescape")).hexdigest()[:16]
-    with Journal(cache / f"checked-{key}.jsonl", digest(root, names)) as journal:
-        return check(root, names, journal, threads, progress)
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        name, state = f"checked-{key}.jsonl", digest(root, names)
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+            journal = Journal(cache / name, state)
+        except (OSError, RuntimeError):  # no home, or none that can be written: the answer is not kept
+            journal = Journal(Path(scratch) / name, state)
+        with journal:
+            return check(root, names, journal, threads, progress)
 
 
 def _scan(root: Path, within: str, broken: Collection[str]) -> Part:

@@ -80,6 +80,18 @@ def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int) -> 
     return Order(size, batch_size, seed, shuffle, loader.drop_last, sampler)
 
 
+def samples_of(loader: DataLoader[Any], size: int) -> Indices:
+    """What it gives of a dataset of ``size``, in an order that every process comes to: for a sum over them."""
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        _, drawn = Order(size, size, 0, False, False, loader.batch_sampler, True).epoch(0)
+        return np.concatenate([np.zeros(0, np.int64), *drawn])
+    sampler: Any = loader.sampler
+    whole = type(sampler) in (SequentialSampler, DistributedSampler)
+    if whole or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size):
+        return np.arange(size)
+    return np.asarray(Order(size, size, 0, False, False, sampler)._draw(0), dtype=np.int64)
+
+
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """What its processes are started with."""
     return {name: value for name in KEPT if (value := getattr(loader, name)) is not None}

@@ -42,7 +42,8 @@ class Seat:
     """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
 
     ``shares``: numbers that the nodes' rows are in proportion to; None: all alike. ``virtual``: so many shares of the
-    batch, always cut alike, are dealt whole; 0: it is dealt row by row.
+    batch, always cut alike, are dealt whole; 0: it is dealt row by row. ``least``: rows that nobody has fewer of, but
+    none, in a batch of less than ``whole``: batch norm may have nothing to normalise in one.
     """
 
     node: int = 0
@@ -51,22 +52,36 @@ class Seat:
     local_size: int = 1
     shares: tuple[float, ...] | None = None
     virtual: int = 0
+    least: int = 1
+    whole: int = 0
 
     def rows(self, count: int) -> range:
         """The rows of a batch of ``count`` that are this seat's: contiguous, disjoint, complete, in seat order."""
         nodes = self.dealt(count)
         start, size = sum(nodes[: self.node]), nodes[self.node]
-        return range(
-            start + self.local_rank * size // self.local_size,
-            start + (self.local_rank + 1) * size // self.local_size,
-        )
+        parts = max(1, min(self.local_size, size // self.least)) if count < self.whole else self.local_size
+        first, last = (start + min(rank, parts) * size // parts for rank in (self.local_rank, self.local_rank + 1))
+        return range(first, last)
 
     def dealt(self, count: int) -> tuple[int, ...]:
         """How many of them each node has."""
         if not self.virtual:
-            return deal(count, self._shares)
+            return self._enough(count)
         cut = deal(count, (1,) * self.virtual)
         return tuple(sum(cut[first:last]) for first, last in self._spans())
+
+    def _enough(self, count: int) -> tuple[int, ...]:
+        """Dealt to as many of the nodes, the largest shares first, as have ``least`` rows then."""
+        shares = self._shares
+        if count >= self.whole or self.least == 1:
+            return deal(count, shares)
+        order = sorted(range(self.num_nodes), key=lambda node: (-shares[node], node))
+        for number in range(self.num_nodes, 0, -1):
+            those = set(order[:number])
+            dealt = deal(count, tuple(share if node in those else 0 for node, share in enumerate(shares)))
+            if not any(0 < rows < self.least for rows in dealt):
+                break
+        return dealt
 
     @property
     def span(self) -> tuple[int, int]:

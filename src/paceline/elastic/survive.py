@@ -207,6 +207,9 @@ class Surviving(contract.Exchange):
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         self.exchange.reconcile(weights)
 
+    def level(self, weights: Sequence[Tensor]) -> None:
+        self.exchange.level(weights)
+
     def dealt(self, largest: float) -> None:
         self.exchange.dealt(largest)
 

@@ -79,10 +79,10 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def split(batch: Any, parts: int) -> list[Any]:
-    """The batch in at most so many contiguous parts of nearly equal rows."""
+def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
+    """The batch in at most so many contiguous parts of nearly equal rows, and of ``least`` where it has them."""
     rows = count(batch)
-    parts = max(1, min(parts, rows))
+    parts = max(1, min(parts, rows // least))
     if parts == 1:
         return [batch]
     edges = [rows * i // parts for i in range(parts + 1)]

@@ -186,6 +186,11 @@ class Leader(_Relay):
             self.exchange.reconcile(weights)
             self.crew.barrier("reconciling")
 
+    def level(self, weights: Sequence[Tensor]) -> None:
+        if self.consensus != "step":
+            self.exchange.level(weights)
+            self.crew.barrier("reconciling")
+
     def dealt(self, largest: float) -> None:
         self.exchange.dealt(largest)
         self._forms = list(self.exchange.forms())
@@ -291,6 +296,8 @@ class Follower(_Relay):
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
             self.crew.barrier("reconciling")
+
+    level = reconcile
 
     def dealt(self, largest: float) -> None:
         self._hear_forms()

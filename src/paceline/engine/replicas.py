@@ -29,7 +29,6 @@ from torch import nn
 from paceline import contract
 from paceline.contract import Ballot, Piece
 from paceline.engine import cores, sequential
-from paceline.engine.batch import split
 from paceline.engine.crew import CrewError
 from paceline.engine.dice import Dice, seeds
 from paceline.engine.everyone import Circle, Everyone
@@ -73,10 +72,15 @@ class Engine(sequential.Engine):
             for i, (part, _) in enumerate(parts)
         ]
 
+    def place(self, seat: Any, step: int) -> None:
+        super().place(seat, step)
+        for one in self.twins:
+            one._least, one._full = self._least, self._full // self.num_replicas
+
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         self._follow()
         gather = _Gather(self.num_replicas, offer)
-        parts = [] if batch is None else split(batch, self.num_replicas)
+        parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
         compute = [super().gradient, *(one.gradient for one in self.twins)]
         device = self.weights[0].device.type

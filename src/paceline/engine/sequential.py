@@ -22,7 +22,7 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
 from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, counted, judged, leaves, mapped, split, target
+from paceline.engine.batch import call, count, counted, judged, leaves, mapped, split, target
 from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.norm import Layers
@@ -43,7 +43,7 @@ class Engine(contract.Engine):
         self.num_threads = 1
         self.numerics = Numerics()
         self.forward: Callable[[torch.nn.Module, Any], Any] = call
-        self._turn = 0
+        self._turn, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
         self._norms: list[tuple[Layers, Everyone]] = []
@@ -73,7 +73,8 @@ class Engine(contract.Engine):
         numels = [weight.numel() for weight in self.weights]
         self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
-        self._parameters, self._modules = list(model.parameters()), list(model.modules())
+        self._modules = list(model.modules())
+        self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
@@ -94,6 +95,8 @@ class Engine(contract.Engine):
 
     def place(self, seat: Any, step: int) -> None:
         self._turn = step
+        # in a share of a whole batch micro-batches are as small as was asked for
+        self._least, self._full = seat.least, len(seat.rows(seat.whole))
 
     def run(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
@@ -103,11 +106,7 @@ class Engine(contract.Engine):
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        if sum(p.requires_grad for p in self._parameters) > len(self.names):
-            thawed = [n for n, p in self.model.named_parameters() if p.requires_grad and n not in self.names]
-            raise ValueError(
-                f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
-            )
+        self._check_frozen()
         ballot = Ballot()
         if batch is None:
             self.settle()
@@ -126,14 +125,24 @@ class Engine(contract.Engine):
                 ballot.metric_sum += said.get("", (0.0, 0.0))[0]
             return value if times * scale == 1.0 else value * (times * scale)
 
-        parts = [] if batch is None else split(batch, self.accumulate)
+        parts = [] if batch is None else self._split(batch, self.accumulate)
         with self._in_step(batch is not None):
             state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
+    def _split(self, batch: Any, parts: int) -> list[Any]:
+        return split(batch, parts, self._least if count(batch) < self._full else 1)
+
+    def _check_frozen(self) -> None:
+        if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
+            raise ValueError(
+                f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
+            )
+
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
+        self._check_frozen()
         own = [p.grad for p in self.backward.parameters.values()]
         if FACTORS in forms or self.redoes:  # adding up on the way must not spoil what a redone step starts from
             for parameter in self.backward.parameters.values():
@@ -192,7 +201,7 @@ class Engine(contract.Engine):
 
     @torch.no_grad()
     def _is_finite(self, batch: Any) -> bool:
-        for some in split(batch, self.accumulate):
+        for some in self._split(batch, self.accumulate):
             part, output = self.run(some)
             with self.numerics.forward(self.device):
                 if not math.isfinite(judged(self.loss, output, part)[0]):

@@ -69,18 +69,23 @@ class Exchange(Meeting):
         self.step += 1
         if self.link.size > 1:
             # what is told with an average counts for all from the next step on: who is asked to stop, who is slow
-            self._asked, ballot.stop = ballot.stop or self._asked, self._told
+            self._asked, ballot.stop, self._told = ballot.stop or self._asked, self._told, 0
             self._spent.append((ballot.busy, ballot.fixed))
             ballot.paces, self._paces = self._paces, ()
         return Agreement(Verdict.APPLY, pieces, ballot)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
-        if self.step % self.period or self.link.size == 1:
+        if self.step % self.period == 0:
+            self.level(weights)
+
+    def level(self, weights: Sequence[Tensor]) -> None:
+        if self.link.size == 1 or not self._spent:
             return
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
         said = [SAID.unpack(words) for words in self.gather(SAID.pack(self.samples, self._asked, *pace))]
         everyone, self._told = sum(samples for samples, *_ in said), max(asked for _, asked, *_ in said)
         self._forget()
+        self._asked = 0  # it is told; who still asks does so with its next ballot
         self._paces = tuple((busy, fixed) for *_, busy, fixed in said)
         share = self.samples / everyone if everyone else 1 / self.link.size
         handles = []

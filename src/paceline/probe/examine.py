@@ -178,7 +178,7 @@ class _Examination:
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
             states * gradients,
-            2 * layers.input_bytes * job.rows // few,
+            2 * layers.input_bytes * job.rows // few // max(1, job.accumulate),
             job.division,
         )
 

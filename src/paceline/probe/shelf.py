@@ -55,10 +55,17 @@ STEP = (
 )
 
 
+def cache() -> Path:
+    """The user's, for this package. Raises OSError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    except RuntimeError as error:
+        raise OSError(f"{error}; set HOME or XDG_CACHE_HOME") from None
+
+
 def folder() -> Path:
     """Made for its owner alone."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    plans = Path(root) / "paceline" / "plans"
+    plans = cache() / "plans"
     plans.mkdir(parents=True, exist_ok=True, mode=0o700)
     plans.chmod(0o700)
     return plans

@@ -102,7 +102,10 @@ def _median(steps: Sequence[float]) -> tuple[float, float]:
 
 
 def _plain(said: dict[str, Any]) -> tuple[float, float, float]:
-    return (*_median(said["steps_s"]), sum(said["samples"]) / len(said["samples"]))
+    """Of whole batches alone: a short last one says nothing of the others."""
+    whole = max(said["samples"])
+    steps = [seconds for seconds, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == whole]
+    return (*_median(steps), whole)
 
 
 def _whole(said: dict[str, Any]) -> tuple[float, float, float]:
