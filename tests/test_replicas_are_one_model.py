@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import MODELS, OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
+from paceline.engine.batch import split
 from paceline.engine.dice import DRAWS, Dice
-from paceline.engine.replicas import Engine, split, twin
+from paceline.engine.replicas import Engine, twin
 from paceline.link.memory import world
 
 BATCHES = [rows(21, seed) for seed in range(3)] + [rows(2, 3)]
