@@ -116,7 +116,7 @@ class Work:
         x = self.numerics.moved(self.x, torch.device("cpu"))
 
         def step() -> float:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()  # by default to None, and Horovod takes no argument
             with self.numerics.forward(torch.device("cpu")):
                 loss = F.cross_entropy(model(x), self.y)
             loss.backward()  # type: ignore[no-untyped-call]
