@@ -7,7 +7,7 @@ sampler, is listed once per epoch after seeding with (seed, epoch), so every pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,14 +69,7 @@ def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int) -> 
     if loader.batch_size is None and loader.batch_sampler is not None:
         return Order(size, batch_size, seed, False, False, loader.batch_sampler, True)
     check_batch_size(loader, batch_size)
-    sampler: Any = loader.sampler
-    shuffle = False
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
-        sampler, shuffle = None, True
-    elif type(sampler) is DistributedSampler:
-        sampler, shuffle = None, sampler.shuffle
-    elif type(sampler) is SequentialSampler:
-        sampler = None
+    sampler, shuffle = _own(loader, size)
     return Order(size, batch_size, seed, shuffle, loader.drop_last, sampler)
 
 
@@ -85,11 +78,19 @@ def samples_of(loader: DataLoader[Any], size: int) -> Indices:
     if loader.batch_size is None and loader.batch_sampler is not None:
         _, drawn = Order(size, size, 0, False, False, loader.batch_sampler, True).epoch(0)
         return np.concatenate([np.zeros(0, np.int64), *drawn])
+    sampler, _ = _own(loader, size)
+    chosen: Iterable[int] = range(size) if sampler is None else Order(size, size, 0, False, False, sampler)._draw(0)
+    return np.asarray(chosen, dtype=np.int64)
+
+
+def _own(loader: DataLoader[Any], size: int) -> tuple[Any, bool]:
+    """Its sampler, or None where that gives every sample once; and whether it shuffles."""
     sampler: Any = loader.sampler
-    whole = type(sampler) in (SequentialSampler, DistributedSampler)
-    if whole or (type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size):
-        return np.arange(size)
-    return np.asarray(Order(size, size, 0, False, False, sampler)._draw(0), dtype=np.int64)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
+        return None, True
+    if type(sampler) is DistributedSampler:
+        return None, sampler.shuffle
+    return (None if type(sampler) is SequentialSampler else sampler), False
 
 
 def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
