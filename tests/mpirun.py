@@ -54,7 +54,7 @@ def over(cluster: Cluster, folder: Path, per_node: int, *words: Any, options: tu
     agent.chmod(0o700)
     hosts = ",".join(f"{cluster.address(n)}:{per_node}" for n in nodes)
     there = ("--prtemca", "plm_ssh_agent", str(agent), "--host", hosts, "--map-by", f"ppr:{per_node}:node")
-    there = (*there, "-x", f"MASTER_ADDR={cluster.address(0)}", *options)
+    there = (*there, *options)
     strange = [word for name in PLACES for word in ("-u", name)]
     return ["env", *strange, *command(len(nodes) * per_node, *words, way="cables", options=there)]
 

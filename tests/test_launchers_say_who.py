@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import paceline
 from launching import HERE, environment
 from paceline.launch.local import start
 from paceline.world import World, first_host, translate
@@ -118,7 +120,6 @@ def test_nodes_of_unlike_numbers_are_placed(world):
     ("given", "said"),
     [
         (mpi(1, 4, 0, 2), "mpirun made rank 1 number 0 of the 2 on its node.*--map-by ppr:2:node"),
-        (mpi(1, 4, 1, 2), "does not say where rank 0 runs; add -x MASTER_ADDR=HOST"),
         (mpi("x", 4, 1, 2), "OMPI_COMM_WORLD_RANK='x'.*whole number"),
         (mpi(3, 5, 1, 2, MASTER_ADDR="a"), "do not fit together"),
         (slurm(0, 0, 2, STEP_TASKS_PER_NODE="3,1"), "dealt tasks as 3,1 per node, and says that this is node 2"),
@@ -130,6 +131,15 @@ def test_nodes_of_unlike_numbers_are_placed(world):
 def test_what_does_not_fit_is_told(given, said, world):
     with pytest.raises(ValueError, match=said):
         world(given)
+
+
+@pytest.mark.parametrize(("local_size", "link"), [(2, None), (1, "torch")])
+def test_where_rank_0_runs_must_be_told_where_mpi_is_not_asked(local_size, link, world):
+    given = mpi(2 * local_size - 1, 2 * local_size, local_size - 1, local_size, PMIX_NAMESPACE="job-1")
+    assert world(given | ({"PACELINE_LINK": link} if link else {})).host == ""
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"started {2 * local_size} processes.*add -x MASTER_ADDR=HOST to mpirun"):
+        paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_size=4)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
     script = mpirun.SCRIPTS / "trained_by_mpi.py"
     done = run(mpirun.command(size, "-W", "error", WRAP, script, tmp_path, *cases, way=way), env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr
+    rounded = ["paceline: the wire adds in bf16: among 3 nodes a sum is rounded once more by each"]
+    assert done.stderr.splitlines() == (rounded if size > 2 else [])
     for case in cases:
         everyone = [load_file(tmp_path / f"{case}.{rank}.safetensors") for rank in range(size)]
         for weights in everyone[1:]:
@@ -55,7 +56,8 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
 @needs_cluster
 def test_two_processes_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(tmp_path):
     with Cluster(2) as cluster:
-        command = mpirun.over(cluster, tmp_path, 2, JOINED, tmp_path)
+        told = ("-x", f"MASTER_ADDR={cluster.address(0)}")
+        command = mpirun.over(cluster, tmp_path, 2, JOINED, tmp_path, options=told)
         started = cluster.start(0, command, environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         said, errors = started.communicate(timeout=100)
     assert started.returncode == 0, said + errors
@@ -97,7 +99,8 @@ def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_
 @needs_cluster
 @pytest.mark.parametrize("options", [(), ("--with-ft", "ulfm")], ids=["plain", "ulfm"])
 def test_a_pulled_cable_ends_every_survivor_within_ten_seconds_by_one_line_that_names_who_is_lost(options, tmp_path):
-    """mpirun is on node 0. It waits for the node that it does not reach, so it is not waited for."""
+    """mpirun is on node 0. It waits for the node that it does not reach, so it is not waited for. Nobody says where
+    rank 0 runs, as nobody need who has one process per node and mpi4py."""
     log = tmp_path / "said"
     with Cluster(3) as cluster, log.open("w") as said:
         command = mpirun.over(cluster, tmp_path, 1, mpirun.SCRIPTS / "endless.py", tmp_path, options=options)

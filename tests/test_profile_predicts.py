@@ -247,6 +247,15 @@ def test_threads_without_a_time_take_that_of_as_many_rows_on_as_many_cores():
     assert predicted_s("threads:2", profile, 2) == pytest.approx(0.22 * 1.2 + 0.02 + 0.002 + STEP_S)
 
 
+def test_a_step_in_micro_batches_takes_the_layers_once_for_each():
+    facts = dataclasses.replace(MADE_UP.facts, parts=2)
+    profile = dataclasses.replace(MADE_UP, facts=facts)
+    assert facts.part_rows == 16
+    halves_s = predicted_s("sequential", profile, 2) - 0.04 - 0.002 - STEP_S
+    once = dataclasses.replace(MADE_UP, facts=dataclasses.replace(facts, rows=16, parts=1))
+    assert halves_s == pytest.approx(2 * (predicted_s("sequential", once, 2) - 0.04 - 0.002 - STEP_S))
+
+
 def test_a_profile_round_trips_and_a_setting_too(tmp_path):
     MADE_UP.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == MADE_UP
@@ -267,6 +276,13 @@ with paceline.join(model, optimizer, nn.functional.cross_entropy, batch_size=64)
     for batch in pace.batches(data, epochs=4):
         pace.step(batch)
         open(sys.argv[1], "w").write("a step was taken")
+"""
+
+FEW = """
+class Few(nn.Linear):
+    def forward(self, x):
+        assert len(x) <= 13, f"{len(x)} rows at once"
+        return nn.functional.linear(x, self.weight, self.bias)
 """
 
 
@@ -301,6 +317,17 @@ def test_a_command_that_fails_is_told(tmp_path, text, told):
     (tmp_path / "job.py").write_text(text)
     with pytest.raises(ValueError, match=f"no candidate could be run: {told}"):
         take([str(tmp_path / "job.py")], "exact", 1.0, survey())
+
+
+def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
+    """Micro-batches are for what does not fit."""
+    job = JOB.replace("nn.Linear(256, 512), nn.ReLU()", "Few(256, 512), nn.ReLU()")
+    job = job.replace("batch_size=64", "batch_size=64, accumulate=5").replace("torch.manual_seed(0)", FEW)
+    (tmp_path / "job.py").write_text(job)
+    profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    assert profile, why
+    assert (profile.facts.rows, profile.facts.parts, profile.facts.part_rows) == (64, 5, 13)
+    assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
 
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):

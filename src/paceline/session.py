@@ -158,10 +158,15 @@ def join(
         if (kind := _link(world, model, hidden)) == "mpi":
             raise ValueError("nobody comes late over MPI, which PACELINE_LINK asks for; start the run again")
         link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
-    elif world.num_nodes > 1 and world.local_rank == 0:
-        link = find(
-            "link", _link(world, model, hidden), world.node, world.num_nodes, world.host, world.port, next(_joins)
-        )
+    elif world.num_nodes > 1:
+        if (kind := _link(world, model, hidden)) != "mpi" and not world.host:
+            raise ValueError(
+                f"mpirun started {world.size} processes on several nodes and does not say where rank 0 runs; add -x "
+                f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
+                f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
+            )
+        if world.local_rank == 0:
+            link = find("link", kind, world.node, world.num_nodes, world.host, world.port, next(_joins))
     if link:
         link = choose(link, adding)
     folder = folder or os.environ.get("PACELINE_FOLDER")

@@ -19,7 +19,8 @@ class World:
     What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
     they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
     does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it. ``late``: the ticket of a run that has
-    begun without this node (PACELINE_JOIN); until it is taken in, it is alone.
+    begun without this node (PACELINE_JOIN); until it is taken in, it is alone. ``host``: empty where mpirun alone knows
+    where rank 0 runs.
     """
 
     local_rank: int = 0
@@ -126,8 +127,8 @@ def translate(given: Mapping[str, str]) -> dict[str, str]:
     """RANK and its like, where mpirun or srun started this process as one of several; nothing where they did not.
 
     MASTER_ADDR and MASTER_PORT are kept where they are set. Otherwise nodes meet at the first host of Slurm's list, at
-    port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and the
-    host of rank 0 is not known. Raises ValueError.
+    port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and
+    MASTER_ADDR is empty where there are several nodes: MPI itself knows the way. Raises ValueError.
     """
     if "RANK" in given or "WORLD_SIZE" in given:
         return {}
@@ -152,12 +153,8 @@ def _by_mpirun(given: Mapping[str, str]) -> dict[str, str]:
         )
     job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or ""
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
-    if size > local_size and not given.get("MASTER_ADDR"):
-        raise ValueError(
-            f"mpirun started {size} processes on several nodes and does not say where rank 0 runs; add -x "
-            f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host"
-        )
-    return _canonical(given, rank // local_size, local_rank, local_size, size, "127.0.0.1", port)
+    host = "127.0.0.1" if size == local_size else ""
+    return _canonical(given, rank // local_size, local_rank, local_size, size, host, port)
 
 
 def _by_srun(given: Mapping[str, str]) -> dict[str, str]:

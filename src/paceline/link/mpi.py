@@ -11,6 +11,7 @@ in host memory only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -41,10 +42,11 @@ NAME_BYTES = 1024
 class Link(contract.Link):
     """One node's end. mpirun must have started one process per node, rank ``rank`` of ``size``.
 
-    ``host``: rank 0's address for the heartbeat, where it is not this machine's own; the port is not used.
+    ``host``: rank 0's address for the heartbeat; where it is empty or leads home, the routing table says. The port is
+    not used.
     """
 
-    def __init__(self, rank: int, size: int, host: str = "127.0.0.1", port: int = 0, generation: int = 0):
+    def __init__(self, rank: int, size: int, host: str = "", port: int = 0, generation: int = 0):
         self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
         started = os.environ.get("OMPI_COMM_WORLD_SIZE", str(size))
         if started != str(size):  # before MPI begins, which waits for every process
@@ -67,10 +69,11 @@ class Link(contract.Link):
         self._comm = self._duplicate(world, "joining the others")
         names = self._tell(socket.gethostname())
         self.hosts = self._tell(os.environ.get("PACELINE_HOST", socket.gethostname()))
-        self._addresses = {each for words in self._tell(" ".join(addresses())) for each in words.split()}
+        places = [words.split() for words in self._tell(" ".join(addresses()))]
+        self._addresses = {each for its in places for each in its}
         if size > 1:
             try:
-                address = _address(host, names) if rank == 0 else ""
+                address = _address(host, names, places) if rank == 0 else ""
                 self.pulse = Pulse(rank, size, _Bulletin(self), address, secret_of_environment(), self.whereabouts)
             except OSError as error:
                 if isinstance(error, LinkError):
@@ -274,12 +277,16 @@ class _Bulletin:
         return bytes(self.link.broadcast(letters, 0, f"the address of the {key}").wait(JOIN_S).tolist())
 
 
-def _address(host: str, names: list[str]) -> str:
+def _address(host: str, names: list[str], places: list[list[str]]) -> str:
     """Where the others reach rank 0: as given, or where the route to the first on another machine leaves."""
-    given = socket.gethostbyname(host)
-    far = [name for name in names if name != names[0]]
-    if not given.startswith("127.") or not far:
+    given = socket.gethostbyname(host or "127.0.0.1")
+    far = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if not given.startswith("127.") or far is None:
         return given
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((far[0], 9))  # sends nothing: asks the routing table
-        return str(probe.getsockname()[0])
+    # a name may lead nowhere, and an address that rank 0 has, too, leads home
+    for place in (names[far], *(each for each in places[far] if each not in places[0])):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place, 9))  # sends nothing: asks the routing table
+            if not (found := str(probe.getsockname()[0])).startswith("127."):
+                return found
+    raise OSError(f"no way from {names[0]} to {names[far]}")

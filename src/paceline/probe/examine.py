@@ -110,6 +110,7 @@ class _Examination:
         self.updates = Updates(job.engine, job.optimizer, self.parameters, job.rows, job.clip)
         self.absorbs = self.updates.absorbs
         self.device = next(iter(self.parameters.values())).device.type
+        self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
 
     @property
     def spent(self) -> float:
@@ -162,7 +163,7 @@ class _Examination:
 
     def _facts(self) -> Facts:
         job = self.job
-        few = max(1, job.rows // 8)
+        few = max(1, self.rows // 8)
         layers = Layers(job.model, lambda: job.compute(part(job.batch, few, job.rows)), (), set())
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         gradients = sum(p.nbytes for p in trainable)
@@ -178,15 +179,16 @@ class _Examination:
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
             states * gradients,
-            2 * layers.input_bytes * job.rows // few // max(1, job.accumulate),
+            2 * layers.input_bytes * self.rows // few,
             job.division,
+            -(-job.rows // self.rows),
         )
 
     def _settings(self, facts: Facts) -> list[Setting]:
         """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
         found: dict[Setting, None] = {}
         for row in candidates(self.level, survey(), facts, ENGINES):
-            found[Setting.of(split(row, self.cores), facts.rows, self.absorbs)] = None
+            found[Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)] = None
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
 
     def _absorbed(self, setting: Setting) -> set[int]:
@@ -238,11 +240,11 @@ class _Examination:
 
     def _base(self, factors: bool) -> tuple[float, Setting]:
         """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
-        probe = max(1, self.job.rows // 8)
+        probe = max(1, self.rows // 8)
         self._step(probe, factors)
-        about_s = self._step(probe, factors) * self.job.rows / probe
-        whole = about_s < self.budget_s / 15 or self.job.rows < 8
-        base = Setting(1, self.job.rows if whole else self.job.rows // 4, factors=factors)
+        about_s = self._step(probe, factors) * self.rows / probe
+        whole = about_s < self.budget_s / 15 or self.rows < 8
+        base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
         layers = self._record(base)
         taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
         self.layers_s[str(base)] = layers.total_s([one for _, one in taken])

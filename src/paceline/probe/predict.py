@@ -29,7 +29,7 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     way = split(row, cores)
     if "compile" in way.words or way.engine not in ("sequential", "threads", "replicas", "processes"):
         return None
-    setting = Setting.of(way, profile.facts.rows, profile.absorbs)
+    setting = Setting.of(way, profile.facts.part_rows, profile.absorbs)
     layers_s = _layers_s(setting, profile)
     if layers_s is None:
         return None
@@ -38,7 +38,7 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     calibration = profile.whole_s / whole if whole and base else 1.0
     parallel = way.copies if way.engine == "processes" else 1
     return (
-        layers_s * calibration
+        layers_s * calibration * profile.facts.parts
         + _update_s(way, setting, profile, cores)
         + _engine_s(way, setting, profile)
         + profile.input_s / parallel
@@ -105,7 +105,7 @@ def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
     if way.engine == "processes":
         return moving_s + MESSAGES * profile.message_s + CROWD_S
-    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls)
+    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
 
 
 def _plain(setting: Setting, absorbs: bool) -> Setting:

@@ -47,9 +47,9 @@ class Setting:
 class Profile:
     """*Units*: seconds and bytes per step of the whole batch, unless said otherwise.
 
-    ``layers_s``: per setting, forward and backward of all layers, each timed by itself. ``whole_s``: the same of the
-    model as it is, at the setting ``base``. ``update_s``: optimizer alone, by "threads", "threads/fused", and
-    "threads/factors".
+    ``layers_s``: per setting, forward and backward of all layers in a micro-batch, each timed by itself. ``whole_s``:
+    the same of the model as it is, at the setting ``base``. ``update_s``: optimizer alone, by "threads",
+    "threads/fused", and "threads/factors".
     """
 
     facts: Facts

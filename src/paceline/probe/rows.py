@@ -35,6 +35,12 @@ class Facts:
     state_bytes: int = 0
     activation_bytes: int = 0
     division: str = ""  # of the optimizer's work among processes
+    parts: int = 1  # micro-batches that a step is computed in
+
+    @property
+    def part_rows(self) -> int:
+        """Those of the largest micro-batch."""
+        return -(-self.rows // self.parts)
 
 
 @dataclass(frozen=True)
