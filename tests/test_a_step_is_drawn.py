@@ -189,6 +189,30 @@ def test_a_run_that_fails_in_a_drawn_step_says_its_own_error(tmp_path, monkeypat
     assert not (tmp_path / "trace.json").exists()
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step, tmp_path, monkeypatch, capsys):
+    """Before the drawn steps, or among them. Story: who came late was not asked, and met the others out of step."""
+    monkeypatch.setenv("PACELINE_TRACE", "1-2")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=12, engine="sequential", folder=tmp_path) as pace:
+        for number in range(4):
+            if number == step:
+                pace.exchange.link.generation += 1  # as when nodes were lost, or came
+            pace.step(rows(12, number))
+    assert not (tmp_path / "trace.json").exists()
+    assert capsys.readouterr().err.count("nodes were lost or came since training began, so no step is drawn") == 1
+    assert [event["event"] for event in read(tmp_path)].count("hint") == 1
+
+
+def test_a_drawing_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PACELINE_TRACE", "1-2")
+    (tmp_path / "trace.json.part").mkdir()
+    losses, _ = trained(tmp_path)
+    assert len(losses) == 4
+    assert "steps 1 to 2 could not be drawn in" in capsys.readouterr().err
+
+
 def test_a_wire_takes_one_thing_after_another():
     rows = [("b", 1.0, 3.0, {}), ("a", 0.0, 2.0, {}), ("c", 5.0, 4.0, {})]
     assert queued(rows) == [

@@ -61,6 +61,20 @@ def test_alone_it_is_batch_norm(shape, affine, layout):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_normalised_as_those_of_one_process(dtype):
+    torch.manual_seed(1)
+    plain = nn.BatchNorm1d(5).to(dtype)
+    ours, x = copy.deepcopy(plain), torch.randn(8, 5).to(dtype)
+    Layers(ours).convert(lambda vector: vector)
+    for layer in (plain, ours):
+        layer(x).square().sum().backward()
+    with torch.no_grad():
+        assert torch.allclose(plain(x).float(), ours(x).float(), atol=0.02)  # two units in the last place near 2
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(one.grad.float(), other.grad.float(), rtol=0.02, atol=0.05)
+
+
 @pytest.fixture(scope="module")
 def whole():
     """Plain PyTorch on the global batches: (weights and statistics, losses)."""

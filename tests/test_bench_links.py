@@ -89,6 +89,12 @@ def test_beside_each_other_on_cables_and_after_each_other_on_cores():
     found = links._finding(measured, 4096, 2, links.Cables(2, "1gbit"))
     assert "| ring | 500.000 | 6.096 |" in found.details
     assert found.what == "sum of 4 KiB over 2 nodes, links of 1gbit"
+    large = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9, "cores": 1, "turns": {str(16 << 20): turns}}
+    # 16 MiB on a ring of two: a megabyte at once, and 15 at 94 % of 125 MB/s
+    whole_ms = 1e3 * (2e-3 + 2**20 * 1e-9 + 15 * 2**20 / (0.94 * 125e6))
+    assert (
+        f"| ring | 500.000 | {whole_ms:.3f} |" in links._finding(large, 16 << 20, 2, links.Cables(2, "1gbit")).details
+    )
     assert str(links.Cables(3, None, 5.0)) == "3 nodes, links of no limited rate, 5 ms one way"
 
 

@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from launching import launch
 from paceline.probe.clock import FEWEST_STEPS, MAX_STEPS, MIN_STEPS, PATIENCE, TIMED_S, WARM_UP_STEPS, Stopwatch
 from paceline.probe.trial import _whole, measure
 
@@ -98,6 +99,38 @@ def test_processes_with_different_clocks_stop_at_the_same_step(report):
     assert stopped[0] == stopped[1]
     assert WARM_UP_STEPS + MIN_STEPS < stopped[0] < WARM_UP_STEPS + MAX_STEPS
     assert statistics.median(follower.steps_s) > 1.5 * statistics.median(leader.steps_s)
+
+
+def test_between_averages_nobody_stops_and_every_step_costs_its_part_of_them(report):
+    """All hear of each other in every fourth step, which takes longer by that."""
+    steps = tick_until_stopped(
+        Stopwatch(report),
+        lambda step: SHORT_S if step % 4 == 3 else None,
+        lambda step: time.sleep(SLEEP_S * (4 if step % 4 == 3 else 1)),
+    )
+    assert steps == 4 + MIN_STEPS
+    steps_s = json.loads(report.read_text())["steps_s"]
+    assert len(steps_s) == MIN_STEPS
+    assert 7 * SLEEP_S / 4 <= min(steps_s) <= max(steps_s) < 3 * SLEEP_S
+
+
+def test_a_script_that_ends_between_averages_is_told_with_all_its_steps(report):
+    watch = Stopwatch(report)
+    for step in range(7):
+        watch.tick(4, 0.1 if step == 3 else None)
+    watch.write()
+    assert json.loads(report.read_text())["num_steps"] == 7
+
+
+def test_nodes_that_average_now_and_then_stop_at_the_same_step(tmp_path, monkeypatch):
+    """One has ten times the work of the other, and neither knows when it began."""
+    monkeypatch.setenv("PACELINE_TRIAL", str(tmp_path / "trial.json"))
+    monkeypatch.setenv("PACELINE_TRIAL_S", "0.4")
+    launch("uneven.py", tmp_path, engine="sequential", num_nodes=2)
+    stopped = [(tmp_path / f"{node}.steps").read_text() for node in (0, 1)]
+    assert stopped[0] == stopped[1]
+    assert int(stopped[0]) % 4 == 1, "all have heard of each other in the step before"
+    assert json.loads((tmp_path / "trial.json").read_text())["num_steps"] == int(stopped[0])
 
 
 def test_the_leader_reports_times_and_everyone_its_memory(monkeypatch, report):

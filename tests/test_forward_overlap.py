@@ -194,7 +194,7 @@ def test_whoever_uses_the_model_between_steps_finds_the_last_step_in_it():
 
     def work(link):
         said = {}
-        for use in ("call", "part", "state", "optimizer", "settle"):
+        for use in ("call", "part", "state", "state of a part", "optimizer", "settle"):
             rank = rank_of(memory.Link(link.hub, link.rank, 0, use), model)
             rank.train(BATCHES[:1])
             if use == "call":
@@ -203,6 +203,8 @@ def test_whoever_uses_the_model_between_steps_finds_the_last_step_in_it():
                 rank.model.second(torch.ones(2, 128, dtype=torch.float64))
             elif use == "state":
                 rank.model.state_dict()
+            elif use == "state of a part":
+                rank.model.second.state_dict()
             elif use == "optimizer":
                 rank.optimizer.state_dict()
             else:

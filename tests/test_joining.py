@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+import torch
 from cluster import Cluster
 
 import launching
@@ -128,6 +129,17 @@ def test_a_wrong_secret_ends_the_guest_and_is_told_on_both_sides(tmp_path):
         assert "paceline: refused 127.0.0.1 at the meeting point" in line
         assert serving.poll() is None, "a stranger has ended the run"
     assert "sesame" not in line + errors
+
+
+@pytest.mark.parametrize(("engine", "num_nodes", "size"), [("sequential", 2, 2), ("processes:2", 2, 4)])
+def test_what_does_not_train_is_rank_0s_in_every_process(engine, num_nodes, size, tmp_path):
+    """Story: a frozen layer that was drawn anew on each node stayed each one's own."""
+    launching.launch("frozen.py", tmp_path, engine=engine, num_nodes=num_nodes)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    wanted = found[0][0]
+    for rank, (first, now) in enumerate(found):
+        assert all(torch.equal(now[name], wanted[name]) for name in wanted)
+        assert torch.equal(first["1.weight"], wanted["1.weight"]) == (rank == 0)
 
 
 def test_a_script_that_has_a_default_group_joins_too(tmp_path, quiet):

@@ -186,7 +186,7 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
     seat, limits = Seat(0, 2), seating.Limits((1, 1), (8, 8))
     pace = SimpleNamespace(
         loop=SimpleNamespace(seat=seat, drift=SimpleNamespace(divided=True), who="", balance=None),
-        job=SimpleNamespace(batch_size=8, accumulate=1),
+        job=SimpleNamespace(batch_size=8, accumulate=1, batch_norm="local"),
         world=World(0, 1, 0, 3, local_sizes=(1, 1, 2)),
         engine=SimpleNamespace(),
         shares=(4, 4),
@@ -197,3 +197,19 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
     assert pace.loop.drift.divided is False
     members.sit(pace, seat, limits, (1, 2))
     assert pace.loop.drift.divided is True
+
+
+# who is left, computes more
+
+
+@pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
+def test_more_rows_than_a_node_takes_at_once_are_divided_unless_they_are_normalised_together(batch_norm, times):
+    """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
+    job = SimpleNamespace(batch_size=96, batch_norm=batch_norm, accumulate=1)
+    loop = SimpleNamespace(seat=None, who="", balance=None, drift=None)
+    pace = SimpleNamespace(
+        loop=loop, job=job, world=World(num_nodes=3), shares=(48, 48), engine=SimpleNamespace(accumulate=1)
+    )
+    pace._who, pace._follows = (lambda: "node 0"), False
+    members.sit(pace, Seat(0, 2), seating.Limits((1, 1), (40, 50)), (1, 1))
+    assert pace.engine.accumulate == times

@@ -28,7 +28,7 @@ from paceline.link import memory
 from paceline.link.collective import Collective, names
 from paceline.nodes import sums_by
 from paceline.probe import overlap
-from paceline.probe.line import DENSE, FACTORS, Line, Part
+from paceline.probe.line import DENSE, FACTORS, Line, Part, Ways
 from paceline.probe.overlap import VOTE_BYTES, Wire, predict
 from paceline.probe.pairs import Between, between, pair_table
 from paceline.probe.sheet import Plan
@@ -230,6 +230,40 @@ def test_a_line_is_what_its_timeline_says():
     assert made.scaled(2.0).alone_s() == pytest.approx(2 * made.alone_s())
     with pytest.raises(ValueError, match="not a timeline's JSON"):
         Line.of({"rows": 1})
+
+
+BIG = Part("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, product_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("ways", "sent_bytes", "form"),
+    [
+        (Ways(), 3 * 8 * 2000 * 4, FACTORS),
+        (Ways(factor_bytes=2), 3 * 8 * 2000 * 2, FACTORS),  # computed in 16 bits everywhere
+        (Ways(factors=False), 2 * 3 / 4 * 4e6, DENSE),
+        (Ways(factors=False, dense_bytes=2), 2 * 3 / 4 * 2e6, DENSE),  # codec half
+        (Ways(factors=False, dense_bytes=0.08, gathers=True), 3 * 0.08e6, DENSE),  # feedback/topk
+        (Ways(factors=False, gathers=True), 3 * 4e6, DENSE),  # exchange tree
+        (Ways(factors=False, every=8), 2 * 3 / 4 * 4e6 / 8, DENSE),  # periodic:8
+    ],
+)
+def test_what_is_sent_is_what_the_exchange_and_its_codec_send(ways, sent_bytes, form):
+    """Story: every job was foretold as one of allreduce without a codec."""
+    wire = Wire(0.0, 1e7)
+    seen = predict([line(BIG, ways=ways)] * 4, wire)
+    votes = 3 * VOTE_BYTES / (ways.every or 1)
+    assert seen.sent_bytes == pytest.approx(sent_bytes + votes)
+    assert seen.forms == (form,)
+    if ways.every:
+        assert seen.exposed_s == pytest.approx((sent_bytes + votes) / 1e7), "while nobody computes"
+    assert Line.read(json.loads(json.dumps(vars(line(BIG, ways=ways)), default=vars))).ways == ways
+
+
+def test_what_comes_during_the_next_forward_pass_is_not_waited_for():
+    wire, late = Wire(0.0, 1e7), Ways(factors=False, forward=True)
+    exposed = [predict([line(BIG, ways=ways)] * 2, wire).exposed_s for ways in (Ways(factors=False), late)]
+    assert exposed[0] == pytest.approx(0.4, rel=0.01)
+    assert exposed[1] == pytest.approx(VOTE_BYTES / 1e7), "forward takes a second"
 
 
 STEPS, LAYER_S = 8, 0.02

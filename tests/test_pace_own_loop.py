@@ -138,3 +138,14 @@ def test_a_metric_of_another_shape_says_what_is_accepted():
     with pytest.raises(ValueError, match="needs a metric"):
         pace.evaluate(data)
     pace.close()
+
+
+def test_a_loop_of_ones_own_has_no_norm_over_all():
+    """Story: with rows of its own it was not refused, and each process normalised by its own rows."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=4, batch_norm="sync", engine="sequential") as pace:
+        loss = F.cross_entropy(model(torch.randn(4, 4)), torch.zeros(4, dtype=torch.long))
+        for call in (lambda: pace.backward(loss, rows=4), pace.update, lambda: pace.rows((torch.zeros(4, 4),))):
+            with pytest.raises(ValueError, match=r"batch_norm='sync' works inside pace\.step alone"):
+                call()

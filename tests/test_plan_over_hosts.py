@@ -13,7 +13,8 @@ import pytest
 
 from paceline.cli.start import planned
 from paceline.launch.hosts import Host, Way, parse
-from paceline.nodes import imagine, make_over
+from paceline.nodes import START_LIMIT_S, imagine, make_over
+from paceline.plan import LEAST_BUDGET_S
 from paceline.probe import shelf
 from paceline.probe.line import Part
 from paceline.probe.pairs import Between
@@ -22,7 +23,9 @@ from paceline.probe.teams import Team, answer
 from paceline.probe.trial import Trial
 from paceline.probe.what import WhatIf, duration, rate
 from paceline.probe.wire import Pair, Wires
-from paceline.together import Node, rows_together, shared_out
+from paceline.report.bars import predicted_s
+from paceline.report.run import load
+from paceline.together import UNMEASURED, Node, Survey, shared_out
 from sshd import Sshd, unavailable
 from test_overlap_predicts import line
 
@@ -32,6 +35,7 @@ from torch.nn import functional as F
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 data = torch.utils.data.TensorDataset(torch.randn(640, 256), torch.randint(0, 10, (640,)))
+data = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 with paceline.join(model, optimizer, F.cross_entropy, batch_size=64) as pace:
     print("row", pace.row)
@@ -92,9 +96,13 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
     assert ("is worth it: " in told["reason"]) == (told["num_nodes"] == 2)
     assert told["hosts"] == {"one": "sequential", "two": "sequential"}
     assert json.loads(Plan.read(tmp_path / "plan.toml").to_json()) == told
-    done = paceline("run", "-H", "one,two", "script.py", cwd=tmp_path, **own)
+    done = paceline("run", "-H", "one,two", "--out", "mine", "script.py", cwd=tmp_path, **own)
     used = list(told["hosts"])[: told["num_nodes"]]
-    assert sorted(done.stdout.splitlines()) == [f"[{name}] row sequential" for name in sorted(used)]
+    said = [line for line in sorted(done.stdout.splitlines()) if not line.startswith("run: ")]
+    assert said == [f"[{name}] row sequential" for name in sorted(used)]
+    assert Plan.read(tmp_path / "mine" / "plan.toml") == Plan.read(tmp_path / "plan.toml")
+    foretold = shared["predicted_s"] if len(used) == 2 else 0.0
+    assert predicted_s(load(tmp_path / "mine")) == pytest.approx(foretold, rel=1e-5)  # a record rounds
     left = [name for name in told["hosts"] if name not in used]
     assert ("not started: " in done.stderr) == bool(left)
     assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
@@ -129,14 +137,19 @@ class Told:
         elif asked["do"] == "node":
             said = {name: node_said(plain(name, step_s=0.2 if name == "b" else 0.1)) for name in names}
         else:
+            plan = Plan.read(options[options.index("--plan") + 1])
+            assert plan.hosts == dict(zip(names, asked["rows"], strict=True))
             self.tried.append((",".join(names), asked["times"], options[options.index("--shares") + 1]))
-            said = {name: dataclasses.asdict(Trial(asked["rows"][0], 0.05, steps_s=(0.05,) * 8)) for name in names}
+            said = {name: dataclasses.asdict(self.trial(32 * asked["times"])) for name in names}
         return json.loads(json.dumps(said))
+
+    def trial(self, rows):
+        return Trial("x", 0.05, per_s=rows / 0.05, steps_s=(0.05,) * 8)
 
 
 def node_said(node):
     lines = [dataclasses.asdict(one) for one in (node.whole, node.quarter)]
-    return {"plan": node.plan.to_dict(), "one": node.one, "batch_size": node.batch_size, "lines": lines}
+    return {"plan": node.plan.to_dict(), "batch_size": node.batch_size, "lines": lines}
 
 
 def test_of_three_hosts_two_and_all_are_tried_with_the_batch_shared_and_with_more(tmp_path, monkeypatch):
@@ -217,7 +230,7 @@ PARTS = ()
 def plain(name, chosen="threads:2", step_s=0.1, **more):
     rows = (Row(chosen, measured_s=step_s), *(Row(row, measured_s=s) for row, s in more.items()))
     whole = line(*PARTS, forward_s=0.09, update_s=0.01, factored_s=0.01, rows=32)
-    return Node(name, Plan(chosen, rows=rows), "threads:2", 32, whole, whole.at(8))
+    return Node(name, Plan(chosen, rows=rows), 32, whole, whole.at(8))
 
 
 def test_equal_machines_get_equal_shares_and_others_shares_by_their_speed():
@@ -226,9 +239,44 @@ def test_equal_machines_get_equal_shares_and_others_shares_by_their_speed():
     assert shared_out(32, [plain("a"), plain("b", step_s=0.3)], rows) == (26, 6)
 
 
-def test_unlike_rows_of_several_processes_give_way_to_one_process():
-    assert rows_together([plain("a", "processes:2"), plain("b", "processes:2")]) == ("processes:2",) * 2
-    assert rows_together([plain("a", "processes:4"), plain("b", "sequential")]) == ("threads:2", "sequential")
+def test_several_machines_are_held_against_the_best_way_of_the_best_one(tmp_path, monkeypatch):
+    """Story: machines with unlike rows were asked together and alone by threads, which was slower than one's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    slow = plain("a", "processes:2", 0.30, **{"threads:2": 0.5})
+    fast = plain("b", "processes:4+channels_last", 0.15, **{"threads:4": 0.25})
+    survey = Survey([slow, fast], lambda count: UNMEASURED.with_line(1e10), real=True)
+    assert (survey.alone.engines, survey.alone.measured_s) == (fast.plan.chosen, 0.15)
+    one = survey.team(2, "shared")
+    assert one.rows == (fast.plan.chosen, slow.plan.chosen)
+    tried = survey.with_trial(dataclasses.replace(one, trial=Trial("x", 0.145, per_s=32 / 0.145)))
+    assert answer([survey.alone, tried])[0] == 1, "1.03 times as fast is not worth a machine"
+
+
+def test_a_speed_is_that_of_the_rows_that_there_were():
+    """600 samples are no batch of 1024, nor are those of the script's own batches of 64."""
+    survey = Survey([plain(name) for name in "abcd"], lambda count: UNMEASURED.with_line(1e10), real=True)
+    one = survey.team(4, "each")
+    assert one.team.batch_size == 128
+    team = survey.with_trial(dataclasses.replace(one, trial=Trial("x", 0.1, per_s=1000.0)))
+    assert (team.per_s, team.measured_speedup) == (1000.0, 1000.0 / 320)
+    assert team.efficiency == pytest.approx(1000.0 / (4 * 320))
+    assert team.reason == "its steps had 100 rows, as the data gives them"
+
+
+def test_a_hosts_own_measuring_has_an_end_that_is_waited_for(tmp_path, monkeypatch):
+    """Story: 5 % of a run of days was measured, and given up after 540 s, with all that had been found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    limits = []
+
+    class Timed(Told):
+        def ask(self, hosts, asked, limit_s, options=()):
+            if asked["do"] == "node":
+                limits.append((asked["budget_s"], limit_s))
+            return super().ask(hosts, asked, limit_s, options)
+
+    for budget_s in (None, 60.0):
+        make_over([Host(name, name) for name in "abc"], Timed(), ["x.py"], budget_s=budget_s)
+    assert limits == [(LEAST_BUDGET_S, START_LIMIT_S + 20 * LEAST_BUDGET_S), (60.0, START_LIMIT_S + 1200.0)]
 
 
 ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
@@ -313,6 +361,7 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
     shelf.keep_over(plan, ["a", "b"], [*train, '{"model": "alexnet"}'])
     assert shelf.over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}'], "exact") == plan
     assert shelf.over(["a"], [*train, '{"model": "alexnet"}'], "exact") is None
+    assert shelf.over(["a"], train, "exact") is None
     assert shelf.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
     shelf.keep_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
     assert shelf.over(["a"], ["x.py"], "exact") is None, "made by other versions"
@@ -328,8 +377,8 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
     plan.write("plan.toml")
     shelf.keep_over(plan, ["a", "b", "c"], ["x.py"])
 
-    def start(hosts, asked="auto", fidelity="exact", shares=None):
-        nodes, found = planned(parse(hosts), asked, ["x.py"], fidelity, shares)
+    def start(hosts, asked="auto", fidelity="exact", shares=None, least=0):
+        nodes, found, _ = planned(parse(hosts), asked, ["x.py"], fidelity, shares, least)
         return {node.name: row for node, row in zip(nodes, found, strict=True)}
 
     for asked in ("auto", "plan.toml"):
@@ -337,6 +386,7 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
         said = "not started: b, since the plan uses 2 of 3; --plan with a row, such as --plan threads:3, starts all\n"
         assert capsys.readouterr().err.endswith(said)
         assert start("a,b,c", asked, shares="2,1,1") == dict(sorted(rows.items())), "each was given its share"
+        assert start("a,b,c", asked, least=2) == dict(sorted(rows.items())), "as many as were asked for may be lost"
     assert start("a,b,c", "threads:4") == dict.fromkeys("abc", "threads:4")
     assert start("a:2,b,c") == {"a": "processes:2", "b": "", "c": ""}
     assert start("a,b,c", fidelity="rounded") == dict.fromkeys("abc", "")

@@ -17,8 +17,9 @@ from paceline.job import Job
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, part
+from paceline.probe.line import Ways
 from paceline.probe.predict import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
-from paceline.probe.profile import Profile, Setting, take
+from paceline.probe.profile import Profile, Setting, lines, take
 from paceline.probe.rows import Facts, split
 from paceline.probe.survey import survey
 
@@ -328,6 +329,20 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     assert profile, why
     assert (profile.facts.rows, profile.facts.parts, profile.facts.part_rows) == (64, 5, 13)
     assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        ('codec="half", overlap="forward"', Ways(True, 2.0, 4, forward=True)),
+        ('exchange="periodic:4", precision="bf16"', Ways(False, 0.0, 2, every=4)),
+        ('exchange="tree"', Ways(False, 4.0, 4, gathers=True)),
+    ],
+)
+def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
+    (tmp_path / "job.py").write_text(JOB.replace("batch_size=64", f"batch_size=64, {words}"))
+    whole, quarter, _ = lines([str(tmp_path / "job.py"), str(tmp_path / "log")], "sequential", 1.0, survey())
+    assert whole.ways == quarter.ways == ways
 
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):

@@ -9,11 +9,13 @@ import torch
 
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
-from paceline.contract import Verdict
+from paceline.contract import DENSE, FACTORS, Ballot, Spec, Verdict
 from paceline.data import feed, order
 from paceline.data.order import Seat
 from paceline.engine import randomness
 from paceline.exchange import allreduce
+from paceline.exchange.choice import Choice
+from paceline.find import parse
 from paceline.link import memory
 
 BATCHES = [rows(24, seed) for seed in range(12)]
@@ -179,3 +181,14 @@ def test_random_numbers_come_again(drawn_before, drawn_after):
         assert draw(drawn_after) == first
         randomness.set_state(kept)
         assert randomness.to_json(randomness.state()) == randomness.to_json(kept)
+
+
+def test_rows_that_do_not_fit_any_more_are_refused_also_by_one_node_alone():
+    """Story: of two nodes one was left, whose processes' factors fitted each, and together did not."""
+    spec = Spec(0, ("weight",), ((64, 64),), True)
+    choice = Choice((spec,), 1, parse("codec", "none"), "bytes", 8, absorbs=True, by_need=False)
+    few, many = (Ballot(rows=(count,), dense=bytes(1)) for count in (8, 40))
+    assert not choice.again(few, [few])
+    assert choice.forms == [FACTORS]
+    assert choice.again(many, [many])
+    assert choice.forms == [DENSE]

@@ -53,6 +53,7 @@ RULES = {
     "handover": ("members", "resume", "seating", "data.order", "engine.*", "elastic.*"),
     "following": ("contract", "handover", "engine.batch"),
     "welcome": ("contract", "handover", "following"),
+    "frozen": ("contract",),
     "entry": ("handover", "following", "interrupt"),
     "saving": ("resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
@@ -66,7 +67,7 @@ RULES = {
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *("own", "compare", "evaluate", "saving", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
-        *("examined", "entry", "welcome", "members"),
+        *("examined", "entry", "welcome", "members", "frozen"),
         *("examined", "live", "signs", "stragglers", "whereabouts"),
     ),
     "session": (

@@ -6,6 +6,8 @@ import re
 import pytest
 
 from browser import opened, unavailable
+from paceline.probe.sheet import Plan, Row
+from paceline.probe.teams import Team
 from paceline.report import page
 from paceline.report.run import load
 from paceline.report.scaling import scaling
@@ -13,9 +15,11 @@ from records import join, step, write
 
 
 def run(folder, nodes, batch, seconds, predicted=None, **fields):
-    """Forty even steps; with a plan of rows for several numbers of nodes where there is a prediction."""
-    rows = [{"engine": "sequential", "nodes": n, "predicted_s": s} for n, s in (predicted or {}).items()]
-    plan = [{"event": "plan", "chosen": "sequential", "rows": rows}] if rows else []
+    """Forty even steps; with a plan over several numbers of nodes where there is a prediction."""
+    rows = tuple(Row("sequential", s) for n, s in (predicted or {}).items() if n == 1)
+    teams = tuple(Team(n, "a,b,c,d"[: 2 * n - 1], batch_size=64, predicted_s=s) for n, s in (predicted or {}).items())
+    imagined = Team(nodes, "", batch_size=batch, link="1gbit", predicted_s=9.0)
+    plan = [{"event": "plan", **Plan("sequential", rows=rows, teams=(imagined, *teams)).to_dict()}] if predicted else []
     exchange = {"exchange_seconds": 0.1 * seconds, "sent_bytes": 12_500_000} if nodes > 1 else {"exchange_seconds": 0.0}
     steps = [
         step(i, weight=float(batch), seconds=seconds, **exchange, time=1_800_000_001.0 + i * seconds) for i in range(40)

@@ -11,8 +11,9 @@ import torch
 from paceline.data import feed
 from paceline.engine import batch as batches_
 from paceline.engine import timeline
+from paceline.engine.numerics import PRECISION
 from paceline.engine.shares import division
-from paceline.probe import examine, layers
+from paceline.probe import clock, examine, layers
 
 
 def answer(pace: Any, batch: Any, gradient: Any) -> Any:
@@ -21,6 +22,10 @@ def answer(pace: Any, batch: Any, gradient: Any) -> Any:
         if gradient:  # a loop of one's own cannot be looked into
             raise SystemExit(0)
         examine.answer(pace.form, _facts(pace, batch))
+    if clock.times() > 1 and not getattr(batch, "dealt", False):
+        raise ValueError(
+            "the script brings rows of its own; that it brings as many on each of more machines is not tried"
+        )
     rows = batch.weight if gradient or not pace.stopwatch else pace.stopwatch.part(int(batch.weight))
     if rows == int(batch.weight):
         return batch
@@ -53,4 +58,21 @@ def _facts(pace: Any, batch: Any) -> examine.Examined:
         job.accumulate,
         job.precision,
         job.batch_norm,
+        _ways(pace),
     )
+
+
+def _ways(pace: Any) -> dict[str, Any]:
+    """How what is recorded would travel between nodes that compute as this one does."""
+    exchange, numel = pace.exchange, sum(spec.numel for spec in pace.engine.specs)
+    period, weights = getattr(exchange, "period", 0), pace.engine.weights[0].dtype
+    wide = PRECISION[pace.engine.numerics.precision] or weights
+    codec = getattr(exchange, "codec", None)
+    return {
+        "factors": exchange.factors,
+        "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,
+        "factor_bytes": wide.itemsize,
+        "gathers": exchange.gathers or bool(codec and not codec.sums),
+        "every": period,
+        "forward": exchange.overlap == "forward",
+    }

@@ -60,8 +60,9 @@ def sit(pace: Any, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) ->
     pace.world = dataclasses.replace(pace.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
     loop.seat, loop.who, pace._limits = seat, pace._who(), limits
     loop.balance = seating.follow(job.batch_size, limits) if pace._follows and len(sizes) > 1 else None
-    # virtual shares are cut into micro-batches, which must stay the same ones
-    times = 1 if seat.virtual else max(1, -(-pace.shares[seat.node] // limits.most[seat.node]))
+    # virtual shares are cut into micro-batches, which must stay the same ones, and a norm over all has none
+    whole = seat.virtual or job.batch_norm == "sync"
+    times = 1 if whole else max(1, -(-pace.shares[seat.node] // limits.most[seat.node]))
     pace.engine.accumulate = job.accumulate * times
     if loop.drift:
         loop.drift.divided = max(sizes) > 1

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from paceline import plan as planning
 from paceline.launch.far import Far
@@ -61,8 +64,9 @@ def make_over(
     show("measuring the network between the hosts")
     wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
     show("measuring each host by itself")
+    budget_s = budget_s or planning.LEAST_BUDGET_S  # what is waited for must have an end
     asked = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
-    limit_s = START_LIMIT_S + 20 * (budget_s or planning.LEAST_BUDGET_S)
+    limit_s = START_LIMIT_S + 20 * budget_s
     said = far.ask(hosts, asked, limit_s)
     nodes = [Node.of(name, said[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
@@ -141,19 +145,18 @@ def promising(tries: Sequence[Try]) -> list[Try]:
 
 def _run(far: Far, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
     times = one.team.nodes if one.team.batch == EACH else 1
-    asked = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
-    options = ["--engine", one.rows[0]] if len(set(one.rows)) == 1 else []
+    asked: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
     limit_s = TRIAL_LIMIT_S + 20 * trial_s
-    try:
-        said = far.ask(
-            hosts,
-            {**asked, "timed_s": trial_s, "limit_s": limit_s},
-            limit_s + START_LIMIT_S,
-            [*options, "--shares", shares],
-        )
-    except (ValueError, TimeoutError) as error:
-        return Trial(one.rows[0], error=str(error).splitlines()[-1])
+    asked |= {"timed_s": trial_s, "limit_s": limit_s}
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        ways = Path(folder) / "plan.toml"
+        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
+        options = ["--plan", str(ways), "--shares", shares]
+        try:
+            said = far.ask(hosts, asked, limit_s + START_LIMIT_S, options)
+        except (ValueError, TimeoutError) as error:
+            return Trial(one.rows[0], error=str(error).splitlines()[-1])
     told = said[hosts[0].name]
     return Trial(**{**told, "steps_s": tuple(told["steps_s"])})
 

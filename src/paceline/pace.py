@@ -29,6 +29,7 @@ from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
+from paceline.frozen import plant
 from paceline.interrupt import HANGUP, SIGNALS, Interrupt, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
@@ -36,7 +37,7 @@ from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
 from paceline.own import OwnStep, Spent
 from paceline.probe import shelf
-from paceline.probe.clock import Stopwatch
+from paceline.probe.clock import Stopwatch, times
 from paceline.probe.witness import Witness
 from paceline.report.record import Record
 from paceline.saving import FAILED, Saving
@@ -117,6 +118,8 @@ class Pace:
             engine.sync_norm(ledger if link else None)
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
+        if world.size > 1:
+            plant(job.model, self.exchange, exchange, engine.seat)
         balance = None
         if world.late:
             self._limits = seating.alone(seat, job, engine, self.exchange)
@@ -235,17 +238,15 @@ class Pace:
         last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
         start = self.epoch, self.next_step
         job = self.job
-        for batch in feed.batches(
-            dataset, job.batch_size, last, job.seed, lambda: self.loop.seat, shuffle, start=start, workers=workers
-        ):
+        source = dataset, job.batch_size, last, job.seed, lambda: self.loop.seat, shuffle
+        for batch in feed.batches(*source, start=start, workers=workers, times=times()):
             yield batch
             if self.stopwatch:
                 self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
 
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
-        if self.job.batch_norm == "sync":
-            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
+        self._refuse_sync()
         shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
         share = shared.share(self.loop.seat)
         self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
@@ -310,7 +311,9 @@ class Pace:
         ballot = self.agreement.ballot
         loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
         if self.stopwatch:
-            self.stopwatch.tick(batch.weight, ballot.seconds)
+            alike = self.exchange.consensus == "step" or self.world.num_nodes == 1
+            slowest_s = max((busy for busy, _ in ballot.paces), default=None)
+            self.stopwatch.tick(batch.weight, ballot.seconds if alike else slowest_s)
         if self.witness:
             self.witness.step(loss, self.engine.state() if self.leader else None)
         if ballot.stop or ballot.hung:
@@ -323,10 +326,15 @@ class Pace:
         May be called several times before `update` (several losses over the same rows). ``rows``: how many the mean is
         over, where they did not come from `rows`. Nothing leaves before `update`: communication is not overlapped.
         """
+        self._refuse_sync()
         own = self._own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), rows)
         if not own.begun:
             self._forget()
         own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
+
+    def _refuse_sync(self) -> None:
+        if self.job.batch_norm == "sync":
+            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
 
     def _forget(self) -> None:
         self.settle()
@@ -343,6 +351,7 @@ class Pace:
 
     def update(self) -> float:
         """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
+        self._refuse_sync()
         own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
         if not own.begun:
             self._forget()  # without rows here, what the last step left in .grad would count again

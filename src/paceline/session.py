@@ -172,9 +172,12 @@ def join(
     folder = folder or os.environ.get("PACELINE_FOLDER")
     pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep, late)
     pace.row = row
-    if pace.record.folder and (pace.record.folder / "plan.toml").exists():
+    planned = os.environ.pop("PACELINE_PLAN", "")
+    if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
         from paceline.plan import Plan
 
+        if planned:
+            Plan.from_toml(planned, "PACELINE_PLAN").write(pace.record.folder / "plan.toml")
         pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
     pace.record.write(
         "join",

@@ -13,7 +13,6 @@ from typing import Any
 from paceline.balance import fair
 from paceline.probe.line import FACTORS, Line
 from paceline.probe.overlap import Prediction, Wire, predict
-from paceline.probe.rows import split
 from paceline.probe.sheet import Plan, Row
 from paceline.probe.teams import EACH, FAILED, SHARED, Team
 from paceline.probe.trial import Trial
@@ -29,7 +28,6 @@ class Node:
 
     name: str
     plan: Plan
-    one: str
     batch_size: int
     whole: Line
     quarter: Line
@@ -38,7 +36,7 @@ class Node:
     def of(cls, name: str, said: dict[str, Any]) -> Node:
         plan = Plan.of(said["plan"])
         whole, quarter = (Line.read(line) for line in said["lines"])
-        return cls(name, plan, said["one"], said["batch_size"], whole, quarter)
+        return cls(name, plan, said["batch_size"], whole, quarter)
 
     def measured(self, row: str) -> Row | None:
         return next((one for one in self.plan.rows if one.engine == row and one.measured_s), None)
@@ -68,15 +66,6 @@ class Try:
     rows: tuple[str, ...]
     shares: tuple[int, ...]
     trial: Trial | None = field(default=None)
-
-
-def rows_together(nodes: Sequence[Node]) -> tuple[str, ...]:
-    """Each node's row: its plan's, where it is one process or the same for all; else the best with one process."""
-    chosen = [node.plan.chosen for node in nodes]
-    if len(set(chosen)) == 1:
-        return tuple(chosen)
-    single = "sequential", "threads", "replicas"
-    return tuple(row if split(row, 1).engine in single else node.one for row, node in zip(chosen, nodes, strict=True))
 
 
 def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:
@@ -111,7 +100,7 @@ class Survey:
     """Nodes, the fastest first, and the wire between the first so many of them."""
 
     def __init__(self, nodes: Sequence[Node], wire: Callable[[int], Wire], real: bool):
-        self.rows_of = dict(zip((node.name for node in nodes), rows_together(nodes), strict=True))
+        self.rows_of = {node.name: node.plan.chosen for node in nodes}
         self.nodes = sorted(nodes, key=lambda node: node.alone_s(self.rows_of[node.name]))
         self.wire, self.real = wire, real
         first = self.nodes[0]
@@ -172,7 +161,10 @@ class Survey:
             return one.team
         if trial.error:
             return dataclasses.replace(one.team, reason=f"{FAILED}{trial.error}")
-        per_s = (one.team.batch_size or 0) / trial.step_s
+        rows, wanted = round(trial.per_s * trial.step_s), one.team.batch_size or 0
+        per_s, reason = trial.per_s, one.team.waiting
+        if rows != wanted:
+            reason = "; ".join(filter(None, (f"its steps had {rows} rows, as the data gives them", reason)))
         base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
         return dataclasses.replace(
             one.team,
@@ -180,6 +172,6 @@ class Survey:
             spread_s=trial.spread_s,
             per_s=per_s,
             measured_speedup=per_s / base if base else None,
-            efficiency=(one.team.efficiency or 0.0) * predicted_s / trial.step_s,
-            reason=one.team.waiting,
+            efficiency=(one.team.efficiency or 0.0) * per_s * predicted_s / wanted if wanted else None,
+            reason=reason,
         )

@@ -47,6 +47,7 @@ class Tracer:
     ):
         self.loop, self.model, self.world, self.folder, self.ledger = loop, model, world, folder, ledger
         self.first, self.last = first, last
+        self._generation = loop.exchange.link.generation
         self._tracks: dict[str, list[Row]] = {COMPUTE: [], WAITING: []}
         self._sent: list[_OnTheWire] = []
         self._zero: float | None = None
@@ -55,13 +56,18 @@ class Tracer:
 
     @classmethod
     def asked(cls, loop: Loop, model: nn.Module, world: World, folder: Path | None, ledger: Ledger) -> Tracer | None:
-        """None where rank 0 was not asked to draw. Every process must call it. Raises ValueError, everywhere."""
+        """None where rank 0 was not asked to draw, and for who comes late. Every process must call it.
+
+        Raises ValueError, everywhere.
+        """
+        if world.late:
+            return None
         said = loop.exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
         return cls(loop, model, world, folder, ledger, *parse(said)) if said else None
 
     def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
         number = self.loop.num_steps
-        if not self.first <= number <= self.last:
+        if not self.first <= number <= self.last or self._changed():
             return self.loop.step(batch, gradient, **facts)
         if self._zero is None:
             self._begin()
@@ -70,9 +76,21 @@ class Tracer:
             traced = self._gradient(gradient or self.loop.engine.gradient)
             agreement = self.loop.step(_Timed(batch, {"share": self._note(WAITING, "input")}), traced, **facts)
             self._add(COMPUTE, f"step {number}", begin_s, now(), verdict=agreement.verdict.value)
-        if number == self.last:
+        if number == self.last and not self._changed():
             self._write()
         return agreement
+
+    def _changed(self) -> bool:
+        """Whether others are here than began, which all know alike between two steps: who came does not draw."""
+        if self.loop.exchange.link.generation == self._generation:
+            return False
+        self.last = -1
+        self._over.set()
+        text = "nodes were lost or came since training began, so no step is drawn"
+        self.loop.record.write("hint", text=text)
+        if self.loop.record.folder and not self.world.local_rank:
+            sys.stderr.write(f"paceline: {text}\n")
+        return True
 
     def _begin(self) -> None:
         self.loop.exchange.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
@@ -183,8 +201,12 @@ class Tracer:
         path = (self.folder or Path()) / NAME
         whole = document((json.loads(words) for words in everyone), first_step=self.first, last_step=self.last)
         aside = path.with_name(NAME + ".part")
-        aside.write_text(json.dumps(whole))
-        aside.replace(path)
+        try:
+            aside.write_text(json.dumps(whole))
+            aside.replace(path)
+        except OSError as error:
+            sys.stderr.write(f"paceline: steps {self.first} to {self.last} could not be drawn in {path} ({error})\n")
+            return
         self.loop.record.write("trace", first_step=self.first, last_step=self.last, path=str(path))
         print(
             f"paceline: steps {self.first} to {self.last} are drawn in {path}; open it in ui.perfetto.dev or "

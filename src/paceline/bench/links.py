@@ -25,12 +25,14 @@ import numpy as np
 import torch
 
 from paceline.bench.cluster.driver import Desk, drive
-from paceline.bench.cluster.namespaces import check_delay, check_rate
+from paceline.bench.cluster.namespaces import burst, check_delay, check_rate
 from paceline.bench.finding import Finding, Show
 from paceline.launch import local
 from paceline.link.collective import Collective, names, seconds
 from paceline.link.torch import Link
+from paceline.probe.overlap import FRAME
 from paceline.probe.survey import survey
+from paceline.probe.what import rate as bits_per_s
 
 KIB = 1024
 SIZES = (4 * KIB, 64 * KIB, 1024 * KIB, 16 * 1024 * KIB)  # bytes
@@ -99,6 +101,9 @@ def _finding(measured: dict[str, Any], num_bytes: int, processes: int, cables: C
         cost = Collective("ring" if name == OWN else name).cost(processes, num_bytes, 4, _nodes(processes))
         right = right and equal and (name == OWN or sent == {cost.bytes})
         predicted_s = seconds(cost, alpha_s, beta_s)
+        if cables and cables.rate:
+            line_s = 8 / (bits_per_s(cables.rate) * FRAME)
+            predicted_s += max(0.0, cost.in_sequence - burst(cables.rate)) * max(0.0, line_s - beta_s)
         if not cables:  # which carry messages beside each other; loopback is what the cores can do
             every_message_s = cost.messages * alpha_s + cost.total_bytes * beta_s
             predicted_s = max(predicted_s, every_message_s / measured["cores"])
@@ -131,7 +136,8 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
         f"ping-pong between two of them, the others idle: steps * latency + bytes in sequence / bandwidth, or, over "
         f"loopback, all messages and bytes divided among the cores, whichever is longer; gloo as a ring of such "
         f"messages. Nodes, where there are any, are network namespaces on a bridge, shaped by tc tbf in both "
-        f"directions, which lets a first burst through. "
+        f"directions, which lets a first burst through (1 MiB of 1 Gbit/s and more, else 256 KiB); what follows it is "
+        f"predicted at {FRAME:.0%} of the shaped rate. "
         f"`two_level`: as if half of the processes were on another node.\n\n{tables}\n"
     )
     (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))

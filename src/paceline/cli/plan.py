@@ -83,6 +83,13 @@ def plan(
     if script:
         command = [script, *context.args]
         check_script(command)
+        if given := [
+            name for name, value in (("--model", model), ("--data", data), ("--batch-size", batch_size)) if value
+        ]:
+            raise ValueError(
+                f"{', '.join(given)} before the script is of `paceline train`, which is planned where no script is "
+                f"given; put a script's own options after it, or leave the script out"
+            )
     else:
         command = ["-m", "paceline.train", Settings(model=model, data=data, batch_size=batch_size).to_json()]
     only = rows.replace(",", " ").split() if rows else None

@@ -137,7 +137,7 @@ def start_over_ssh(
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     named = parse(hosts)
     given_shares = shares or (settings.shares if settings else None)
-    nodes, chosen = planned(named, plan, command, fidelity, given_shares)
+    nodes, chosen, made = planned(named, plan, command, fidelity, given_shares, least)
     address = address if nodes[0] is named[0] else None
     environment = ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
@@ -156,6 +156,8 @@ def start_over_ssh(
         command = ["-m", "paceline.train", given.to_json()]
     if out:
         environment["PACELINE_FOLDER"] = str(home / out)  # what is swept there is no place for it
+        if made:
+            environment["PACELINE_PLAN"] = made.to_toml()
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     meeting = check(nodes, way, paths, address, needs)
     if settings and out:
@@ -170,10 +172,11 @@ def start_over_ssh(
 
 
 def planned(
-    named: list[Host], plan: str, command: list[str], fidelity: str, shares: str | None
-) -> tuple[list[Host], list[str]]:
+    named: list[Host], plan: str, command: list[str], fidelity: str, shares: str | None, least: int = 0
+) -> tuple[list[Host], list[str], Plan | None]:
     """The hosts to start, and each one's row: a plan file's, a row, the kept plan's, or its slots; "" leaves it to the
-    node. Who says slots has decided without a kept plan."""
+    node; and the plan, if it is one's. Who says slots has decided without a kept plan, and who says how many nodes may
+    be lost (``least``) wants all of them."""
     asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
     made = Plan.read(asked) if asked and Path(asked).is_file() else None
     if plan == "auto" and not asked and not any(node.slots for node in named):
@@ -183,11 +186,11 @@ def planned(
     nodes = named
     if made:
         asked, own = made.chosen, made.hosts
-        nodes = _used(named, made, shares)
+        nodes = named if least else _used(named, made, shares)
     found = rows(nodes, asked, own)
     for each in filter(None, found):
         row(each)
-    return nodes, found
+    return nodes, found, made
 
 
 def _used(named: list[Host], made: Plan, shares: str | None) -> list[Host]:

@@ -104,12 +104,14 @@ def batches(
     ahead: int = 2,
     start: Position = (0, 0),
     workers: int = 0,
+    times: int = 1,
 ) -> Iterator[Batch]:
     """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``seat``.
 
     ``seat``: this process's, or a function that says which it is by now.
 
-    A DataLoader brings its own order and number of processes; ``workers`` are the processes that fetch, 0 for none.
+    A DataLoader brings its own order and number of processes; ``workers`` are the processes that fetch, 0 for none;
+    ``times`` its batch is ``batch_size``, where that is tried on more machines.
     A stream is read whole by every process, in its own order. Raises ValueError for what is no dataset.
     """
     if workers < 0 or ahead < 0 or min(start) < 0:
@@ -121,14 +123,14 @@ def batches(
     if isinstance(source, Stream):
         drop_last = isinstance(dataset, DataLoader) and dataset.drop_last
         if isinstance(dataset, DataLoader):
-            check_batch_size(dataset, batch_size)
+            check_batch_size(dataset, batch_size, times)
         yield from _of_stream(source, batch_size, epochs, seed, start, drop_last, workers, options)
         return
     size = len(source)
     if not size:
         raise ValueError("the dataset is empty; give at least one sample")
     if isinstance(dataset, DataLoader):
-        turns = order_of(dataset, size, batch_size, seed)
+        turns = order_of(dataset, size, batch_size, seed, times)
     else:
         turns = Order(size, batch_size, seed, shuffle)
     if workers:

@@ -64,11 +64,11 @@ class Order:
             return list(self.sampler)
 
 
-def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int) -> Order:
-    """Raises ValueError where the loader's batches are not the job's."""
+def order_of(loader: DataLoader[Any], size: int, batch_size: int, seed: int, times: int = 1) -> Order:
+    """``times``: the loader's batch that the job's is. Raises ValueError where that is not so."""
     if loader.batch_size is None and loader.batch_sampler is not None:
         return Order(size, batch_size, seed, False, False, loader.batch_sampler, True)
-    check_batch_size(loader, batch_size)
+    check_batch_size(loader, batch_size, times)
     sampler, shuffle = _own(loader, size)
     return Order(size, batch_size, seed, shuffle, loader.drop_last, sampler)
 
@@ -98,8 +98,8 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: value for name in KEPT if (value := getattr(loader, name)) is not None}
 
 
-def check_batch_size(loader: DataLoader[Any], batch_size: int) -> None:
-    if loader.batch_size != batch_size:
+def check_batch_size(loader: DataLoader[Any], batch_size: int, times: int = 1) -> None:
+    if loader.batch_size is None or loader.batch_size * times != batch_size:
         raise ValueError(
             f"the DataLoader has batch_size={loader.batch_size}, the job {batch_size}, which is the global batch over "
             f"all processes; give both the same, or pass loader.dataset"

@@ -75,8 +75,9 @@ class Ahead:
         self._hooks = [
             module.register_forward_pre_hook(lambda module, _: self._called(module)) for module in self.model.modules()
         ]
-        self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
-        self._hooks.append(self.model.register_load_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
+        for module in self.model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
         self._hooks.append(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
         self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()))
 

@@ -46,7 +46,7 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], d
     factored: dict[str, list[nn.Linear]] = {}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, parameter in reversed(trainable):
-        own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1
+        own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1 and not parameter.is_complex()
         if own and parameter.nbytes >= LINEAR_BYTES:
             factored[name] = linears[id(parameter)]
             specs.append(([(name, parameter)], True))
@@ -88,6 +88,7 @@ class Pass:
     strays: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
     last: bool = False  # the last micro-batch: what is complete now leaves
+    ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
 
 
 class Backward:
@@ -145,7 +146,9 @@ class Backward:
             for i, compute in enumerate(computes):
                 state.last = i == len(computes) - 1
                 if (scalar := compute()) is not None and scalar.requires_grad:
+                    state.ours = True
                     scalar.backward()  # type: ignore[no-untyped-call]
+                    state.ours = False
         finally:
             self._pass = None
         return self._rest(state)
@@ -196,13 +199,16 @@ class Backward:
         return output
 
     def _caught(self, state: Pass, spec: Spec, call: _Call, left: Tensor) -> None:
+        if not state.ours or call.left is not None:
+            # a gradient inside forward or loss is not the step's; what will itself be differentiated is no product
+            if call.left is not None or torch.is_grad_enabled():
+                state.strays.add(spec.index)
+            return
         if call.right._version != call.version:
             raise RuntimeError(
                 f"the input of the layer with {spec.names[0]!r} was changed in place after the layer had read "
                 f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
             )
-        if call.left is not None:
-            raise RuntimeError(f"backward passed twice through the layer with {spec.names[0]!r} in one step")
         call.left = left.detach()
         calls = state.calls[spec.index]
         if state.last and all(c.left is not None for c in calls):
@@ -246,6 +252,12 @@ class Backward:
         grad = self.parameters[name].grad
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
+    def _apart(self, right: Tensor) -> Tensor:
+        """An input that is a parameter is another one once that is updated."""
+        place = right.untyped_storage().data_ptr()
+        shared = any(place == each.untyped_storage().data_ptr() for each in self.parameters.values())
+        return right.clone() if shared else right
+
     def _factors(self, state: Pass, spec: Spec) -> Piece:
         out_features, in_features = spec.shapes[0]
         caught = [call for call in state.calls.get(spec.index, ()) if call.left is not None]
@@ -256,7 +268,7 @@ class Backward:
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
         # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
         left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
-        right = [call.right.reshape(-1, in_features).to(weight.dtype) for call in caught]
+        right = [self._apart(call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
         state.rows[spec.index] = sum(len(part) for part in left)
         if len(caught) == 1:
             return Piece(spec, left=left[0], right=right[0])

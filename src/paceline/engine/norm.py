@@ -130,7 +130,8 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.eps, ctx.whole, ctx.total = eps, whole, total
-        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+        scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
+        return torch.nn.functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable
@@ -141,7 +142,16 @@ class _Normalise(torch.autograd.Function):
         dot = plain = torch.zeros_like(mean)
         if x.numel():  # PyTorch's kernel divides by it
             _, dot, plain = torch.ops.aten.native_batch_norm_backward(
-                dy, x, weight, mean, variance, None, None, False, ctx.eps, [False, True, True]
+                dy,
+                x,
+                None if weight is None else weight.to(mean.dtype),
+                mean,
+                variance,
+                None,
+                None,
+                False,
+                ctx.eps,
+                [False, True, True],
             )
         sums = ctx.total(torch.cat([plain, dot]), 1).view(2, -1) / ctx.whole
         mean_dy, mean_dot = sums.to(mean.dtype)

@@ -65,7 +65,8 @@ class Places:
         Raises ValueError if forward has put buffers of another number or shape in their place.
         """
         begin = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        if tensors and begin <= tensors[0].data_ptr() < begin + self._num_bytes:
+        first = next((each for each in tensors if each.numel()), None)
+        if first is not None and begin <= first.data_ptr() < begin + self._num_bytes:
             return []
         places = [self._at(f"buffer {i}") for i in range(self._num_buffers)]
         had, have = ([(tuple(t.shape), t.dtype) for t in some] for some in (places, tensors))

@@ -16,7 +16,7 @@ options stay the user's), and its ``state_dict`` is whole, but every process mus
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ class Engine(sequential.Engine):
                 dense.append(part)
 
         def whole(squares: float) -> float:
+            squares += self._untrained([pieces[name] for name in self.shares.nobodys if used[name]])
             return sum(row[0] for row in self.crew.gather([squares], "clipping"))
 
         applied, self.norm = finish(dense, factored, self.optimizer, rule, whole)
@@ -139,6 +140,18 @@ class Engine(sequential.Engine):
     def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
         for name, window in windows.items():
             self.shares.take(self.numbers[name], states.get(name), window)
+
+    def _untrained(self, pieces: Sequence[tuple[Piece, int]]) -> float:
+        """Squares of gradients that no optimizer takes: the norm is of all."""
+        if self.seat[0]:
+            return 0.0
+        squares = 0.0
+        for piece, i in pieces:
+            if piece.left is not None and piece.right is not None:
+                squares += float(Factored(piece.left, piece.left, piece.right).square_norm())
+            else:
+                squares += float(self._sum(piece, i, slice(None)).norm()) ** 2
+        return squares
 
     def _sum(self, piece: Piece, i: int, own: slice) -> Tensor:
         """This process's slice of the piece's i-th parameter: agreed, or still to be added up over the crew."""

@@ -42,7 +42,10 @@ def division(optimizer: torch.optim.Optimizer) -> str:
 
 
 class Shares:
-    """This process's parts. Raises ValueError for an optimizer that cannot be divided."""
+    """This process's parts. ``nobodys``: parameters that the optimizer does not hold.
+
+    Raises ValueError for an optimizer that cannot be divided.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], crew: Crew):
         self.optimizer, self.crew = optimizer, crew
@@ -61,6 +64,8 @@ class Shares:
         self._kept: dict[int, slice] = {}  # the optimizer's number of a parameter: the rows that are ours
         self._parts: dict[int, Tensor] = {}  # likewise: what the optimizer has in its place
         names = {id(parameter): name for name, parameter in parameters.items()}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.nobodys = [name for name, parameter in parameters.items() if id(parameter) not in held]
         self._divide(names, self._owners(names, elementwise))
         optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign,assignment]

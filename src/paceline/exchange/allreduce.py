@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.choice import ASKED, PACKED, Choice
 from paceline.exchange.forms import choose, dense_cost, factor_cost, toll
 from paceline.exchange.lane import Flight, Lane, Sent
@@ -41,6 +41,7 @@ class Exchange(Meeting):
         if packed not in PACKED:
             raise ValueError(f"exchange 'allreduce': packed is one of {', '.join(PACKED)}, got {packed!r}")
         self._asked, self._packed = forms, packed
+        self.factors = forms != DENSE
 
     def open(
         self,
@@ -81,6 +82,8 @@ class Exchange(Meeting):
 
     def offer(self, piece: Piece) -> None:
         self.choice.types[piece.spec.index] = piece.kind
+        if self._flow and self.overlap == "forward" and piece.right is not None:
+            piece.right = piece.right.clone()  # it may leave after the step, when a script fills its input anew
         if self._flow:
             self._flow.offer(self._flight, piece)
         else:

@@ -62,7 +62,10 @@ class Far:
         try:
             output, errors = asking.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{names} did not answer within {limit_s:.0f} s when asked for {what['do']}") from None
+            remedy = "; look at them with paceline doctor, or give a shorter --budget" if what["do"] == "node" else ""
+            raise TimeoutError(
+                f"{names} did not answer within {limit_s:.0f} s when asked for {what['do']}{remedy}"
+            ) from None
         finally:
             _end(asking)
         if asking.returncode:

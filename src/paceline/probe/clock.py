@@ -30,6 +30,7 @@ class Stopwatch:
         self.warm_up = 0
         self.rows = 0
         self.agreed_s = 0.0
+        self._unheard: list[tuple[float, float]] = []  # (seconds, samples) of steps since all last heard alike
         self._others_bytes = 0
         self._reported = False
         if report:
@@ -54,17 +55,25 @@ class Stopwatch:
         """The next step is counted from here."""
         self.last = time.perf_counter()
 
-    def tick(self, samples: float, agreed_s: float) -> None:
-        """After each step: ``agreed_s`` is the same number on all processes. Raises SystemExit when done."""
-        self.steps_s.append(time.perf_counter() - self.last)
-        self.samples.append(samples)
-        self.agreed_s += agreed_s
-        if not self.warm_up:
-            self._warm(len(self.steps_s))
-        elif self._enough(len(self.steps_s) - self.warm_up):
-            self.write()
-            raise SystemExit(0)
+    def tick(self, samples: float, agreed_s: float | None) -> None:
+        """After each step: ``agreed_s`` is the same number on all processes, or None where they do not talk: then what
+        they next hear is of each step since, and those count alike. Raises SystemExit when done."""
+        self._unheard.append((time.perf_counter() - self.last, samples))
+        if agreed_s is not None:
+            self.agreed_s += agreed_s * len(self._unheard)
+            self._count()
+            if not self.warm_up:
+                self._warm(len(self.steps_s))
+            elif self._enough(len(self.steps_s) - self.warm_up):
+                self.write()
+                raise SystemExit(0)
         self.resume()
+
+    def _count(self) -> None:
+        """One of them all may have paid for what was said between."""
+        steps, self._unheard = self._unheard, []
+        self.steps_s += [sum(seconds for seconds, _ in steps) / len(steps)] * len(steps)
+        self.samples += [samples for _, samples in steps]
 
     def _warm(self, steps: int) -> None:
         late = self.agreed_s >= self.timed_s and steps >= (len(SHRINKS) if self.shrinks else 1)
@@ -85,6 +94,8 @@ class Stopwatch:
         if self._reported or not self.report:
             return
         self._reported = True
+        if self._unheard:
+            self._count()
         said: dict[str, Any] = {"peak_bytes": max(0, _kib("/proc/self/status", "VmHWM") * 1024 - self._others_bytes)}
         if self.leader:
             warm_up = self.warm_up or len(self.steps_s)

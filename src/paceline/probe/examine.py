@@ -55,6 +55,7 @@ class Examined:
     accumulate: int = 1
     precision: str | None = None
     batch_norm: str = "local"
+    ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `probe.line.Ways`
 
 
 def answer(form: Path, job: Examined) -> None:
@@ -90,7 +91,7 @@ def _lines(job: Examined, parts: Sequence[int], budget_s: float) -> dict[str, An
         passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
         # a timeline counts what the loss divides by, which may be tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
-    return {"lines": lines, "absorbs": job.engine.absorbs, "batch_size": job.batch_size}
+    return {"lines": lines, "absorbs": job.engine.absorbs, "batch_size": job.batch_size, "ways": job.ways}
 
 
 @dataclass

@@ -7,7 +7,7 @@ fewer and with more rows, every number lies on the straight line through both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 DENSE, FACTORS = "dense", "factors"
@@ -40,6 +40,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Ways:
+    """How an exchange and its codec send what a step makes. *Units*: bytes per value there, 0 for the value's own.
+
+    ``factors``: fully-connected layers may travel as these. ``gathers``: everyone gets each node's gradient, and adds
+    up itself. ``every``: 0, or no gradient is sent, but the weights after each so many updates. ``forward``: pieces
+    may come while the next step's forward pass runs.
+    """
+
+    factors: bool = True
+    dense_bytes: float = 0.0
+    factor_bytes: float = 0.0
+    gathers: bool = False
+    every: int = 0
+    forward: bool = False
+
+
+@dataclass(frozen=True)
 class Line:
     """*Units*: seconds. ``order``: for each form, the parts in the order in which backward makes them ready.
 
@@ -56,9 +73,10 @@ class Line:
     factored_s: float
     absorbs: bool = False
     cores: int = 1
+    ways: Ways = field(default_factory=Ways)
 
     @classmethod
-    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1) -> Line:
+    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: Ways | None = None) -> Line:
         """From a timeline's JSON. Raises ValueError for what is none."""
         try:
             backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
@@ -86,6 +104,7 @@ class Line:
                 timeline.get("factored_update_seconds") or update_s,
                 absorbs,
                 cores,
+                ways or Ways(),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
@@ -94,7 +113,8 @@ class Line:
     def read(cls, said: dict[str, Any]) -> Line:
         """From its fields, as JSON gives them."""
         order = {form: tuple(indexes) for form, indexes in said["order"].items()}
-        return cls(**{**said, "parts": tuple(Part(**part) for part in said["parts"]), "order": order})
+        parts = tuple(Part(**part) for part in said["parts"])
+        return cls(**{**said, "parts": parts, "order": order, "ways": Ways(**said["ways"])})
 
     def ready(self, forms: Sequence[str]) -> list[float]:
         """When each part is ready, counted from the beginning of the step."""
@@ -118,7 +138,8 @@ class Line:
         return max(self.ready(forms), default=self.forward_s) + self.updating_s(forms)
 
     def alone(self) -> list[str]:
-        return [FACTORS if self.absorbs and part.fits(part.rows) else DENSE for part in self.parts]
+        factors = self.absorbs and self.ways.factors
+        return [FACTORS if factors and part.fits(part.rows) else DENSE for part in self.parts]
 
     def scaled(self, times: float) -> Line:
         """Every second ``times`` as long: what the whole step takes is known better than its parts are."""

@@ -5,7 +5,8 @@
               a dense one as a sum, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
               factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
               on a slow wire packed: factors, and between two nodes sums, which are then a gather
-    exposed   from the end of backward until the last part is there, and the vote
+    exposed   from the end of backward (or of the next forward pass, where that may be under way) until the last part
+              is there, and the vote; averages of weights wholly, every so many steps
     update    of everyone's sums, or of everyone's factors multiplied out
 
 *Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.probe.line import DENSE, FACTORS, Line, Part
+from paceline.probe.line import DENSE, FACTORS, Line, Part, Ways
 
 VOTE_BYTES = 1024  # of a ballot
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
@@ -97,16 +98,33 @@ class Prediction:
         return self.rows / self.step_s
 
 
-def traffic(part: Part, form: str, nodes: int, rows: float, item_bytes: int, sums: Sums = ring) -> Sent:
+@dataclass(frozen=True)
+class Travel:
+    """What each value costs on the wire, on nodes that all send alike."""
+
+    dense_bytes: float
+    factor_bytes: float
+    ways: Ways
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Travel:
+        """Factors are thin where they are on every node."""
+        dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
+        return cls(max(dense), max(line.ways.factor_bytes or line.item_bytes for line in lines), lines[0].ways)
+
+
+def traffic(part: Part, form: str, nodes: int, rows: float, travel: Travel, sums: Sums = ring) -> Sent:
     """``rows``: the most that any node has."""
-    if form != FACTORS:
-        return sums(nodes, part.numel, item_bytes)
-    num_bytes = (nodes - 1) * rows * part.sides * item_bytes
-    return Sent(2 * (nodes - 1), num_bytes, num_bytes)
+    if form != FACTORS and not travel.ways.gathers:
+        return sums(nodes, part.numel, int(travel.dense_bytes))
+    own = rows * part.sides * travel.factor_bytes if form == FACTORS else part.numel * travel.dense_bytes
+    return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
 
 
-def packed(part: Part, form: str, nodes: int) -> float:
+def packed(part: Part, form: str, nodes: int, ways: Ways) -> float:
     """What is left of its bytes on a slow wire."""
+    if form != FACTORS and ways.gathers:
+        return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 
 
@@ -116,14 +134,15 @@ def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
     nodes = len(lines)
     if nodes == 1:
         return lines[0].alone()
-    return [_form([line.parts[i] for line in lines], wire, lines[0].item_bytes) for i in range(len(lines[0].parts))]
+    travel = Travel.of(lines)
+    return [_form([line.parts[i] for line in lines], wire, travel) for i in range(len(lines[0].parts))]
 
 
-def _form(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> str:
+def _form(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> str:
     """``everywhere``: one part, as each node has it."""
-    if not _can(everywhere):
+    if not (travel.ways.factors and _can(everywhere)):
         return DENSE
-    num_bytes, seconds = _costs(everywhere, wire, item_bytes)
+    num_bytes, seconds = _costs(everywhere, wire, travel)
     fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
     clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
     return sooner if clear else fewer
@@ -133,11 +152,11 @@ def _can(everywhere: Sequence[Part]) -> bool:
     return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
 
 
-def _costs(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> tuple[dict[str, float], dict[str, float]]:
+def _costs(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes, seconds) of each form; factors are multiplied out as well."""
     part, nodes = everywhere[0], len(everywhere)
     most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
-    cost = {form: traffic(part, form, nodes, most, item_bytes, wire.sums) for form in (DENSE, FACTORS)}
+    cost = {form: traffic(part, form, nodes, most, travel, wire.sums) for form in (DENSE, FACTORS)}
     seconds = {form: wire.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
     seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
     return {form: one.num_bytes for form, one in cost.items()}, seconds
@@ -145,7 +164,9 @@ def _costs(everywhere: Sequence[Part], wire: Wire, item_bytes: int) -> tuple[dic
 
 def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str]:
     """How each fully-connected layer travels, and what either form would take; the largest first."""
-    told = []
+    told, travel = list[str](), Travel.of(lines)
+    if not travel.ways.factors:
+        return told
     for i, part in sorted(enumerate(lines[0].parts), key=lambda each: -each[1].numel):
         everywhere = [line.parts[i] for line in lines]
         if not part.sides:
@@ -154,7 +175,7 @@ def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str
             total = sum(one.rows for one in everywhere)
             told.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
             continue
-        num_bytes, seconds = _costs(everywhere, wire, lines[0].item_bytes)
+        num_bytes, seconds = _costs(everywhere, wire, travel)
         each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
         told.append(
             f"{part.name} {forms[i]}: as factors {each[FACTORS]} with multiplying them out, dense {each[DENSE]}"
@@ -170,19 +191,27 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
     # a part enters when the slowest node has it and all before it
     entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
     now = wire_s = sent_bytes = packed_bytes = 0.0
+    travel = Travel.of(lines)
+    ways = travel.ways
     for i, entry in enumerate(entries if nodes > 1 else ()):
         part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
-        left = packed(part, forms[i], nodes) if wire.slow else 1.0
+        left = packed(part, forms[i], nodes, ways) if wire.slow and not ways.every else 1.0
         # packed sums are gathers between two nodes, which send as much as a ring does
-        sent = traffic(part, forms[i], nodes, most, lines[0].item_bytes, ring if left < 1 else wire.sums)
+        sent = traffic(part, forms[i], nodes, most, travel, ring if left < 1 else wire.sums)
         packed_bytes += sent.num_bytes if left < 1 else 0.0
         took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
         now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + sent.num_bytes * left
     vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+    told_bytes: float = (nodes - 1) * VOTE_BYTES
+    if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
+        vote_s, wire_s, sent_bytes, told_bytes = (
+            each / ways.every for each in (vote_s, wire_s, sent_bytes, told_bytes)
+        )
     moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
     rows = [line.rows for line in lines]
     update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
-    exposed_s = max(0.0, now - compute_s - moving_s) + vote_s
+    hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
+    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s
     return Prediction(
         nodes,
         sum(rows),
@@ -191,7 +220,7 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
         wire_s + vote_s,
         exposed_s,
         update_s,
-        sent_bytes + (nodes - 1) * VOTE_BYTES,
+        sent_bytes + told_bytes,
         tuple(forms),
         tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
     )

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.probe import fresh
-from paceline.probe.line import Line
+from paceline.probe.line import Line, Ways
 from paceline.probe.rows import Facts, Way
 from paceline.probe.survey import Machine
 
@@ -119,5 +119,6 @@ def lines(command: Sequence[str], row: str, budget_s: float, machine: Machine) -
             why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
             raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
         said = json.loads(answer.read_text())
-    whole, quarter = (Line.of(line, said["absorbs"], machine.cores) for line in said["lines"])
+    ways = Ways(**said["ways"])
+    whole, quarter = (Line.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
     return whole, quarter, said["batch_size"]

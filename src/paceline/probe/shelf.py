@@ -177,7 +177,7 @@ def over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | 
 def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     """By what makes a step: how long and how well it is trained changes no plan."""
     words = list(command)
-    if words[:2] == ["-m", "paceline.train"]:
+    if words[:2] == ["-m", "paceline.train"] and len(words) > 2:
         said = json.loads(words[2])
         words[2] = json.dumps({name: said[name] for name in STEP if name in said})
     return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd())}.toml"

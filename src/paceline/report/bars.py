@@ -32,9 +32,13 @@ def speedup(run: Run) -> float:
 
 
 def predicted_s(run: Run) -> float:
-    """Seconds per step that the plan foretold for the chosen row on as many nodes as this run has; else 0."""
-    nodes = run.join.get("num_nodes", 1)
-    rows = (row for row in _rows(run) if row.get("engine") == run.plan.get("chosen") and row.get("nodes", 1) == nodes)
+    """Seconds per step that the plan foretold for as many nodes, and as large a batch, as this run has; else 0."""
+    nodes, batch_size = run.join.get("num_nodes", 1), run.join.get("batch_size")
+    if nodes > 1:
+        real = (team for team in run.plan.get("teams") or () if team.get("hosts"))
+        rows = [team for team in real if (team.get("nodes"), team.get("batch_size")) == (nodes, batch_size)]
+    else:
+        rows = [row for row in _rows(run) if row.get("engine") == run.plan.get("chosen")]
     return next((seconds for row in rows if (seconds := _known(row.get("predicted_s")))), 0.0)
 
 

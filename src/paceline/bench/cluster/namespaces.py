@@ -140,7 +140,7 @@ class Cluster:
             for inside, device in ((self.name(node), "e0"), (None, f"{self.mark}v{node}")):
                 tc = [*(("ip", "netns", "exec", inside) if inside else ()), "tc", "qdisc"]
                 if rate:
-                    words = ("root", "tbf", "rate", rate, "burst", _burst(rate), "latency", "50ms")
+                    words = ("root", "tbf", "rate", rate, "burst", str(burst(rate)), "latency", "50ms")
                     _do(*tc, "change" if self.rate else "add", "dev", device, *words)
                 elif self.rate:
                     _do(*tc, "del", "dev", device, "root")
@@ -205,9 +205,9 @@ def _end_with(maker: int) -> Callable[[], None]:
     return prepare
 
 
-def _burst(rate: str) -> str:
-    """What may leave at once: a megabyte is 8 ms of 1 Gbit/s, but 80 ms of 100 Mbit/s."""
-    return "1mb" if rate.endswith("gbit") else "256kb"
+def burst(rate: str) -> int:
+    """Bytes that may leave at once: a megabyte is 8 ms of 1 Gbit/s, but 80 ms of 100 Mbit/s."""
+    return 1 << 20 if rate.endswith("gbit") else 1 << 18
 
 
 def sent_bytes(table: str | None = None, interface: str = "e0") -> int:
