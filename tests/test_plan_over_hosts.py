@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from paceline.cli.start import planned
+from paceline.cli.start import MOST_PLAN_BYTES, carried_plan, planned
 from paceline.launch.hosts import Host, Way, parse
 from paceline.nodes import START_LIMIT_S, imagine, make_over
 from paceline.plan import LEAST_BUDGET_S
@@ -261,6 +261,15 @@ def test_a_speed_is_that_of_the_rows_that_there_were():
     assert (team.per_s, team.measured_speedup) == (1000.0, 1000.0 / 320)
     assert team.efficiency == pytest.approx(1000.0 / (4 * 320))
     assert team.reason == "its steps had 100 rows, as the data gives them"
+
+
+def test_a_plan_too_long_for_an_environment_is_carried_without_what_is_longest():
+    pairs = tuple(Between(f"host{i}", f"host{j}", 1e-4, 1e9) for i in range(60) for j in range(i))
+    large = Plan("threads:2", num_nodes=2, hosts={"a": "threads:2"}, teams=(TWO,), pairs=pairs)
+    small = dataclasses.replace(large, pairs=pairs[:3])
+    assert len(large.to_toml()) > MOST_PLAN_BYTES
+    assert Plan.from_toml(carried_plan(small)) == small
+    assert Plan.from_toml(carried_plan(large)) == dataclasses.replace(large, pairs=())
 
 
 def test_a_hosts_own_measuring_has_an_end_that_is_waited_for(tmp_path, monkeypatch):

@@ -187,6 +187,7 @@ def test_rows_that_do_not_fit_any_more_are_refused_also_by_one_node_alone():
     """Story: of two nodes one was left, whose processes' factors fitted each, and together did not."""
     spec = Spec(0, ("weight",), ((64, 64),), True)
     choice = Choice((spec,), 1, parse("codec", "none"), "bytes", 8, absorbs=True, by_need=False)
+    choice.hands = 2
     few, many = (Ballot(rows=(count,), dense=bytes(1)) for count in (8, 40))
     assert not choice.again(few, [few])
     assert choice.forms == [FACTORS]

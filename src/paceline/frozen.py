@@ -13,10 +13,11 @@ def plant(model: torch.nn.Module, exchange: Exchange, own: Exchange, seat: tuple
     ``own``: what the process that holds the link has of ``exchange``. ``seat``: (this process, of how many here).
     """
     rank, size = seat
-    for frozen in [each.detach() for each in model.parameters() if not each.requires_grad]:
-        if rank == 0:
-            own.spread([frozen])
-        if size > 1 and frozen.numel():
+    still = [each.detach() for each in model.parameters() if not each.requires_grad]
+    if rank == 0 and still:
+        own.spread(still)
+    for frozen in still if size > 1 else ():
+        if frozen.numel():
             here = frozen.cpu().contiguous().reshape(-1)
             words = exchange.hand(here.view(torch.uint8).numpy().tobytes() if rank == 0 else b"")
             if rank:

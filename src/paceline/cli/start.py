@@ -31,6 +31,8 @@ from paceline.probe.rows import ROUNDED, split
 from paceline.probe.survey import survey
 from paceline.settings import Settings
 
+MOST_PLAN_BYTES = 100_000  # one variable of an environment holds 128 KiB
+
 
 def ready(
     command: list[str], wanted: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
@@ -157,7 +159,7 @@ def start_over_ssh(
     if out:
         environment["PACELINE_FOLDER"] = str(home / out)  # what is swept there is no place for it
         if made:
-            environment["PACELINE_PLAN"] = made.to_toml()
+            environment["PACELINE_PLAN"] = carried_plan(made)
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     meeting = check(nodes, way, paths, address, needs)
     if settings and out:
@@ -169,6 +171,15 @@ def start_over_ssh(
     if code == 0 and out and not quiet:
         print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
+
+
+def carried_plan(made: Plan) -> str:
+    """As TOML, without what is too long to be carried."""
+    words = made.to_toml()
+    if len(words.encode()) <= MOST_PLAN_BYTES:
+        return words
+    teams = tuple(dataclasses.replace(team, forms="") for team in made.teams)
+    return dataclasses.replace(made, pairs=(), teams=teams).to_toml()
 
 
 def planned(

@@ -88,6 +88,7 @@ class Pass:
     strays: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
     last: bool = False  # the last micro-batch: what is complete now leaves
+    places: set[int] = field(default_factory=set)  # of the parameters' memory, once a factor has asked
     ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
 
 
@@ -252,11 +253,11 @@ class Backward:
         grad = self.parameters[name].grad
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
-    def _apart(self, right: Tensor) -> Tensor:
+    def _apart(self, state: Pass, right: Tensor) -> Tensor:
         """An input that is a parameter is another one once that is updated."""
-        place = right.untyped_storage().data_ptr()
-        shared = any(place == each.untyped_storage().data_ptr() for each in self.parameters.values())
-        return right.clone() if shared else right
+        if not state.places:
+            state.places = {each.untyped_storage().data_ptr() for each in self.parameters.values()}
+        return right.clone() if right.untyped_storage().data_ptr() in state.places else right
 
     def _factors(self, state: Pass, spec: Spec) -> Piece:
         out_features, in_features = spec.shapes[0]
@@ -268,7 +269,7 @@ class Backward:
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
         # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
         left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
-        right = [self._apart(call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
+        right = [self._apart(state, call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
         state.rows[spec.index] = sum(len(part) for part in left)
         if len(caught) == 1:
             return Piece(spec, left=left[0], right=right[0])

@@ -34,6 +34,7 @@ class Exchange(Meeting):
     overlaps: tuple[str, ...] = ("backward", "forward")
     _absorbs = False
     _asked = _packed = "measured"
+    factors = True
 
     def __init__(self, forms: str = "measured", packed: str = "measured"):
         if forms not in ASKED:

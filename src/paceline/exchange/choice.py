@@ -152,7 +152,8 @@ class Choice:
     def again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
         strays = {i for i, dense in enumerate(merged.dense) if dense}
-        for spec in self.specs:
+        # where factors have a place, on the wire or among a node's processes
+        for spec in self.specs if self.size > 1 or self.hands > 1 else ():
             if self.forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
                 strays.add(spec.index)
         self.never |= strays
