@@ -14,6 +14,7 @@ from paceline.contract import DENSE, FACTORS, Verdict
 from paceline.engine import sequential
 from paceline.engine.replay import Engine
 from paceline.engine.timeline import Timeline, record
+from paceline.exchange.forms import multiplication
 from paceline.find import parse
 
 ROWS, NODES = 6, 8
@@ -61,6 +62,17 @@ def test_a_recording_knows_the_pieces_and_layers_of_the_model(tmp_path):
     assert (line.rows, line.dtype, line.update > 0) == (ROWS, "float64", True)
     line.write(tmp_path / "line.json")
     assert Timeline.read(tmp_path / "line.json") == line
+
+
+@pytest.mark.parametrize("faster", [1.0, 10.0])
+def test_what_an_exchange_decides_by_is_as_fast_as_what_is_replayed(file, faster):
+    """Story: accelerators were emulated, and forms chosen by what a core shared by 16 nodes takes to multiply."""
+    engine, model = Engine(file, faster=faster), build()
+    engine.open(model, OPTIMIZERS["momentum"](model.parameters()), F.cross_entropy)
+    spec = max((spec for spec in engine.specs if spec.linear), key=lambda spec: spec.numel)
+    per_flop = multiplication(spec, ROWS, torch.float64, torch.device("cpu"), engine.multiply)
+    wanted = 0.002 / faster / (2 * ROWS * spec.numel)
+    assert wanted <= per_flop < 2 * wanted
 
 
 @pytest.mark.parametrize("form", [DENSE, FACTORS])
