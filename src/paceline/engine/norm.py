@@ -113,6 +113,11 @@ def _remember(layer: _BatchNorm, whole: float, mean: Tensor, variance: Tensor) -
         running.mul_(1 - momentum).add_(now.to(running), alpha=momentum)
 
 
+def _wide(weight: Tensor | None, mean: Tensor) -> Tensor | None:
+    """PyTorch's kernel wants weights of 16 bits beside statistics of as many, or both in 32."""
+    return None if weight is None else weight.to(mean.dtype)
+
+
 class _Normalise(torch.autograd.Function):
     """y = weight (x - mean) / sqrt(variance + eps) + bias, with statistics that depend on everyone's x."""
 
@@ -130,8 +135,8 @@ class _Normalise(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.eps, ctx.whole, ctx.total = eps, whole, total
-        scale, shift = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
-        return torch.nn.functional.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
+        weight, bias = _wide(weight, mean), _wide(bias, mean)
+        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable
@@ -142,16 +147,7 @@ class _Normalise(torch.autograd.Function):
         dot = plain = torch.zeros_like(mean)
         if x.numel():  # PyTorch's kernel divides by it
             _, dot, plain = torch.ops.aten.native_batch_norm_backward(
-                dy,
-                x,
-                None if weight is None else weight.to(mean.dtype),
-                mean,
-                variance,
-                None,
-                None,
-                False,
-                ctx.eps,
-                [False, True, True],
+                dy, x, _wide(weight, mean), mean, variance, None, None, False, ctx.eps, [False, True, True]
             )
         sums = ctx.total(torch.cat([plain, dot]), 1).view(2, -1) / ctx.whole
         mean_dy, mean_dot = sums.to(mean.dtype)
