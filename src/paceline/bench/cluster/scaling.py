@@ -45,7 +45,7 @@ def curves(
     nodes: tuple[int, ...] = NODES,
     rates: tuple[str | None, ...] = RATES,
 ) -> Iterator[Finding]:
-    """Emulated: 4 models on 2 to 32 nodes at 1 and 10 Gbit/s, computing ten times as fast as a core; an hour."""
+    """Emulated: 4 models on 2 to 32 nodes at 1 and 10 Gbit/s, computing ten times as fast as a core; 60 minutes."""
     for model, batch, most in models:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             show(f"recording a step of {model} b{batch}")
