@@ -47,8 +47,41 @@ class Latent(nn.Module):
         return self.head(torch.tanh(self.first(x) + self.into(self.z[:1]) * self.other(self.z[1:])))
 
 
+class Sharp(Plain):
+    """How steep it is in a weight says how much of its output counts."""
+
+    def forward(self, x):
+        out = super().forward(torch.ones(1, IN, dtype=x.dtype))
+        (slope,) = torch.autograd.grad(out.square().sum(), self.first.weight, allow_unused=True)
+        return super().forward(x) * (1 + slope.square().mean())
+
+
+class Masked(Plain):
+    """A layer is used with another weight, made of its own."""
+
+    def forward(self, x):
+        weight = self.first.weight
+        first = torch.func.functional_call(self.first, {"weight": weight * (weight > 0)}, (x,))
+        return self.head(F.relu(self.second(F.relu(first))))
+
+
+class Mapped(Plain):
+    """Row by row, by a transform."""
+
+    def forward(self, x):
+        return torch.func.vmap(super().forward)(x)
+
+
+class Curved(Plain):
+    """A transform's gradient, by the input."""
+
+    def forward(self, x):
+        slopes = torch.func.vmap(torch.func.grad(lambda row: super(Curved, self).forward(row).square().sum()))(x)
+        return super().forward(x) + slopes.square().sum(1, keepdim=True)
+
+
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("kind", [Attacked, Penalised, Latent])
+@pytest.mark.parametrize("kind", [Attacked, Penalised, Latent, Sharp, Masked, Mapped, Curved])
 def test_training_is_that_of_plain_torch(kind, size):
     """Story: a gradient inside forward was taken for the step's, and a weight was multiplied out after its update."""
     model = build(kind)
@@ -63,7 +96,7 @@ def test_training_is_that_of_plain_torch(kind, size):
     for losses, state, forms in ranks.run(size, work):
         assert losses == pytest.approx(want_losses, rel=1e-11)
         assert gap(state, want) < 1e-11
-        assert (FACTORS in forms) == (kind is not Penalised), "what is differentiated twice is no product of factors"
+        assert (FACTORS in forms) == (kind not in (Penalised, Mapped, Curved)), "no product of factors"
 
 
 def test_complex_layers_travel_dense():

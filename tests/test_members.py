@@ -14,7 +14,7 @@ import paceline
 import ranks
 from nodes import OPTIMIZERS, build
 from paceline import compare, members, seating
-from paceline.contract import LinkError
+from paceline.contract import LinkError, Regroup
 from paceline.data.order import Seat
 from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
@@ -203,13 +203,21 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 
 
 @pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
-def test_more_rows_than_a_node_takes_at_once_are_divided_unless_they_are_normalised_together(batch_norm, times):
+def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
     """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
     job = SimpleNamespace(batch_size=96, batch_norm=batch_norm, accumulate=1)
     loop = SimpleNamespace(seat=None, who="", balance=None, drift=None)
     pace = SimpleNamespace(
         loop=loop, job=job, world=World(num_nodes=3), shares=(48, 48), engine=SimpleNamespace(accumulate=1)
     )
+    pace.leader, pace.record = True, SimpleNamespace(write=lambda kind, **facts: None)
     pace._who, pace._follows = (lambda: "node 0"), False
     members.sit(pace, Seat(0, 2), seating.Limits((1, 1), (40, 50)), (1, 1))
     assert pace.engine.accumulate == times
+    loop.num_steps = 7
+    members.tell(pace, Regroup(origin=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48)))
+    said = capsys.readouterr().err
+    assert "lost three at step 7" in said
+    told = "node 0 computes 48 rows at once, and its most_rows is 40: batch_norm='sync' divides no batch" in said
+    assert told == (batch_norm == "sync")
+    assert "node 1" not in said

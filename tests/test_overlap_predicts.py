@@ -60,7 +60,7 @@ def some_line(dice: random.Random) -> Line:
         parts.append(Part(f"part {i}", numel, sides, 8.0 * bool(wide), *seconds))
     order = list(range(len(parts)))
     dice.shuffle(order)
-    return line(*parts, forward_s=dice.uniform(0, 0.1), update_s=0.02, factored_s=0.01, order=tuple(order))
+    return line(*parts, forward_s=dice.uniform(0, 0.4), update_s=0.02, factored_s=0.01, order=tuple(order))
 
 
 def cases(count=200):
@@ -122,6 +122,19 @@ def test_without_compute_a_step_is_the_wire_in_closed_form(nodes):
     messages = 2 * (nodes - 1) + 2 * (nodes - 1) + (nodes - 1)
     assert seen.sent_bytes == pytest.approx(num_bytes)
     assert seen.step_s == pytest.approx(messages * 1e-3 + num_bytes / 1e6)
+
+
+def test_after_a_pause_of_computing_the_first_bytes_wait_for_their_acknowledgements():
+    """Story: links of 20 ms took a quarter longer than foretold. Seven windows, of 10 packets and of twice as many each
+    time, are less than the megabyte that is under way in a round trip of 40 ms."""
+    wire, megabytes = Wire(0.02, 25e6), Part("dense", 1_000_000)
+    waits = [7 * 0.04 - (2**7 - 1) * 14_480 / 25e6, 0.0]
+    for forward_s, waits_s in zip((1.0, 0.1), waits, strict=True):
+        seen = predict([line(megabytes, forward_s=forward_s)] * 2, wire, [DENSE])
+        at_once_s = 2 * 0.02 + 4e6 / 25e6 + 0.02 + VOTE_BYTES / 25e6
+        assert seen.exposed_s == pytest.approx(at_once_s + waits_s)
+        assert seen.wire_s == pytest.approx(seen.exposed_s)
+    assert wire.beginning_s(14_480) == Wire(1e-5, 25e6).beginning_s(4e6) == FAST.beginning_s(4e6) == 0.0
 
 
 def test_it_is_said_of_every_fully_connected_layer_how_it_travels_and_why():
@@ -307,7 +320,8 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
     said = json.loads((tmp_path / "said.json").read_text())
     wires = Wires.of(said["wires"])
     cable, delay_s = bits_per_s(rate) / 8, delay_ms / 1e3
-    assert 0.3 * cable < wires.pairs[0].bytes_per_s < 1.15 * cable, "measured through the cable's limit"
+    # a slope between medians of few is off by so much where others use the machine
+    assert 0.3 * cable < wires.pairs[0].bytes_per_s < 1.3 * cable, "measured through the cable's limit"
     assert delay_s < wires.pairs[0].latency_s < delay_s + 0.05
     seen = predict([mine, mine], wires.among([0, 1]), said["forms"])
     assert seen.sent_bytes == pytest.approx(said["sent_bytes"], rel=0.02)

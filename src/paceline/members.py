@@ -38,6 +38,7 @@ def tell(pace: Any, news: Regroup) -> None:
     if news.came:
         came = ", ".join(guest.host for guest in news.came)
         words.append(f"{came} came at step {step}; {num_nodes} nodes train")
+    words += _too_many(pace)
     if pace.leader:
         print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
     pace.record.write(
@@ -51,6 +52,17 @@ def tell(pace: Any, news: Regroup) -> None:
         seconds=news.seconds,
         why=news.why,
     )
+
+
+def _too_many(pace: Any) -> list[str]:
+    """Of the nodes that are left, whose most_rows is not kept."""
+    if pace.job.batch_norm != "sync" or pace.loop.seat.virtual:
+        return []
+    return [
+        f"node {node} computes {rows} rows at once, and its most_rows is {most}: batch_norm='sync' divides no batch"
+        for node, (rows, most) in enumerate(zip(pace.shares, pace._limits.most, strict=True))
+        if rows > most
+    ]
 
 
 def sit(pace: Any, seat: Any, limits: seating.Limits, sizes: tuple[int, ...]) -> None:

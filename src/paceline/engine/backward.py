@@ -5,6 +5,7 @@ output, right its input, one row per sample. In the FACTORS form the weight take
 module's graph, so that product is never made here, and both factors are caught instead. A gradient
 that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
 the factors are not the whole gradient, the ballot says so, and the step is redone with the weight DENSE.
+Whoever asks for the gradient of such a weight inside of forward or loss is given the product.
 
 *Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
 """
@@ -74,6 +75,23 @@ class _Call:
     left: Tensor | None = None
 
 
+class _Nothing(torch.autograd.Function):
+    """Minus zero, by a weight: added to the output of a layer that was computed without it, it ties both together."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, output: Tensor, right: Tensor, state: Pass) -> Tensor:
+        ctx.right, ctx.state, ctx.like = right, state, weight.dtype
+        return output.new_full((), -0.0).expand(output.shape)  # nothing changes by it, not even -0.0
+
+    @staticmethod
+    def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """None in the step's own pass, whose factors are caught."""
+        if ctx.state.ours:
+            return None, None, None, None
+        left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
+        return left.T @ right, None, None, None
+
+
 @dataclass
 class Pass:
     """The state of one backward pass."""
@@ -101,7 +119,6 @@ class Backward:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for spec in self.specs for name in spec.names)
         self._pass: Pass | None = None
-        self._spark: Tensor | None = None
         self._hooks: list[Any] = []
         self._watches: list[Any] = []
         self.watch()
@@ -170,33 +187,31 @@ class Backward:
     def _enter(self, spec: Spec, module: nn.Linear) -> None:
         weight, state = module.weight, self._pass
         hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
-        # a user's hook waits for the weight's gradient, another forward makes it differently: a stray, so it goes dense
-        own = hooked or has_own_forward(module)
+        # a user's hook waits for the weight's gradient, another forward makes it differently, functional_call puts
+        # another weight here, a transform other tensors: a stray, so it goes dense
+        own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
+        own = own or torch._C._are_functorch_transforms_active()
         if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
             state.hidden.add(spec.index)
 
     def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
-        state = self._pass
+        state, weight = self._pass, module.weight
         if state is None:
             return None
-        if spec.index in state.hidden:
+        if hidden := spec.index in state.hidden:
             state.hidden.discard(spec.index)
-            module.weight.requires_grad_(True)
-        if output is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
+            weight.requires_grad_(True)
+        if output is None or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
-        if state.forms[spec.index] != FACTORS:
+        if not hidden:
             if output.requires_grad:
                 state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
             return None
-        if not output.requires_grad:
-            # nothing below asks for a gradient: the factor needs a graph to come down all the same
-            if self._spark is None:
-                self._spark = output.new_zeros(()).requires_grad_()
-            output = output + self._spark
         call = _Call(right.detach(), right._version)
+        output = output + _Nothing.apply(weight, output, call.right, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(spec.index, []).append(call)
-        output.register_hook(lambda left: self._caught(state, spec, call, left))  # type: ignore[no-untyped-call]
+        output.register_hook(lambda left: self._caught(state, spec, call, left))
         return output
 
     def _caught(self, state: Pass, spec: Spec, call: _Call, left: Tensor) -> None:
@@ -220,7 +235,8 @@ class Backward:
         if state is None:
             return
         if state.forms[spec.index] == FACTORS:
-            state.strays.add(spec.index)
+            if self.parameters[name].grad is not None:
+                state.strays.add(spec.index)
             return
         if not state.last:
             return

@@ -5,6 +5,7 @@
               a dense one as a sum, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
               factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
               on a slow wire packed: factors, and between two nodes sums, which are then a gather
+              after a pause of computing TCP begins with ten packets, and doubles them each round trip
     exposed   from the end of backward (or of the next forward pass, where that may be under way) until the last part
               is there, and the vote; averages of weights wholly, every so many steps
     update    of everyone's sums, or of everyone's factors multiplied out
@@ -12,7 +13,7 @@
 *Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
 node is its own line.
 *Source*: wait-free backpropagation: Zhang et al. 2017 (arXiv 1706.03292); affine messages: Hockney 1994 (Parallel
-Computing 20:3).
+Computing 20:3); slow start after a pause: RFC 5681, section 4.1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from paceline.probe.line import DENSE, FACTORS, Line, Part, Ways
 VOTE_BYTES = 1024  # of a ballot
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
 SLOW_S, PACKING_S = 4e-8, 4e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
+PAUSE_S = 0.2  # after which TCP begins anew: the least time-out of Linux
+WINDOW_BYTES = 10 * 1448  # that it begins with
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
 
 
@@ -65,6 +68,14 @@ class Wire:
     def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
         return messages * self.latency_s + num_bytes * per_byte
+
+    def beginning_s(self, num_bytes: float) -> float:
+        """What so many bytes wait for acknowledgements after a pause, until a whole round trip is under way."""
+        trip_s, window, waited_s = 2 * self.latency_s, float(WINDOW_BYTES), 0.0
+        while trip_s and window < min(num_bytes, trip_s * self.bytes_per_s):
+            waited_s += trip_s - window / self.bytes_per_s
+            num_bytes, window = num_bytes - window, 2 * window
+        return waited_s
 
     @property
     def slow(self) -> bool:
@@ -190,7 +201,7 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
     compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
     # a part enters when the slowest node has it and all before it
     entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
-    now = wire_s = sent_bytes = packed_bytes = 0.0
+    now = wire_s = sent_bytes = packed_bytes = before = 0.0
     travel = Travel.of(lines)
     ways = travel.ways
     for i, entry in enumerate(entries if nodes > 1 else ()):
@@ -200,7 +211,11 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
         sent = traffic(part, forms[i], nodes, most, travel, ring if left < 1 else wire.sums)
         packed_bytes += sent.num_bytes if left < 1 else 0.0
         took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
-        now, wire_s, sent_bytes = max(now, entry) + took_s, wire_s + took_s, sent_bytes + sent.num_bytes * left
+        begun = max(now, entry)
+        if entry - before > PAUSE_S:  # of computing; a wire that was busy meanwhile waits less
+            begun = max(now, entry + wire.beginning_s(sent.in_sequence * left))
+        wire_s += begun - max(now, entry) + took_s
+        now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left
     vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
     told_bytes: float = (nodes - 1) * VOTE_BYTES
     if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
