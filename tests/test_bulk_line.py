@@ -185,3 +185,31 @@ def test_strangers_who_say_nothing_keep_nobody_out():
         for line in silent:
             line.close()
         hatch.close()
+
+
+def test_who_is_admitted_while_the_hatch_closes_is_hung_up_on():
+    hatch, closed = Hatch("127.0.0.1", SECRET), threading.Event()
+    hear = hatch._hear
+    hatch._hear = lambda line: (hear(line), closed.wait(20.0))[0]
+    with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as line:
+        hatch.close()
+        closed.set()
+        with pytest.raises(LinkError, match="gone"):
+            line.receive()
+    assert not hatch.here
+
+
+def test_who_comes_by_another_line_has_that_one_alone():
+    hatch = Hatch("127.0.0.1", SECRET)
+    try:
+        with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as first:
+            until(lambda: "2-name" in hatch.here)
+            before = hatch.here["2-name"]
+            with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as second:
+                until(lambda: hatch.here.get("2-name") not in (None, before))
+                with pytest.raises(LinkError, match="gone"):
+                    first.receive()
+                hatch.here["2-name"].send([b"state"], 5)
+                assert second.receive() == b"state"
+    finally:
+        hatch.close()

@@ -163,7 +163,13 @@ class Hatch:
         except (OSError, ValueError, LinkError):
             line.close()
         else:
-            self.here[name] = bulk
+            with self._lock:  # by another line it is here anew
+                before = self.here.pop(name, None)
+                if not self._closed:
+                    self.here[name] = bulk
+            for gone in (before, bulk if self._closed else None):
+                if gone is not None:
+                    gone.close()
         finally:
             with self._lock:
                 self._strangers.pop(line, None)
@@ -182,7 +188,8 @@ class Hatch:
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         with contextlib.suppress(OSError):  # wakes whoever waits in accept
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from paceline.contract import LinkError, ticks
@@ -75,10 +75,14 @@ class Pulse:
         self._questions: list[int] = []
         self._turn_s, self._woke_s = ticks(), -math.inf  # of the thread: its last turn, and when it had stood still
         self._noticed_s: float | None = None  # the wait that people have been told of
-        if rank == 0:
-            self._gather(store, address, alert)
-        else:
-            self._reach(store)
+        try:
+            if rank == 0:
+                self._gather(store, address, alert)
+            else:
+                self._reach(store)
+        except BaseException:
+            self._hang_up()
+            raise
         self._thread = threading.Thread(target=self._run, name="paceline pulse", daemon=True)
         self._thread.start()
 
@@ -87,7 +91,10 @@ class Pulse:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         strangers: dict[socket.socket, bytes] = {}  # and what they have said so far
         end = time.monotonic() + JOIN_S
-        with socket.create_server((address, 0), family=family) as server, selectors.DefaultSelector() as eyes:
+        with contextlib.ExitStack() as held:
+            server = held.enter_context(socket.create_server((address, 0), family=family))
+            eyes = held.enter_context(selectors.DefaultSelector())
+            held.callback(_close, strangers)
             server.setblocking(False)
             eyes.register(server, selectors.EVENT_READ)
             store.set("pulse", f"{address} {server.getsockname()[1]} {nonce.hex()}")
@@ -112,8 +119,6 @@ class Pulse:
                         eyes.unregister(oldest := next(iter(strangers)))
                         strangers.pop(oldest)
                         oldest.close()
-        for line in strangers:
-            line.close()
 
     def _meet(
         self, line: socket.socket, strangers: dict[socket.socket, bytes], nonce: bytes, missing: set[int]
@@ -139,13 +144,13 @@ class Pulse:
         address, port, nonce = store.get("pulse").decode().split()
         try:
             hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
+            self._peers[0] = Words(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
             proof = prove(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
             hub.sendall(proof + struct.pack("<H", self.rank))
         except OSError as error:
             raise LinkError(
                 f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0
             ) from error
-        self._peers[0] = Words(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
 
     def _seal(self, part: bytes, rank: int, nonce: bytes) -> Seal:
         return Seal(self._secret, part, rank, BEAT + nonce, MAX_BYTES)
@@ -359,3 +364,8 @@ class Pulse:
     def _hang_up(self) -> None:
         for words in self._peers.values():
             words.line.close()
+
+
+def _close(lines: Iterable[socket.socket]) -> None:
+    for line in lines:
+        line.close()
