@@ -54,8 +54,9 @@ RULES = {
     "following": ("contract", "handover", "engine.batch"),
     "welcome": ("contract", "handover", "following"),
     "frozen": ("contract",),
+    "buffers": ("contract",),
     "entry": ("handover", "following", "interrupt"),
-    "saving": ("resume", "elastic.*"),
+    "saving": ("buffers", "resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),
     "loop": ("contract", "scaler", "balance", "drift", "stragglers", "whereabouts", "report.record"),
     "tracing": ("contract", "loop", "world", "link.ledger", "report.chrome"),
@@ -67,7 +68,7 @@ RULES = {
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *("own", "compare", "evaluate", "saving", "interrupt", "scaler", "world", "seating", "drift", "tracing"),
-        *("examined", "entry", "welcome", "members", "frozen"),
+        *("buffers", "entry", "welcome", "members", "frozen"),
         *("examined", "live", "signs", "stragglers", "whereabouts"),
     ),
     "session": (

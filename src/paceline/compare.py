@@ -32,7 +32,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "scheduler": type(job.scheduler).__name__,
         "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
-        "codec": (type(codec).__module__, codec.wire),
+        "codec": _words(codec),
         "virtual shares": (engine.num_shares, torch.get_num_threads() if engine.num_shares else 0),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
         "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
@@ -47,6 +47,7 @@ def compare(
 ) -> None:
     """Raises ValueError, on every node, naming what the nodes were given differently."""
     given = facts(job, engine, exchange, codec)
+    given["numbers of the scheduler"] = _plain_values(job.scheduler.state_dict()) if job.scheduler else None
     mine = b"".join(_digest(fact) for fact in given.values())
     everyone = link.all_gather(torch.tensor(list(mine), dtype=torch.uint8), "comparing jobs", even=True).wait()
     for i, (name, fact) in enumerate(given.items()):
@@ -94,6 +95,21 @@ def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:
     everyone = link.all_gather(mine, "comparing precisions", even=True).wait()
     alike = len({int(each) for each in everyone}) == 1
     return PRECISION[precision] if alike and precision != "fp32" else None
+
+
+def _words(codec: contract.Codec) -> tuple[Any, ...]:
+    """With all that it was given, and those that it wraps."""
+    said = {name: _words(value) if isinstance(value, contract.Codec) else value for name, value in vars(codec).items()}
+    return type(codec).__module__, codec.wire, sorted((name, str(value)) for name, value in said.items())
+
+
+def _plain_values(value: Any) -> Any:
+    """Numbers and words, as deep as they lie; of other things nothing is the same twice."""
+    if isinstance(value, dict):
+        return sorted((str(key), _plain_values(each)) for key, each in value.items() if key != "_step_count")
+    if isinstance(value, list | tuple):
+        return [_plain_values(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else None
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

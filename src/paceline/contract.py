@@ -342,12 +342,13 @@ class Codec:
     """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
 
     ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is
-    gathered and decoded. ``biased``: loses mass unless wrapped by ``feedback``.
+    gathered and decoded. ``biased``: loses mass unless wrapped by ``feedback``. ``owes``: its memory is to be sent yet.
     """
 
     fidelity = "exact"
     sums = True
     biased = False
+    owes = False
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
 
@@ -364,6 +365,10 @@ class Codec:
     def settle(self, pending: Any, agreed: Tensor) -> Any:
         """The next memory. Called on APPLY alone."""
         return pending
+
+    def retain(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
+        """The next memory, where these values of what was agreed on were not applied."""
+        return after
 
     def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
         """This rank's memory of a spec, of those that ``len(memories)`` ranks had: among as many, its own.

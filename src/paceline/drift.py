@@ -113,7 +113,8 @@ class Drift:
 
     @torch.no_grad()
     def _spread(self, part: Part) -> None:
-        weights = [(self.engine.weights[index], start, stop) for index, start, stop in part]
+        whole = self.engine.weights
+        weights = [(whole[index], start, stop) for index, start, stop in part]
         values = [_values(view) for view in weights]
         before = [each.clone() for each in values]
         if self.divided:

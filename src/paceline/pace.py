@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import contract, members, seating
+from paceline import buffers, contract, members, seating
 from paceline.compare import compare, digests, facts, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
@@ -462,7 +462,7 @@ class Pace:
         with self._among_all("evaluating"):
             self.exchange.level(self.engine.weights)
             for _ in range(MOST_LOSSES):
-                self.exchange.spread(self.engine.buffers)
+                buffers.spread(self.job.model, self.engine, self.exchange)
                 found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
                 if found is not None:
                     return found
@@ -509,7 +509,7 @@ class Pace:
         self.settle()
         with self._among_all("exporting"):
             self.exchange.level(self.engine.weights)
-            self.exchange.spread(self.engine.buffers)
+            buffers.spread(self.job.model, self.engine, self.exchange)
             self._alone(lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline import resume
+from paceline import buffers, resume
 from paceline.elastic import checkpoint
 from paceline.elastic.agreed import agreed
 from paceline.elastic.background import Writer
@@ -40,7 +40,7 @@ class Saving:
         pace, begin = self.pace, time.perf_counter()
         pace.settle()
         pace.exchange.level(pace.engine.weights)
-        pace.exchange.spread(pace.engine.buffers)
+        buffers.spread(pace.job.model, pace.engine, pace.exchange)
         state = resume.state(pace)
         path: Path | None = pace._alone(lambda: pace.leader, lambda: self._put(run, state, wait, begin))
         return path

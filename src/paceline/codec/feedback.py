@@ -25,7 +25,7 @@ class Codec(contract.Codec):
             raise ValueError("codec 'feedback' needs a codec to wrap, as in 'feedback/topk:keep=0.01'")
         self.inner = inner
         self.fidelity, self.sums, self.wire = inner.fidelity, inner.sums, inner.wire
-        self.takes_over = inner.takes_over
+        self.takes_over, self.owes = inner.takes_over, True
 
     def init(self, spec: contract.Spec, rank: int, seed: int) -> Any:
         return None, self.inner.init(spec, rank, seed)
@@ -43,6 +43,13 @@ class Codec(contract.Codec):
     def settle(self, pending: Any, agreed: Tensor) -> Any:
         residual, deeper = pending
         return residual, self.inner.settle(deeper, agreed)
+
+    def retain(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
+        (old, deep), (new, deeper) = before, after
+        new = new.clone() if unused else new
+        for values in unused:
+            new[values] = 0 if old is None else old[values]
+        return new, self.inner.retain(deep, deeper, unused)
 
     def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
         owed = [residual for residual, _ in memories[rank::size] if residual is not None]

@@ -30,10 +30,12 @@ class Codec(contract.Codec):
         self.wire = type
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        return flat.to(self.type), None
+        parts = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return parts.to(self.type), None
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return payload.to(dtype)
+        parts = payload.to(dtype.to_real())
+        return torch.view_as_complex(parts.view(-1, 2)) if dtype.is_complex else parts
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return 2 * numel
+        return 4 * numel if dtype.is_complex else 2 * numel

@@ -119,6 +119,7 @@ class Backward:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for spec in self.specs for name in spec.names)
         self._pass: Pass | None = None
+        self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
         self._hooks: list[Any] = []
         self._watches: list[Any] = []
         self.watch()
@@ -191,6 +192,8 @@ class Backward:
         # another weight here, a transform other tensors: a stray, so it goes dense
         own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
         own = own or torch._C._are_functorch_transforms_active()
+        # the wire has 16 bits for the factors of layers that are computed in as many
+        own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
         if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
             state.hidden.add(spec.index)

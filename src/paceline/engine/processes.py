@@ -30,7 +30,7 @@ from paceline.engine.everyone import Everyone
 from paceline.engine.places import Places
 from paceline.engine.relay import Follower, Leader
 from paceline.engine.shares import Shares
-from paceline.engine.update import Factored, finish
+from paceline.engine.update import Factored, finish, norms
 
 
 class Engine(sequential.Engine):
@@ -85,10 +85,20 @@ class Engine(sequential.Engine):
             if self.seat[0] == 0:
                 shared.copy_(parameters[name].data)
             parameters[name].data = shared
-        self.weights = [parameters[name].data for name in self.names]
+        self._lie = [parameter.data_ptr() for parameter in parameters.values()]
         self.crew.barrier("joining")
         self.shares = Shares(self.optimizer, parameters, self.crew)
+        self._num_held = sequential.held(self.optimizer)
         self.alone = False
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        for name, place in zip(self.backward.parameters, self._lie, strict=True):
+            if self.backward.parameters[name].data_ptr() != place:
+                raise ValueError(
+                    f"parameter {name!r} was given other memory after join(), and the processes of this node share the "
+                    f"old one; copy into it, as in `parameter.data.copy_(values)`, or use engine 'threads:k'"
+                )
 
     @property
     def division(self) -> str:
@@ -150,7 +160,7 @@ class Engine(sequential.Engine):
             if piece.left is not None and piece.right is not None:
                 squares += float(Factored(piece.left, piece.left, piece.right).square_norm())
             else:
-                squares += float(self._sum(piece, i, slice(None)).norm()) ** 2
+                squares += sum(float(norm) ** 2 for norm in norms([self._sum(piece, i, slice(None))]))
         return squares
 
     def _sum(self, piece: Piece, i: int, own: slice) -> Tensor:

@@ -67,15 +67,21 @@ class Engine(contract.Engine):
         if not self.numerics.compile:
             products.install(model)
         self.backward = Backward(model, hook_layers=not self.numerics.compile)
+        self.backward.rounded = self.numerics.precision != "fp32"
         self.specs, self.names = self.backward.specs, self.backward.names
-        self.weights = [self.backward.parameters[name].data for name in self.names]
         self.device = self.weights[0].device
         numels = [weight.numel() for weight in self.weights]
         self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
+        self._num_held = held(optimizer)
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
+
+    @property
+    def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
+        """Where they lie now: a script may give a parameter other memory."""
+        return [self.backward.parameters[name].data for name in self.names]
 
     @property
     def waited_s(self) -> float:
@@ -106,7 +112,7 @@ class Engine(contract.Engine):
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        self._check_frozen()
+        self._check_parameters()
         ballot = Ballot()
         if batch is None:
             self.settle()
@@ -134,15 +140,24 @@ class Engine(contract.Engine):
     def _split(self, batch: Any, parts: int) -> list[Any]:
         return split(batch, parts, self._least if count(batch) < self._full else 1)
 
-    def _check_frozen(self) -> None:
+    def _check_parameters(self) -> None:
+        """Those that train are those that did when all joined."""
         if thawed := [name for name, parameter in self._frozen if parameter.requires_grad]:
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
+        if self._num_held != (num_held := held(self.optimizer)):
+            known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
+            if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
+                raise ValueError(
+                    "the optimizer was given parameters after join() that were not there before: nobody adds up their "
+                    "gradients; add them to model and optimizer before joining"
+                )
+            self._num_held = num_held
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
-        self._check_frozen()
+        self._check_parameters()
         own = [p.grad for p in self.backward.parameters.values()]
         if FACTORS in forms or self.redoes:  # adding up on the way must not spoil what a redone step starts from
             for parameter in self.backward.parameters.values():
@@ -211,8 +226,9 @@ class Engine(contract.Engine):
     def _hash(self) -> int:
         """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""
         check = 0
+        weights = self.weights
         for index, start, stop in self._looks[self._turn % len(self._looks)]:
-            values = self.weights[index].detach().reshape(-1)[start:stop]
+            values = weights[index].reshape(-1)[start:stop]
             check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check
 
@@ -319,6 +335,11 @@ class Engine(contract.Engine):
         for layers, everyone in self._norms:
             layers.restore()
             everyone.close()
+
+
+def held(optimizer: torch.optim.Optimizer) -> int:
+    """How many parameters."""
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _grads(piece: Piece) -> Sequence[Tensor]:

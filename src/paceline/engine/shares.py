@@ -250,7 +250,7 @@ class Shares:
     def _too_late(self, group: Any) -> NoReturn:
         raise ValueError(
             "a parameter group was added after join(), when the optimizer's work is already divided among the "
-            "processes of this node; add it before join(), or use engine 'threads:k'"
+            "processes of this node; add it before join()"
         )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,8 @@ class Factored:
     right: Tensor
 
     def square_norm(self) -> Tensor:
-        return ((self.left @ self.left.T) * (self.right @ self.right.T)).sum().clamp_min(0)
+        left, right = _wide(self.left), _wide(self.right)
+        return ((left @ left.T) * (right @ right.T)).sum().clamp_min(0)
 
 
 def takes_factors(optimizer: torch.optim.Optimizer) -> bool:
@@ -73,7 +74,7 @@ def finish(
     grads = [p.grad for p in dense if p.grad is not None]
     factor, norm = rule.scale, None
     if rule.clip is not None or rule.check:
-        squares = sum(float(norm) ** 2 for norm in torch._foreach_norm(grads)) if grads else 0.0
+        squares = sum(float(norm) ** 2 for norm in norms(grads))
         squares += sum(float(f.square_norm()) for f in factored)
         norm = rule.scale * whole(squares) ** 0.5
         if rule.check and not math.isfinite(norm):
@@ -89,6 +90,18 @@ def finish(
         if group is not None:
             _step(one, optimizer.state[one.parameter], group, factor)
     return True, norm
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In which the squares of 16-bit values neither overflow nor vanish."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def norms(grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Of one type after the other, in the same order everywhere."""
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        yield from torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)
 
 
 @torch.no_grad()

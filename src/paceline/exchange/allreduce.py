@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class Exchange(Meeting):
     def _sum(self, payload: Tensor, what: str, flight: Flight, own: torch.dtype) -> tuple[contract.Handle, float]:
         """(the sum, when it began). Among two a gather sends no more, so it can be packed, and what was rounded for the
         wire is added in the gradient's own type; among more it would send more."""
-        now, mine = self.link.threads.now, self.link.rank
+        now, mine, own = self.link.threads.now, self.link.rank, own.to_real()  # a codec may send both parts of a number
         rounded = payload.itemsize < own.itemsize
         packs = flight.packed and payload.nbytes >= LEAST_BYTES and fits(payload)
         if self.link.size > 2 or not (packs or rounded):
@@ -165,12 +166,27 @@ class Exchange(Meeting):
             whole += self.codec.decode(payload, numel, dtype)
         return Piece(spec, flat=whole), pending
 
-    def remember(self, got: Sequence[tuple[Piece, Any]]) -> None:
+    def remember(self, got: Sequence[tuple[Piece, Any]], ballot: Ballot) -> None:
         """What the codec keeps of these pieces; nothing of any where one is not finite, and so will not be applied."""
-        dense = [(piece.spec.index, piece.flat, pending) for piece, pending in got if piece.flat is not None]
-        memory = {index: self.codec.settle(pending, flat) for index, flat, pending in dense}
-        if all(kept is None for kept in memory.values()) or all(bool(flat.isfinite().all()) for _, flat, _ in dense):
+        dense = [(piece.spec, piece.flat, pending) for piece, pending in got if piece.flat is not None]
+        memory = {spec.index: self.codec.settle(pending, flat) for spec, flat, pending in dense}
+        if all(kept is None for kept in memory.values()):
             self.memory.update(memory)
+        elif ballot.weight and all(bool(flat.isfinite().all()) for _, flat, _ in dense):
+            for spec, _, _ in dense if self.codec.owes else ():
+                before, after = self.memory[spec.index], memory[spec.index]
+                memory[spec.index] = self.codec.retain(before, after, self._unused(spec, ballot.used))
+            self.memory.update(memory)
+
+    def _unused(self, spec: Spec, used: bytes) -> list[slice]:
+        """Where the parameters lie in its piece that nobody used: no optimizer takes what was sent of them."""
+        first = sum(len(one.names) for one in self.specs[: spec.index])
+        ends = list(accumulate(spec.numels))
+        return [
+            slice(end - numel, end)
+            for end, numel, here in zip(ends, spec.numels, used[first : first + len(ends)], strict=True)
+            if not here
+        ]
 
     def agree(self, ballot: Ballot) -> Agreement:
         if self._flow is None:
@@ -189,7 +205,9 @@ class Exchange(Meeting):
     def _decide(self, merged: Ballot, ballots: list[Ballot], drift: bool) -> Agreement:
         flight, later, got = self._flight, self.overlap == "forward", self._got
         self._got = []
-        coming: list[contract.Coming] = [_Coming(self, flight, self.specs[i]) for group in flight.groups for i in group]
+        coming: list[contract.Coming] = [
+            _Coming(self, flight, self.specs[i], merged) for group in flight.groups for i in group
+        ]
         most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
         costs = self.choice.costs(flight.groups, most)
         measured = self._before if later else (flight, costs)
@@ -204,7 +222,7 @@ class Exchange(Meeting):
         if later:
             return Agreement(Verdict.APPLY, [], merged, drift, coming)
         if merged.finite:
-            self.remember(got)
+            self.remember(got, merged)
         return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, drift)
 
     def _moved(self, flight: Flight, costs: list[Cost]) -> list[Cost]:
@@ -255,8 +273,8 @@ class Exchange(Meeting):
 
 
 class _Coming(contract.Coming):
-    def __init__(self, exchange: Exchange, flight: Flight, spec: Spec):
-        self.exchange, self.flight, self.spec = exchange, flight, spec
+    def __init__(self, exchange: Exchange, flight: Flight, spec: Spec, ballot: Ballot):
+        self.exchange, self.flight, self.spec, self.ballot = exchange, flight, spec, ballot
 
     def arrived(self) -> bool:
         return self.exchange._flow is not None and self.exchange._flow.has(self.flight, self.spec.index)
@@ -264,5 +282,5 @@ class _Coming(contract.Coming):
     def wait(self) -> Piece:
         with self.exchange.link.waiting("what the last step agreed on"):
             piece, pending = self.exchange.receive(self.flight, self.spec)
-        self.exchange.remember([(piece, pending)])
+        self.exchange.remember([(piece, pending)], self.ballot)
         return piece

@@ -176,6 +176,12 @@ class Choice:
             self._adopt(self._choose())
 
     def _choose(self, now: Sequence[str] = ()) -> list[str]:
+        forms = self._chosen(now)
+        if self.codec.owes and self.size > 1:  # as factors a layer would never send what it owes
+            self.never |= {spec.index for spec in self.specs if forms[spec.index] == DENSE}
+        return forms
+
+    def _chosen(self, now: Sequence[str]) -> list[str]:
         if self.asked in (DENSE, FACTORS) and self.size > 1:
             possible = (s.index not in self.never and s.fits(self.total[s.index]) for s in self.specs)
             return [self.asked if here else DENSE for here in possible]

@@ -62,7 +62,7 @@ class Exchange(allreduce.Exchange):
         sent, place = self._flow.take(flight, spec.index)
         before, sums, whole = sum(piece.spec.numel for piece in sent.pieces[:place]), dict[Span, Tensor](), (0, 0)
         for payload in sent.result:
-            num_shares, low, high = (int(value) for value in payload[:HEAD].tolist())
+            num_shares, low, high = (int(value) for value in payload[:HEAD].real.tolist())
             whole, here = (0, num_shares), spans((0, num_shares), low, high)
             start = HEAD + before * len(here)
             for i, span in enumerate(here):
@@ -71,7 +71,7 @@ class Exchange(allreduce.Exchange):
         assert flat is not None, f"of {whole[1]} shares of {spec.names[0]} only {sorted(sums)} have come"
         return Piece(spec, flat=flat), None
 
-    def remember(self, got: Sequence[tuple[Piece, Any]]) -> None:
+    def remember(self, got: Sequence[tuple[Piece, Any]], ballot: Ballot) -> None:
         """No codec has seen it."""
 
     def _words(self, ballot: Ballot) -> bytes:

@@ -193,7 +193,9 @@ class Hatch:
         with contextlib.suppress(OSError):  # wakes whoever waits in accept
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
-        for bulk in self.here.values():
+        with self._lock:
+            here = list(self.here.values())
+        for bulk in here:
             bulk.close()
 
 
