@@ -205,7 +205,7 @@ def test_a_firewall_that_lets_the_meeting_through_and_no_more_is_told_to_all(tmp
         rule = ["ip", "-n", cluster.name(1), "rule", "add", "to", cluster.address(0), "ipproto", "tcp", "prio"]
         subprocess.run([*rule, "100", "dport", "29500", "lookup", "main"], check=True)
         subprocess.run([*rule, "101", "blackhole"], check=True)
-        lines = said_in_a_cluster(cluster, tmp_path, ({}, {}))
+        lines = said_in_a_cluster(cluster, tmp_path, ({"PACELINE_SECRET": "of this test"},) * 2)
     want = (
         r"rank 0 on node0 \(10\.77\.0\.1\) does not reach rank 1 on node1 \(10\.77\.0\.2\) at port \d+: no answer "
         r"within 5 s; a firewall"

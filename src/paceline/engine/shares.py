@@ -330,18 +330,14 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
     if division(optimizer) == SLICES:
         return True
     dice = torch.Generator().manual_seed(0)
-    small = [
-        torch.randn([min(n, 4) for n in p.shape], generator=dice)
-        for g in optimizer.param_groups
-        for p in g["params"][:2]
-    ]
-    grads = [torch.randn(value.shape, generator=dice) for value in small]
+    some = [_some(group["params"]) for group in optimizer.param_groups]
+    small = [torch.randn([min(n, 4) for n in p.shape], generator=dice).to(p.dtype) for each in some for p in each]
+    grads = [torch.randn(value.shape, generator=dice).to(value.dtype) for value in small]
 
     def train(together: bool) -> list[Tensor]:
         twin, parts, start = _twin(optimizer), [torch.nn.Parameter(value.clone()) for value in small], 0
-        for group in twin.param_groups:
-            count = min(2, len(group["params"]))
-            group["params"], start = parts[start : start + count], start + count
+        for group, each in zip(twin.param_groups, some, strict=True):
+            group["params"], start = parts[start : start + len(each)], start + len(each)
         for _ in range(3):
             for turn in [parts] if together else [[part] for part in parts]:
                 for part, grad in zip(parts, grads, strict=True):
@@ -353,3 +349,10 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
         return all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))
     except Exception:
         return False  # it wants something that small tensors do not have: all in one step
+
+
+def _some(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Two, and one of each further type."""
+    types = {parameter.dtype: parameter for parameter in reversed(parameters)}
+    known = {parameter.dtype for parameter in parameters[:2]}
+    return [*parameters[:2], *(parameter for dtype, parameter in types.items() if dtype not in known)]

@@ -123,8 +123,7 @@ class Late(memory.Link):
                 some |= how == SILENT
                 continue
             try:
-                line = Meeting(place.address, place.port, self._secret, LATE, 0, TURN_S)
-                told = [Place.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+                line, told = self._members_at(place)
             except LinkError as error:
                 why = str(error)
                 continue
@@ -136,6 +135,15 @@ class Late(memory.Link):
         if some:
             raise LinkError("of those who train, the one that leads cannot be reached")
         raise Over(f"{OVER} ({why})")
+
+    def _members_at(self, place: Place) -> tuple[Meeting, list[Place]]:
+        """(a line there, the members that it knows of)."""
+        line = Meeting(place.address, place.port, self._secret, LATE, 0, TURN_S)
+        try:
+            return line, [Place.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+        except BaseException:
+            line.close()
+            raise
 
     def _known(self) -> Iterator[Place]:
         """Where to look for who leads: whom one names is asked next."""

@@ -73,6 +73,8 @@ class Mesh:
                     self.out[member.rank] = self._reach(member, int(port), bytes.fromhex(token.decode()))
                 self._wait(others)
             except BaseException:
+                with self._changed:
+                    self._closing = True  # who is greeted from now on is hung up on
                 for line in (*self.out.values(), *self.into.values()):
                     line.close()
                 raise
@@ -87,8 +89,8 @@ class Mesh:
         while (left_s := self._end - time.monotonic()) > 0:
             try:
                 line = socket.create_connection((member.address, port), min(HANDSHAKE_S, left_s))
-                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with _closed_on_error(line):
+                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     safe = alone(self._outside.wrap_socket(line))
                 with _closed_on_error(safe):
                     if safe.getpeercert(True) != self._certificates[member.rank]:

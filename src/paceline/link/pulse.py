@@ -105,7 +105,7 @@ class Pulse:
                 if not (ready := eyes.select(min(left_s, WAIT_S))):
                     alert()
                 for key, _ in ready:
-                    with contextlib.suppress(BlockingIOError):
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
                         if key.fileobj is server:
                             line, _ = server.accept()
                             line.setblocking(False)
@@ -125,7 +125,7 @@ class Pulse:
     ) -> bool:
         """Whether it has said all that it may: a peer from now on, or sent away."""
         words = b""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, TimeoutError):
             words = line.recv(SIZE + 2 - len(strangers[line]))
         strangers[line] += words
         said = strangers[line]
