@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Subset
 
 from paceline import contract
 from paceline.engine.numerics import PRECISION
@@ -59,6 +60,22 @@ def compare(
                 f"join: the nodes were given different {name}: {who[link.rank]} has {str(fact)[:200]}, other "
                 f"than {others}; start every node with the same script, arguments, data and versions"
             )
+
+
+def compare_splits(exchange: contract.Exchange, dataset: Any) -> None:
+    """Of a part of a dataset (`Subset`, as ``random_split`` draws it): whether all have drawn the same. Every process
+    must call it. Raises ValueError, in all."""
+    parts = []
+    if isinstance(dataset, DataLoader):
+        parts, dataset = [getattr(dataset.sampler, "indices", None)], dataset.dataset
+    while isinstance(dataset, Subset):
+        parts, dataset = [*parts, dataset.indices], dataset.dataset
+    drawn = [list(map(int, indices)) for indices in parts if indices is not None]
+    if drawn and len({words for words in exchange.gather(_digest(drawn)) if words}) > 1:
+        raise ValueError(
+            "the processes were given different parts of the dataset, so that one would train on what another tests: "
+            "draw them alike everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
+        )
 
 
 @functools.cache

@@ -38,8 +38,9 @@ def evaluate(
     try:
         with torch.no_grad():
             for start in range(0, len(mine), rows):
-                batch, output = engine.run(source.fetch(mine[start : start + rows], 0))
-                _add(sums, counted(metric(output, target(metric, batch)), batch))
+                some = mine[start : start + rows]
+                batch, output = engine.run(source.fetch(some, 0))
+                _add(sums, counted(metric(output, target(metric, batch)), batch, len(some)))
     finally:
         for module in training:
             module.training = True

@@ -66,6 +66,11 @@ class Job:
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 faults.append(f"{name} an int >= 1, got {count!r}")
+        if getattr(self.loss, "reduction", "") == "sum":
+            faults.append(
+                "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
+                "rows: use reduction='mean', and a learning rate as many times as large"
+            )
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             faults.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
         if self.precision not in (None, "fp32", "bf16", "fp16"):

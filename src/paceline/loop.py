@@ -159,6 +159,7 @@ class Loop:
             kept, begin = self.engine.snapshot(), time.perf_counter()
             with self.whereabouts.at("waiting for its data"):
                 share = batch.share(self.seat)
+                self.engine.held = getattr(batch, "held", None)
             self._spent["wait_seconds"] = time.perf_counter() - begin
             self.engine.place(self.seat, self.num_steps)
             self.exchange.before(self.engine.weights)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import buffers, contract, members, seating
-from paceline.compare import compare, digests, facts, thin
+from paceline.compare import compare, compare_splits, digests, facts, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
@@ -220,6 +220,8 @@ class Pace:
 
     # the data
 
+    _split = False  # whether all were asked which samples theirs has
+
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[feed.Batch]:
         """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
 
@@ -235,6 +237,10 @@ class Pace:
             if not self._entry.enter(epochs):
                 return
             self._entry = None
+        elif not self._split:
+            self._split = True
+            with self._among_all("comparing datasets"):
+                compare_splits(self.exchange, dataset)
         last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
         start = self.epoch, self.next_step
         job = self.job
@@ -247,9 +253,15 @@ class Pace:
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
         self._refuse_sync()
+        if self._own and self._own.begun:
+            raise ValueError(
+                "rows() was called before update() took what backward() had added: update after every batch, and add "
+                "up over more of them by a larger batch_size, computed in parts by accumulate="
+            )
         shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
         share = shared.share(self.loop.seat)
-        self._own = OwnStep(batch, 0 if share is None else batches_.count(share))
+        held = getattr(shared, "held", None)
+        self._own = OwnStep(batch, 0 if share is None else batches_.count(share) if held is None else held)
         device = self.engine.weights[0].device
         return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
 
@@ -353,6 +365,11 @@ class Pace:
         """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
         self._refuse_sync()
         own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
+        if not own.begun and (own.rows or self.world.size == 1):
+            raise ValueError(
+                "update() was called before backward(): give each loss to pace.backward(loss), in place of "
+                "loss.backward()"
+            )
         if not own.begun:
             self._forget()  # without rows here, what the last step left in .grad would count again
         kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
@@ -483,6 +500,7 @@ class Pace:
         with self._among_all("saving"):
             return None if self.watched else self._saving.save(run, wait)
 
+    over = False  # it has left the others
     row = ""  # the plan's row that this run obeys
 
     def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
@@ -566,6 +584,7 @@ class Pace:
 
     def _leave(self, reason: str, wait: bool = True) -> Exception | None:
         """Once nothing is being written any more; what could not be."""
+        self.over = True
         if self._interrupt:
             self._interrupt.close()
         if self._live:

@@ -7,6 +7,8 @@ import importlib.util
 import itertools
 import os
 import sys
+import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +32,7 @@ from paceline.pace import Pace
 from paceline.probe import clock, shelf
 from paceline.world import World
 
+_here: weakref.WeakSet[Pace] = weakref.WeakSet()  # that this process has joined
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
 LINKS = "mpi", "nccl", "tls", "torch"
 
@@ -169,9 +172,9 @@ def join(
             link = find("link", kind, world.node, world.num_nodes, world.host, world.port, next(_joins))
     if link:
         link = choose(link, adding)
-    folder = folder or os.environ.get("PACELINE_FOLDER")
-    pace = Pace(job, *parts, link, world, Path(folder) if folder else None, keep, late)
+    pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
     pace.row = row
+    _here.add(pace)
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
         from paceline.plan import Plan
@@ -256,6 +259,15 @@ def _default_row(world: World, job: Job) -> str:
     return row
 
 
+def _folder(given: str | os.PathLike[str] | None) -> Path | None:
+    """The run's; of a script that trains two models at once, the second has one below the first's."""
+    if given or not (said := os.environ.get("PACELINE_FOLDER")):
+        return Path(given) if given else None
+    taken = {pace.folder for pace in _here if not pace.over}
+    own = itertools.chain([Path(said)], (Path(said) / str(n) for n in itertools.count(2)))
+    return next(path for path in own if path not in taken)
+
+
 def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A broken link is not a bug in the script: one line says it, without a traceback."""
     if getattr(hook, "paceline", False):
@@ -267,6 +279,8 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
             return  # another process of this run prints the same words
         if isinstance(error, LinkError | NotFinite | CheckpointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
+        elif hook is sys.__excepthook__:
+            sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
         else:
             hook(kind, error, trace)
 

@@ -27,6 +27,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.start import check_alone, check_script, show
 from paceline.launch import ssh
+from paceline.launch.calls import Calls
 from paceline.launch.check import check
 from paceline.launch.far import Far
 from paceline.launch.hosts import Host, Way, parse
@@ -109,7 +110,7 @@ def plan(
     else:
         from paceline import nodes as machines
 
-        with Console(stderr=True).status("measuring") as status:
+        with Calls(), Console(stderr=True).status("measuring") as status:
             made = planning.make(
                 command,
                 fidelity=fidelity,

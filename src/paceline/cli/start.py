@@ -18,6 +18,7 @@ from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.launch import detach, local, snapshot, ssh
 from paceline.launch.again import RETURNS
+from paceline.launch.calls import Calls
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import shown
@@ -55,7 +56,7 @@ def ready(
 
             check(settings)
             sources(settings)  # before anything is measured; with a plan at hand, the run itself does
-        with Console(stderr=True).status("measuring") as status:
+        with Calls(), Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
             show(made, "tried")

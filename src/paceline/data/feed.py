@@ -156,10 +156,15 @@ def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Itera
     for epoch in range(start[0], epochs):
         steps, windows = turns.epoch(epoch)
         first = start[1] if epoch == start[0] else 0
-        if first > steps or not steps:
+        if not steps:
+            raise ValueError(
+                f"the dataset has {turns.size} samples and no whole batch of {turns.batch_size}, and drop_last leaves "
+                f"out what is no whole one; give a smaller batch_size, or more samples"
+            )
+        if first > steps:
             raise ValueError(
                 f"epoch {epoch} has {steps} batches of {turns.batch_size} samples, and step {first} was asked for; "
-                f"give the dataset and batch size that the position was saved with, and at least one batch"
+                f"give the dataset and batch size that the position was saved with"
             )
         for step, indices in enumerate(windows):
             if step >= first:
@@ -234,9 +239,8 @@ def _by_processes(
         for number, batch in enumerate(dealt):
             batch.expect(partial(take, number))
             yield batch
-    except BaseException:
+    finally:
         rows.close()
-        raise
 
 
 def _of_stream(

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 Collate = Callable[[list[Any]], Any]
 
@@ -33,7 +33,10 @@ class Collated:
     @property
     def reads_many(self) -> bool:
         """Whether it gives several samples at once, under torch's own name for that."""
-        return type(self.dataset) is TensorDataset or callable(getattr(self.dataset, "__getitems__", None))
+        dataset = self.dataset
+        while type(dataset) is Subset:  # has torch's name for it, and reads one after the other where the whole does
+            dataset = dataset.dataset
+        return type(dataset) is TensorDataset or callable(getattr(dataset, "__getitems__", None))
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
         if type(self.dataset) is TensorDataset and self.collate is default_collate:

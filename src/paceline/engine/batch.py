@@ -18,9 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from paceline.contract import Ballot
+
+IGNORED = -100  # torch's own word for a target that does not count
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
@@ -79,6 +82,18 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
+def divisible(batch: Any, rows: int | None) -> int:
+    """Its rows. Raises ValueError where they are not the samples, of which it has ``rows``, as far as that is known."""
+    found = count(batch)
+    if rows is not None and rows != found:
+        raise ValueError(
+            f"a batch of {rows} samples has {found} rows in its first tensor: where samples do not lie along the first "
+            f"dimension they cannot be divided further; use accumulate=1 and engine 'sequential', 'threads:k' or "
+            f"'processes:k', or let collate_fn put the samples first"
+        )
+    return found
+
+
 def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
     """The batch in at most so many contiguous parts of nearly equal rows, and of ``least`` where it has them."""
     rows = count(batch)
@@ -93,36 +108,66 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
     return [part(start, stop) for start, stop in pairwise(edges)]
 
 
-def judged(loss: Callable[..., Any] | None, output: Any, batch: Any) -> tuple[Tensor, float, float, dict[str, float]]:
+def judged(
+    loss: Callable[..., Any] | None, output: Any, batch: Any, rows: int | None = None
+) -> tuple[Tensor, float, float, dict[str, float]]:
     """(loss, what it times to be the sum over what counts, how much counts, each named part of it as a sum).
 
-    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``.
+    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``. ``rows``:
+    how many there are, where that is known of other than the tensors.
     """
-    said = _own_loss(output) if loss is None else loss(output, target(loss, batch))
+    said = _own_loss(output) if loss is None else _weighed(loss, output, target(loss, batch))
     if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
         return said[0], 1.0, float(said[1]), {}
-    rows = float(count(batch))
+    times = float(count(batch) if rows is None else rows)
     if _is_number(said):
-        return said, rows, rows, {}
+        return said, times, times, {}
     if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
         if len(said) > Ballot.MOST_TERMS:
             raise ValueError(
                 f"the loss returned {len(said)} parts, at most {Ballot.MOST_TERMS} are added up over all processes; "
                 f"add some of them together"
             )
-        terms = {str(name): float(part.detach()) * rows for name, part in said.items()}
-        return reduce(operator.add, said.values()), rows, rows, terms
+        terms = {str(name): float(part.detach()) * times for name, part in said.items()}
+        return reduce(operator.add, said.values()), times, times, terms
     raise ValueError(
         f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
         f"weight) with a finite weight >= 0, or a dict of means by name"
     )
 
 
-def counted(said: Any, batch: Any) -> dict[str, tuple[float, float]]:
+def _weighed(loss: Callable[..., Any], output: Any, wanted: Any) -> Any:
+    """What ``loss`` says; (sum, weight) where it is torch's own of classes, and its mean not over all rows alike:
+    classes have weights, or some targets do not count."""
+    asked = _of_classes(loss)
+    if asked is None or not isinstance(wanted, Tensor) or wanted.is_floating_point():
+        return loss(output, wanted)
+    weights, ignored, smoothing = asked
+    counts = wanted != ignored
+    if weights is None and bool(counts.all()):
+        return loss(output, wanted)
+    much = counts.sum() if weights is None else weights[wanted.where(counts, 0)].where(counts, 0).sum()
+    words: dict[str, Any] = {"weight": weights, "ignore_index": ignored, "reduction": "sum"}
+    if smoothing is None:
+        return functional.nll_loss(output, wanted, **words), much
+    return functional.cross_entropy(output, wanted, label_smoothing=smoothing, **words), much
+
+
+def _of_classes(loss: Any) -> tuple[Tensor | None, int, float | None] | None:
+    """(weights, ignored, label smoothing) of torch's own cross entropy or likelihood, as a mean; None of others."""
+    if loss is functional.cross_entropy or loss is functional.nll_loss:
+        return None, IGNORED, 0.0 if loss is functional.cross_entropy else None
+    if type(loss) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss.reduction != "mean" or loss._forward_hooks:
+        return None
+    return loss.weight, loss.ignore_index, getattr(loss, "label_smoothing", None)
+
+
+def counted(said: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:
     """What a metric returned as (sum, weight) by name: a sum over rows, a (sum, weight), or a dict of these."""
     try:
+        whole = count(batch) if rows is None else rows
         return {
-            str(name): (float(part[0]), float(part[1])) if isinstance(part, tuple) else (float(part), count(batch))
+            str(name): (float(part[0]), float(part[1])) if isinstance(part, tuple) else (float(part), whole)
             for name, part in (said.items() if isinstance(said, Mapping) else [("", said)])
         }
     except (TypeError, ValueError, IndexError, RuntimeError):

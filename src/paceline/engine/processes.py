@@ -88,7 +88,7 @@ class Engine(sequential.Engine):
         self._lie = [parameter.data_ptr() for parameter in parameters.values()]
         self.crew.barrier("joining")
         self.shares = Shares(self.optimizer, parameters, self.crew)
-        self._num_held = sequential.held(self.optimizer)
+        self._num_held = sequential.num_held(self.optimizer)
         self.alone = False
 
     def _check_parameters(self) -> None:

@@ -82,6 +82,7 @@ class Engine(sequential.Engine):
         gather = _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
+        self.held = None  # of the whole share, of which each replica has a part
         compute = [super().gradient, *(one.gradient for one in self.twins)]
         device = self.weights[0].device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -183,6 +184,12 @@ def twin(model: nn.Module, index: int) -> nn.Module:
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.data.to(place[p.device]), p.requires_grad) for p in model.parameters()
     }
+    for parameter in model.parameters():
+        its = memo[id(parameter)]
+        for hook in (parameter._backward_hooks or {}).values():
+            its.register_hook(hook)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            its.register_post_accumulate_grad_hook(hook)
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:

@@ -22,7 +22,7 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
 from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, count, counted, judged, leaves, mapped, split, target
+from paceline.engine.batch import call, counted, divisible, judged, leaves, mapped, split, target
 from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.norm import Layers
@@ -75,7 +75,7 @@ class Engine(contract.Engine):
         # walking through a model costs more than a small step does
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
-        self._num_held = held(optimizer)
+        self._num_held = num_held(optimizer)
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
@@ -121,24 +121,27 @@ class Engine(contract.Engine):
             with self._later.reading():
                 part, output = self.run(part)
                 with self.numerics.forward(self.device):
-                    value, times, weight, terms = judged(self.loss, output, part)
+                    value, times, weight, terms = judged(self.loss, output, part, num_rows)
             ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
             ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
-                said = counted(self.metric(output, target(self.metric, part)), part)
+                said = counted(self.metric(output, target(self.metric, part)), part, num_rows)
                 ballot.metric_sum += said.get("", (0.0, 0.0))[0]
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
+        num_rows = self.held if len(parts) == 1 else None
         with self._in_step(batch is not None):
             state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
     def _split(self, batch: Any, parts: int) -> list[Any]:
-        return split(batch, parts, self._least if count(batch) < self._full else 1)
+        if parts == 1 and self.held is not None:
+            return [batch]
+        return split(batch, parts, self._least if divisible(batch, self.held) < self._full else 1)
 
     def _check_parameters(self) -> None:
         """Those that train are those that did when all joined."""
@@ -146,14 +149,14 @@ class Engine(contract.Engine):
             raise ValueError(
                 f"{', '.join(thawed[:3])} began to ask for a gradient after join(); unfreeze before joining"
             )
-        if self._num_held != (num_held := held(self.optimizer)):
+        if self._num_held != (now := num_held(self.optimizer)):
             known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
             if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
                 raise ValueError(
                     "the optimizer was given parameters after join() that were not there before: nobody adds up their "
                     "gradients; add them to model and optimizer before joining"
                 )
-            self._num_held = num_held
+            self._num_held = now
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
@@ -337,7 +340,7 @@ class Engine(contract.Engine):
             everyone.close()
 
 
-def held(optimizer: torch.optim.Optimizer) -> int:
+def num_held(optimizer: torch.optim.Optimizer) -> int:
     """How many parameters."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
 

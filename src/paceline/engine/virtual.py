@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import Ballot, Piece, Spec
 from paceline.engine import cores, randomness, sequential
-from paceline.engine.batch import count, mapped
+from paceline.engine.batch import count, divisible, mapped
 from paceline.sums import Span, add_up
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
@@ -72,6 +72,9 @@ class Engine(sequential.Engine):
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start, (first, last) = time.perf_counter(), self._span
+        if batch is not None:
+            divisible(batch, self.held)
+        self.held = None  # of the whole
         parts = cut(batch, max(1, last - first))
         sums: dict[int, dict[Span, Tensor]] = {spec.index: {} for spec in self.specs}
 

@@ -80,6 +80,10 @@ class _Cast:
     def __init__(self, batch: Any, dtype: torch.dtype, mapped: Callable[..., Any]):
         self.batch, self.dtype, self.mapped, self.weight = batch, dtype, mapped, batch.weight
 
+    @property
+    def held(self) -> int | None:
+        return getattr(self.batch, "held", None)
+
     def share(self, seat: Any) -> Any:
         rows = self.batch.share(seat)
         return None if rows is None else self.mapped(rows, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
