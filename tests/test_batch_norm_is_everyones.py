@@ -140,12 +140,10 @@ def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
     )
     assert done.returncode == 0, done.stderr
     for path in tmp_path.glob("*.pt"):
-        rank = int(path.stem)
+        rank = path.stem
         assert json.loads(path.with_suffix(".json").read_text()) == pytest.approx(whole[1], rel=1e-10)
         state = torch.load(path, weights_only=True)
-        leads = rank % int(engine.split(":")[1]) == 0
-        names = [n for n in state if leads or "running" not in n]  # local rank 0's statistics are the node's
-        assert gap({n: state[n] for n in names}, {n: whole[0][n] for n in names}) < 1e-10
+        assert gap(state, whole[0]) < 1e-10, f"rank {rank}, whose rows are none in the last step but for two processes"
 
 
 def test_what_was_converted_is_restored():

@@ -5,6 +5,7 @@
 
 At the start of a step all say whether they have rows. Those who have none compute nothing: local rank 0
 then only serves the others of its node, and a node without rows adds zeros until the others have ended.
+What was added up is told in the end to those who did not hear it.
 
 *Cost*: one message each way per process and sum; one vote per step; over nodes one more message per sum in
 a step in which some node has no rows.
@@ -76,6 +77,8 @@ class Everyone:
         self._stale = False
         rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
         self._here = [rank for rank, (here,) in enumerate(rows) if here]
+        self._absent = [rank for rank, (here,) in enumerate(rows) if rank and not here]
+        self._said: list[Tensor] = []
         if self.lane:
             nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
             self._all_nodes = float(nodes[0]) == self.lane.size
@@ -115,6 +118,8 @@ class Everyone:
             assert crew
             assert whole is not None
             crew.send_long(peer, whole.numpy().tobytes(), b"n")
+        assert whole is not None
+        self._keep(whole)
         return whole
 
     def _over_nodes(self, vector: Tensor | None) -> Tensor | None:
@@ -134,9 +139,13 @@ class Everyone:
 
     def _end(self, present: bool) -> None:
         if not self.leads:
+            assert self.crew
             if present and 0 not in self._here:
-                assert self.crew
                 self.crew.send(0, b"e")
+            while not present and self.crew.peek(0) == b"n":
+                self.hear(_numbers(self.crew.recv_long(0, b"n", DOING)))
+            if not present:
+                self.crew.expect(0, b"e", DOING)
             return
         if not present:
             while self._here and (vector := self._serve(None)) is not None:
@@ -146,6 +155,16 @@ class Everyone:
                 if self._here:
                     raise CrewError("batch_norm='sync': another node computes more batch-norm layers than this one")
                 self.hear(vector)
+                self._keep(vector)
+        for peer in self._absent:
+            assert self.crew
+            for vector in self._said:
+                self.crew.send_long(peer, vector.numpy().tobytes(), b"n")
+            self.crew.send(peer, b"e")
+
+    def _keep(self, vector: Tensor) -> None:
+        if self._absent:
+            self._said.append(vector)
 
     def close(self) -> None:
         if self.crew:
