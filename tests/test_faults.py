@@ -156,8 +156,8 @@ def test_two_that_do_not_reach_each_other_any_more_are_told_though_rank_0_hears_
     """What they send goes to a card that nobody has; heartbeats go on."""
     with Cluster(3) as cluster:
         command = [sys.executable, ENDLESS, str(tmp_path)]
-        more = {"environment": {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential"}}
-        nodes = [cluster.start(n, command, stderr=subprocess.PIPE, text=True, **more) for n in range(3)]
+        where = {"PYTHONPATH": str(HERE), "PACELINE_ENGINE": "sequential", "PACELINE_SECRET": "of this test"}
+        nodes = [cluster.start(n, command, where, stderr=subprocess.PIPE, text=True) for n in range(3)]
         wait_for([tmp_path / f"{n}.0" for n in range(3)], nodes[0])
         start = time.monotonic()
         for one, other in ((1, 2), (2, 1)):
