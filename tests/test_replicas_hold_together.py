@@ -193,7 +193,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         drift.divided = True
         if link.rank:
             turned = torch.empty_strided(weight.shape, (1, len(weight)), dtype=weight.dtype)
-            rank.engine.weights[0] = turned.copy_(weight + 1)
+            rank.engine.backward.parameters[rank.engine.names[0]].data = turned.copy_(weight + 1)
             assert not turned.is_contiguous()
         drift._begin(0)
         before = rank.exchange.link.sent_bytes

@@ -48,7 +48,7 @@ RULES = {
     "compare": ("contract", "job", "engine.numerics"),
     "elastic*": ("contract", "elastic.*"),
     "memories": ("contract", "elastic.*", "engine.batch"),
-    "resume": ("memories", "engine.randomness", "elastic.*"),
+    "resume": ("buffers", "memories", "engine.randomness", "elastic.*"),
     "members": ("contract", "seating", "report.usage"),
     "handover": ("members", "resume", "seating", "data.order", "engine.*", "elastic.*"),
     "following": ("contract", "handover", "engine.batch"),

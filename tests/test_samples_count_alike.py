@@ -21,6 +21,7 @@ from nodes import IN, OPTIMIZERS, OUT, Rank, Whole, build, gap, reference, rows
 from paceline.compare import compare_splits
 from paceline.data.feed import batches
 from paceline.data.order import Seat
+from paceline.engine.batch import samples
 
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
 
@@ -58,6 +59,84 @@ def test_means_over_other_than_rows_are_those_of_one_process(loss, make, size):
             continue
         assert gap(state, want) < 1e-12
         assert losses == pytest.approx(want_losses, rel=1e-12)
+
+
+class Pixels(nn.Module):
+    """Says a class of each of four places of a sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(IN, 4 * OUT)
+
+    def forward(self, x):
+        return self.layer(x).view(len(x), OUT, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_places_of_a_sample_that_do_not_count_are_not_counted(size):
+    """Story: a process with an ignored place counted places, one without any counted rows."""
+    data = []
+    for seed in range(3):
+        x, wanted = rows(24, seed)[0], torch.randint(0, OUT, (24, 4), generator=torch.Generator().manual_seed(seed))
+        wanted[0, : seed + 1] = 255
+        data.append((x, wanted))
+    model, loss = build(Pixels), nn.CrossEntropyLoss(ignore_index=255)
+    want, want_losses = reference(model, data, OPTIMIZERS["sgd"], loss=loss)
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss)
+        return rank.train(data), rank.state()
+
+    for losses, state in ranks.run(size, work):
+        assert losses == pytest.approx(want_losses, rel=1e-11)
+        assert gap(state, want) < 1e-11
+
+
+def _some(items):
+    """A collate_fn that leaves out what cannot be read."""
+    return torch.utils.data.default_collate([item for item in items if item[1] % 5])
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.randn(10, generator=torch.Generator().manual_seed(index)), torch.tensor(index)
+
+
+@pytest.mark.parametrize("how", [{}, {"accumulate": 2}])
+def test_samples_that_a_collate_fn_leaves_out_do_not_count(how):
+    """Ten are read, eight come, and each has ten features."""
+    model, loader = nn.Linear(10, 2), DataLoader(Broken(), 10, collate_fn=_some)
+
+    def metric(output, target):
+        return (target >= 0).sum()
+
+    def loss(output, target):
+        return F.cross_entropy(output, target % 2)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with paceline.join(model, optimizer, loss, batch_size=10, engine="sequential", metric=metric, **how) as pace:
+        counted = [pace.agreement.ballot.weight for batch in pace.batches(loader) if pace.step(batch) < 1e9]
+        assert counted == [8.0] * 4
+        assert pace.evaluate(loader) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "dealt", "many"),
+    [
+        ((torch.ones(5, 8, 3), torch.ones(8)), 8, 8),  # time first
+        ((torch.ones(5, 8), torch.ones(5, 8)), 8, 8),
+        ((torch.ones(57, 3), torch.ones(2, 99), torch.ones(8)), 8, 8),  # a graph
+        (([torch.ones(3, 9, 9)] * 8, [{"boxes": torch.ones(2, 4)}] * 8), 8, 8),
+        ((torch.ones(8, 10), torch.ones(8)), 10, 8),  # two were left out
+        ((torch.ones(8, 10), torch.ones(8)), None, 8),
+        ({"x": torch.ones(8, 10), "y": torch.ones(8)}, 8, 8),
+    ],
+)
+def test_how_many_samples_a_batch_has(batch, dealt, many):
+    assert samples(batch, dealt) == many
 
 
 def test_a_step_of_which_nothing_counts_changes_nothing():

@@ -57,11 +57,12 @@ def test_processes_of_a_node_refuse_weights_in_other_memory(tmp_path):
     assert "parameter 'weight' was given other memory after join()" in done.stderr
 
 
-def test_parameters_that_come_after_join_are_refused_and_known_ones_are_not():
+@pytest.mark.parametrize("engine", ["sequential", "replicas:2"])
+def test_parameters_that_come_after_join_are_refused_and_known_ones_are_not(engine):
     model, rest = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), (torch.randn(8, 4), torch.arange(8) % 2)
     plain = copy.deepcopy(model)
     optimizer, other = (torch.optim.SGD(each[0].parameters(), 0.1) for each in (model, plain))
-    with paceline.join(model, optimizer, F.cross_entropy, batch_size=8, engine="sequential") as pace:
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=8, engine=engine) as pace:
         for known in (False, True):
             if known:
                 optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.2})

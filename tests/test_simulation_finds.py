@@ -9,7 +9,7 @@ from paceline.bench.simulated.play import play
 from paceline.bench.simulated.rank import Rank
 from paceline.bench.simulated.schedule import Schedule
 from paceline.bench.simulated.ways import WAYS
-from paceline.contract import Agreement, LinkError, Verdict
+from paceline.contract import Agreement, Ballot, LinkError, Verdict
 from paceline.elastic.survive import Surviving
 from paceline.exchange import allreduce
 from paceline.link.assembly import Assembly
@@ -109,7 +109,7 @@ def test_a_codec_that_remembers_a_refused_step(monkeypatch):
 
     def early(self, flight, spec):
         piece, pending = receive(self, flight, spec)
-        self.remember([(piece, pending)])
+        self.remember([(piece, pending)], Ballot(weight=1.0, used=bytes([1]) * len(self.specs) * 9))
         return piece, pending
 
     monkeypatch.setattr(allreduce.Exchange, "receive", early)

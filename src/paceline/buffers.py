@@ -15,6 +15,8 @@ from paceline.contract import Engine, Exchange
 
 def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
     """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
+    if not engine.buffers:
+        return
     buffers, names = engine.buffers, saved(model)
     mine = json.dumps([engine.seat[1], [(list(each.shape), str(each.dtype)) for each in buffers]]).encode()
     said = [json.loads(words) for words in exchange.gather(mine) if words]  # who was lost meanwhile says nothing

@@ -70,7 +70,7 @@ def compare_splits(exchange: contract.Exchange, dataset: Any) -> None:
         parts, dataset = [getattr(dataset.sampler, "indices", None)], dataset.dataset
     while isinstance(dataset, Subset):
         parts, dataset = [*parts, dataset.indices], dataset.dataset
-    drawn = [list(map(int, indices)) for indices in parts if indices is not None]
+    drawn = [list(map(str, indices)) for indices in parts if indices is not None]
     if drawn and len({words for words in exchange.gather(_digest(drawn)) if words}) > 1:
         raise ValueError(
             "the processes were given different parts of the dataset, so that one would train on what another tests: "
@@ -126,7 +126,7 @@ def _plain_values(value: Any) -> Any:
         return sorted((str(key), _plain_values(each)) for key, each in value.items() if key != "_step_count")
     if isinstance(value, list | tuple):
         return [_plain_values(each) for each in value]
-    return value if isinstance(value, bool | int | float | str) else None
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
 
 
 def _plain(group: dict[str, Any]) -> dict[str, Any]:

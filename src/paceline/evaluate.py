@@ -11,7 +11,7 @@ import torch
 from paceline.contract import Engine, Exchange
 from paceline.data import feed
 from paceline.data.order import Seat
-from paceline.engine.batch import counted, target
+from paceline.engine.batch import counted, samples, target
 
 
 def evaluate(
@@ -40,7 +40,7 @@ def evaluate(
             for start in range(0, len(mine), rows):
                 some = mine[start : start + rows]
                 batch, output = engine.run(source.fetch(some, 0))
-                _add(sums, counted(metric(output, target(metric, batch)), batch, len(some)))
+                _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
     finally:
         for module in training:
             module.training = True

@@ -179,7 +179,8 @@ def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
     """What `rest` gave elsewhere: this node, which has this rank, is a member. Every process of it must call it."""
     loop = pace.loop
     for mine, its in zip(pace.engine.buffers, said["buffers"], strict=True):
-        mine.copy_(its)
+        if mine.shape == its.shape:  # else a cache, which each node has of its own
+            mine.copy_(its)
     set_options(pace.job.optimizer, said["groups"])
     if pace.job.scheduler and said["schedule"]:
         pace.job.scheduler.load_state_dict(said["schedule"])

@@ -66,7 +66,7 @@ class Job:
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 faults.append(f"{name} an int >= 1, got {count!r}")
-        if getattr(self.loss, "reduction", "") == "sum":
+        if type(self.loss).__module__ == torch.nn.MSELoss.__module__ and getattr(self.loss, "reduction", "") == "sum":
             faults.append(
                 "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
                 "rows: use reduction='mean', and a learning rate as many times as large"

@@ -179,7 +179,7 @@ class Loop:
             else:
                 ballot.stop, ballot.hung = self.stop, self.hung
                 ballot.guests, ballot.follows = self.guests, self.follows
-                ballot.expected, ballot.samples = batch.weight, getattr(batch, "held", 0)
+                ballot.expected, ballot.samples = batch.weight, getattr(batch, "held", 0) or 0
                 begin = time.perf_counter()
                 ballot.fixed = self._update_s
                 own_s = ballot.seconds - (self.engine.waited_s - waited)

@@ -236,7 +236,7 @@ class Pace:
         if self._entry:
             if not self._entry.enter(epochs):
                 return
-            self._entry = None
+            self._entry, self._split = None, True  # the others have asked each other already
         elif not self._split:
             self._split = True
             with self._among_all("comparing datasets"):
@@ -261,7 +261,7 @@ class Pace:
         shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
         share = shared.share(self.loop.seat)
         held = getattr(shared, "held", None)
-        self._own = OwnStep(batch, 0 if share is None else batches_.count(share) if held is None else held)
+        self._own = OwnStep(batch, 0 if share is None else batches_.samples(share, held))
         device = self.engine.weights[0].device
         return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
 

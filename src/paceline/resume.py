@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline import memories
+from paceline import buffers, memories
 from paceline.elastic.checkpoint import Checkpoint
 from paceline.engine import randomness
 
@@ -72,7 +72,7 @@ def restore(pace: Any, kept: Checkpoint) -> None:
     if pace.loop.balance and pace.loop.balance.allows(shares):
         pace.loop.seat = dataclasses.replace(pace.loop.seat, shares=shares)
     pace.exchange.spread(pace.engine.weights)
-    pace.exchange.spread(pace.engine.buffers)
+    buffers.spread(job.model, pace.engine, pace.exchange)
 
 
 def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import itertools
 import os
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +31,7 @@ from paceline.pace import Pace
 from paceline.probe import clock, shelf
 from paceline.world import World
 
-_here: weakref.WeakSet[Pace] = weakref.WeakSet()  # that this process has joined
+_here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
 LINKS = "mpi", "nccl", "tls", "torch"
 
@@ -174,7 +173,7 @@ def join(
         link = choose(link, adding)
     pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
     pace.row = row
-    _here.add(pace)
+    _here[:] = [*(each for each in _here if not each.over), pace]
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
         from paceline.plan import Plan

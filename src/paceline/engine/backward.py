@@ -212,7 +212,7 @@ class Backward:
                 state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
             return None
         call = _Call(right.detach(), right._version)
-        output = output + _Nothing.apply(weight, output, call.right, state)  # type: ignore[no-untyped-call]
+        output = output + _Nothing.apply(weight, output.detach(), call.right, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(spec.index, []).append(call)
         output.register_hook(lambda left: self._caught(state, spec, call, left))
         return output

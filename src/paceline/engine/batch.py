@@ -82,16 +82,33 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def divisible(batch: Any, rows: int | None) -> int:
-    """Its rows. Raises ValueError where they are not the samples, of which it has ``rows``, as far as that is known."""
-    found = count(batch)
-    if rows is not None and rows != found:
+def samples(batch: Any, dealt: int | None) -> int:
+    """How many it has, of which ``dealt`` were read, where that is known: a collate_fn may have left some out, and they
+    need not lie along the first dimension (time, the nodes of a graph)."""
+    rows = count(batch)
+    if dealt is None or dealt == rows:
+        return rows
+    shapes = [leaf.shape for leaf in leaves(batch) if leaf.dim()]
+    somewhere = any(dealt in shape for shape in shapes) or _has_list(batch, dealt)
+    unlike = len({shape[0] for shape in shapes}) > 1
+    return dealt if (unlike and somewhere) or all(dealt in shape for shape in shapes) else rows
+
+
+def _has_list(batch: Any, length: int) -> bool:
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return any((isinstance(part, list) and len(part) == length) or _has_list(part, length) for part in parts)
+
+
+def divisible(batch: Any, dealt: int | None) -> int:
+    """Its rows. Raises ValueError where they are not its samples."""
+    rows, known = count(batch), samples(batch, dealt)
+    if rows != known:
         raise ValueError(
-            f"a batch of {rows} samples has {found} rows in its first tensor: where samples do not lie along the first "
+            f"a batch of {known} samples has {rows} rows in its first tensor: where samples do not lie along the first "
             f"dimension they cannot be divided further; use accumulate=1 and engine 'sequential', 'threads:k' or "
             f"'processes:k', or let collate_fn put the samples first"
         )
-    return found
+    return rows
 
 
 def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
@@ -116,7 +133,7 @@ def judged(
     ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``. ``rows``:
     how many there are, where that is known of other than the tensors.
     """
-    said = _own_loss(output) if loss is None else _weighed(loss, output, target(loss, batch))
+    said = _own_loss(output) if loss is None else _weighed(loss, output, batch, rows)
     if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
         return said[0], 1.0, float(said[1]), {}
     times = float(count(batch) if rows is None else rows)
@@ -136,15 +153,16 @@ def judged(
     )
 
 
-def _weighed(loss: Callable[..., Any], output: Any, wanted: Any) -> Any:
+def _weighed(loss: Callable[..., Any], output: Any, batch: Any, rows: int | None) -> Any:
     """What ``loss`` says; (sum, weight) where it is torch's own of classes, and its mean not over all rows alike:
     classes have weights, or some targets do not count."""
-    asked = _of_classes(loss)
+    asked, wanted = _of_classes(loss), target(loss, batch)
     if asked is None or not isinstance(wanted, Tensor) or wanted.is_floating_point():
         return loss(output, wanted)
     weights, ignored, smoothing = asked
     counts = wanted != ignored
-    if weights is None and bool(counts.all()):
+    alike = weights is None and wanted.numel() == (count(batch) if rows is None else rows)
+    if alike and bool(counts.all()):  # a mean over rows, as elsewhere a sum over those that count
         return loss(output, wanted)
     much = counts.sum() if weights is None else weights[wanted.where(counts, 0)].where(counts, 0).sum()
     words: dict[str, Any] = {"weight": weights, "ignore_index": ignored, "reduction": "sum"}

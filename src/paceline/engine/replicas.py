@@ -78,7 +78,10 @@ class Engine(sequential.Engine):
             one._least, one._full = self._least, self._full // self.num_replicas
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+        self._check_parameters()
         self._follow()
+        for one in self.twins:
+            one._num_held = self._num_held  # the optimizer is the model's
         gather = _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
@@ -186,6 +189,8 @@ def twin(model: nn.Module, index: int) -> nn.Module:
     }
     for parameter in model.parameters():
         its = memo[id(parameter)]
+        if not parameter.requires_grad:
+            continue
         for hook in (parameter._backward_hooks or {}).values():
             its.register_hook(hook)
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():

@@ -22,7 +22,7 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
 from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, counted, divisible, judged, leaves, mapped, split, target
+from paceline.engine.batch import call, counted, divisible, judged, leaves, mapped, samples, split, target
 from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.norm import Layers
@@ -132,7 +132,7 @@ class Engine(contract.Engine):
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
-        num_rows = self.held if len(parts) == 1 else None
+        num_rows = samples(parts[0], self.held) if len(parts) == 1 else None
         with self._in_step(batch is not None):
             state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
         ballot.finite = math.isfinite(ballot.loss_sum)

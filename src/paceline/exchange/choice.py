@@ -56,7 +56,9 @@ class Choice:
         self.multiply, self.hands = 0.0, 1
         self.multiply_by: Callable[[Tensor, Tensor, Tensor], Any] = Tensor.addmm_
         self.begin(size, asks)
+        self.owing = set[int]()
         self.forms = self._choose()
+        self._owe()
         self._explain()
 
     def begin(self, size: int, asks: Toll | None) -> None:
@@ -176,19 +178,13 @@ class Choice:
             self._adopt(self._choose())
 
     def _choose(self, now: Sequence[str] = ()) -> list[str]:
-        forms = self._chosen(now)
-        if self.codec.owes and self.size > 1:  # as factors a layer would never send what it owes
-            self.never |= {spec.index for spec in self.specs if forms[spec.index] == DENSE}
-        return forms
-
-    def _chosen(self, now: Sequence[str]) -> list[str]:
         if self.asked in (DENSE, FACTORS) and self.size > 1:
-            possible = (s.index not in self.never and s.fits(self.total[s.index]) for s in self.specs)
+            possible = (s.index not in self.never | self.owing and s.fits(self.total[s.index]) for s in self.specs)
             return [self.asked if here else DENSE for here in possible]
         measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
         return choose(
-            *(self.specs, self.most, self.total, self.size, self.never, self.absorbs),
+            *(self.specs, self.most, self.total, self.size, self.never | self.owing, self.absorbs),
             *(rates, now, self._fairly, self.asks),
         )
 
@@ -204,7 +200,13 @@ class Choice:
         if forms != self.forms:
             self.groups = tuple((index,) for group in self.groups for index in group)
         self.forms = forms
+        self._owe()
         self._explain()
+
+    def _owe(self) -> None:
+        """What was sent dense once may owe something, which as factors it would never send."""
+        if self.codec.owes and self.size > 1:
+            self.owing |= {spec.index for spec in self.specs if self.forms[spec.index] == DENSE}
 
     def _explain(self) -> None:
         self.why = [
@@ -216,10 +218,11 @@ class Choice:
     def state(self) -> dict[str, Any]:
         groups = [list(group) for group in self.groups]
         kept = {"forms": list(self.forms), "never": sorted(self.never), "seen": self.seen, "groups": groups}
-        return {**kept, "most": list(self.most), "total": list(self.total)}
+        return {**kept, "owing": sorted(self.owing), "most": list(self.most), "total": list(self.total)}
 
     def load(self, state: dict[str, Any]) -> None:
         self.forms, self.never, self.seen = list(state["forms"]), set(state["never"]), state["seen"]
+        self.owing = set(state.get("owing", ()))
         self.total = list(state.get("total") or self.total)
         self.most = list(state.get("most") or self.most)
         self.groups = tuple(map(tuple, state.get("groups") or self.groups))

@@ -164,7 +164,7 @@ class Hatch:
             line.close()
         else:
             with self._lock:  # by another line it is here anew
-                before = self.here.pop(name, None)
+                before = self.here.get(name)
                 if not self._closed:
                     self.here[name] = bulk
             for gone in (before, bulk if self._closed else None):
