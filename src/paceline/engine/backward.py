@@ -79,17 +79,17 @@ class _Nothing(torch.autograd.Function):
     """Minus zero, by a weight: added to the output of a layer that was computed without it, it ties both together."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, output: Tensor, right: Tensor, state: Pass) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, right: Tensor, state: Pass) -> Tensor:
         ctx.right, ctx.state, ctx.like = right, state, weight.dtype
-        return output.new_full((), -0.0).expand(output.shape)  # nothing changes by it, not even -0.0
+        return nothing.expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         """None in the step's own pass, whose factors are caught."""
         if ctx.state.ours:
-            return None, None, None, None
+            return None, None, None, None, None
         left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
-        return left.T @ right, None, None, None
+        return left.T @ right, None, None, None, None
 
 
 @dataclass
@@ -119,6 +119,7 @@ class Backward:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for spec in self.specs for name in spec.names)
         self._pass: Pass | None = None
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
         self._hooks: list[Any] = []
         self._watches: list[Any] = []
@@ -212,7 +213,10 @@ class Backward:
                 state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
             return None
         call = _Call(right.detach(), right._version)
-        output = output + _Nothing.apply(weight, output.detach(), call.right, state)  # type: ignore[no-untyped-call]
+        kind = output.dtype, output.device
+        if (nothing := self._nothing.get(kind)) is None:  # nothing changes by it, not even -0.0
+            nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
+        output = output + _Nothing.apply(weight, nothing, output.shape, call.right, state)  # type: ignore[no-untyped-call]
         state.calls.setdefault(spec.index, []).append(call)
         output.register_hook(lambda left: self._caught(state, spec, call, left))
         return output
