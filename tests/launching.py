@@ -50,6 +50,20 @@ def launch(
     return done
 
 
+def small(folder: Path, *lines: str, before: str = "") -> Path:
+    """A user's script: a small model, and what is done once it has joined."""
+    head = (
+        "import time, torch, paceline",
+        before,
+        "model = torch.nn.Linear(4, 2)",
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)",
+        "with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, batch_size=8) as pace:",
+    )
+    script = folder / "train.py"
+    script.write_text("\n".join([*head, *(f"    {line}" for line in lines), ""]))
+    return script
+
+
 def begin(*words: Any, cwd: Path | None = None, own_session: bool = False, **more: str) -> subprocess.Popen[str]:
     """The command `paceline`, for `finish`."""
     return subprocess.Popen(

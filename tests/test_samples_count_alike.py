@@ -304,16 +304,8 @@ def test_parts_that_each_process_has_drawn_for_itself_are_told():
 
 
 def test_processes_that_split_by_chance_are_told(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, paceline\n"
-        "from torch.utils.data import TensorDataset, random_split\n"
-        "train, rest = random_split(TensorDataset(torch.randn(80, 4), torch.arange(80) % 2), [60, 20])\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "with paceline.join(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.cross_entropy,\n"
-        "                   batch_size=8) as pace:\n"
-        "    for batch in pace.batches(train): pace.step(batch)\n"
-    )
+    split = "train, rest = torch.utils.data.random_split(torch.utils.data.TensorDataset(torch.randn(80, 4)), [60, 20])"
+    script = launching.small(tmp_path, "for batch in pace.batches(train): pace.step(batch)", before=split)
     done = launching.launch(str(script), engine="processes:2", code=1)
     assert "the processes were given different parts of the dataset" in done.stderr
 
@@ -346,15 +338,7 @@ def test_processes_that_read_have_ended_with_the_last_batch():
 
 
 def test_a_measurement_that_is_ended_leaves_no_folder(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import time, torch, paceline\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "with paceline.join(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.cross_entropy,\n"
-        "                   batch_size=8) as pace:\n"
-        "    print('here', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
+    script = launching.small(tmp_path, "time.sleep(60)")
     place = tmp_path / "tmp"
     place.mkdir()
     where = {**os.environ, "TMPDIR": str(place), "XDG_CACHE_HOME": str(tmp_path / "cache")}

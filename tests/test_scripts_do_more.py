@@ -42,16 +42,12 @@ def test_weights_that_were_given_other_memory_are_still_everyones(exchange):
 
 
 def test_processes_of_a_node_refuse_weights_in_other_memory(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, paceline\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "rows = torch.randn(8, 4), torch.arange(8) % 2\n"
-        "with paceline.join(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.functional.cross_entropy,\n"
-        "                   batch_size=8) as pace:\n"
-        "    pace.step(rows)\n"
-        "    model.weight.data = model.weight.data.clone()\n"
-        "    pace.step(rows)\n"
+    script = launching.small(
+        tmp_path,
+        "rows = torch.randn(8, 4), torch.arange(8) % 2",
+        "pace.step(rows)",
+        "model.weight.data = model.weight.data.clone()",
+        "pace.step(rows)",
     )
     done = launching.launch(str(script), engine="processes:2", code=1)
     assert "parameter 'weight' was given other memory after join()" in done.stderr
