@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.engine.numerics import Numerics
 from paceline.job import Job
 from paceline.probe import layers, shelf
 from paceline.probe.sheet import Plan
@@ -171,6 +172,15 @@ def test_a_fingerprint_is_of_shapes_and_types_not_of_values():
     frozen = model()
     frozen[0].weight.requires_grad_(False)
     assert mark(frozen) != mark()
+
+
+def test_what_a_row_does_to_the_optimizer_makes_no_other_job():
+    """Story: every plan of a row with "+fused" was called stale at the next start."""
+    one = job(optimizer=torch.optim.AdamW)
+    before = shelf.fingerprint(one, "exact")
+    Numerics(fused=True).prepare(one.model, one.optimizer)
+    assert one.optimizer.param_groups[0]["fused"]
+    assert shelf.fingerprint(one, "exact") == before
 
 
 def test_the_shape_of_inputs_is_that_of_a_row():

@@ -169,6 +169,25 @@ def test_a_long_step_is_extrapolated_from_parts_of_its_batch(report):
     assert 0 <= spread_s < 0.05
 
 
+@pytest.mark.parametrize("whole", [1, 2, 3, 4, 7, 8, 9])
+def test_a_small_batch_is_not_passed_off_as_a_part_of_it(report, whole):
+    """Story: a batch of 3 was measured by steps of one row."""
+    watch, seen = Stopwatch(report, timed_s=0.1, shrinks=True), set()
+
+    def train():
+        while True:
+            seen.add(rows := watch.part(whole))
+            watch.last -= 0.02 + 0.001 * rows
+            watch.tick(float(rows), 0.05)
+
+    with pytest.raises(SystemExit):
+        train()
+    step_s, _, rows = _whole(json.loads(report.read_text()))
+    assert (step_s, rows) == (pytest.approx(0.02 + 0.001 * whole, rel=0.2), whole)
+    assert min(seen) >= min(2, whole), "batch norm needs two rows"
+    assert whole < 4 or max(seen) < whole
+
+
 SLEEPS = f"""
 import sys, time
 from paceline.probe.clock import Stopwatch

@@ -4,8 +4,13 @@ import os
 import threading
 
 import pytest
+import torch
 
-from paceline.engine import cores
+from paceline import quota, session
+from paceline.engine import cores, replicas
+from paceline.job import Job
+from paceline.probe.survey import Machine
+from paceline.world import World
 
 
 def machine(folder, nodes, per_node, siblings=2):
@@ -42,6 +47,31 @@ def test_more_processes_than_cores_share_hyperthreads_then_everything(tmp_path):
 
 def test_a_machine_that_tells_nothing(tmp_path):
     assert [cores.share(rank, 2, {3, 5, 8}, tmp_path) for rank in range(2)] == [({3}, 1), ({5, 8}, 2)]
+
+
+def test_there_are_no_more_threads_than_a_container_may_use_the_time_of(tmp_path):
+    """Story: with --cpus=2 on 64 cores, two processes took 32 threads each."""
+    cpus = machine(tmp_path, nodes=2, per_node=4)
+    for allowed, num_threads in ((0, 4), (100, 4), (6, 3), (2, 1), (1, 1)):
+        parts = [cores.share(rank, 2, cpus, tmp_path, allowed) for rank in range(2)]
+        assert [(len(part), count) for part, count in parts] == [(8, num_threads)] * 2
+
+
+def test_engines_and_the_row_that_nobody_asked_for_obey_a_containers_limit(monkeypatch, capsys):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(cores, "physical", lambda cpus, root=None: [[cpu] for cpu in range(8)])
+    monkeypatch.setattr(quota, "cores", lambda: 3)
+    monkeypatch.setattr(replicas, "_settle", lambda cpus, num_threads: None)
+    before, engine = torch.get_num_threads(), replicas.Engine(2)
+    engine.open(model, optimizer, None)
+    assert (engine.num_threads, engine.num_threads_each) == (3, 1)
+    engine.close()
+    torch.set_num_threads(before)
+    monkeypatch.setattr(session, "survey", lambda: Machine(cores=3))
+    monkeypatch.setattr(session.shelf, "of_job", lambda *_: None)
+    assert session._default_row(World(), Job(model, optimizer, None, 8)) == "threads:3"
+    assert "threads:3, not measured" in capsys.readouterr().err
 
 
 def test_all_threads_move_and_come_back():

@@ -124,12 +124,13 @@ def test_a_stranger_who_says_nothing_or_nonsense_is_sent_away():
 
 
 def test_waiting_has_an_end(monkeypatch):
-    monkeypatch.setattr(crews, "JOIN_S", 0.2)
+    monkeypatch.setenv("PACELINE_JOIN_S", "0.2")
     start = time.monotonic()
     (alone,) = meet(1, ranks=[0], sizes=[3])
     assert "waited 0 s for local ranks [1, 2]; were all started" in str(alone)
     (lost,) = meet(1, ranks=[1], sizes=[2])
     assert "local rank 1 of 2 found no local rank 0" in str(lost)
+    assert all(str(error).endswith("longer, give all PACELINE_JOIN_S") for error in (alone, lost))
     assert time.monotonic() - start < 5
 
 
@@ -200,3 +201,20 @@ def test_buffers_that_are_expanded_or_replaced_are_shared():
         return model.wide.tolist(), len(list(build().buffers()))
 
     assert meet(2, work) == [([1.0] * 4, 0)] * 2
+
+
+def test_who_sends_to_one_that_has_left_says_so_in_words():
+    """Story: a process left its loop by a `break` that the other did not take, and that one spoke of a broken pipe."""
+    left = threading.Event()
+
+    def work(crew):
+        if crew.rank:
+            crew.close()
+            left.set()
+            return
+        assert left.wait(20.0)
+        crew.send(1, b"v")
+
+    here, _ = meet(2, work)
+    assert isinstance(here, CrewError)
+    assert "lost local rank 1 of this node: it has ended, or left its loop before the others" in str(here)

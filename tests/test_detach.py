@@ -15,8 +15,9 @@ DEADLINE_S = 40.0
 
 
 @pytest.fixture
-def paceline(tmp_path):
+def paceline(tmp_path, monkeypatch):
     """Starts the command, with a state folder of the test's own; what still runs in the end is killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
     def call(*words):
         return begin(*words, own_session=True, XDG_STATE_HOME=str(tmp_path))
@@ -29,12 +30,13 @@ def paceline(tmp_path):
 
 @pytest.fixture
 def script(tmp_path):
+    """What it prints first it does not flush, and it is read at once."""
     path = tmp_path / "script.py"
     path.write_text(
         "import signal, sys, time\nfrom pathlib import Path\n"
         "def heard(*_):\n    print('saving', flush=True)\n    sys.exit(130)\n"
         "signal.signal(signal.SIGINT, heard)\n"
-        "print('first', sys.argv[1:], flush=True)\n"
+        "print('first', sys.argv[1:])\n"
         f"while not Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.02)\n"
         "print('last', flush=True)\nsys.exit(3)"
     )

@@ -159,6 +159,33 @@ def test_an_optimizer_of_another_model_and_a_model_without_parameters_are_told()
         job(model=frozen, optimizer=torch.optim.SGD(frozen.parameters(), 0.1))
 
 
+def test_a_model_whose_sizes_are_not_known_yet_is_told():
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+    optimizer = torch.optim.SGD(lazy.parameters(), 0.1)
+    with pytest.raises(ValueError, match=r"lazy layers.*call it on a batch.*before join"):
+        job(model=lazy, optimizer=optimizer)
+    with torch.no_grad():
+        lazy(torch.zeros(2, 5))
+    assert job(model=lazy, optimizer=optimizer)
+
+
+def test_a_loss_with_parameters_is_told_where_they_belong():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, output, target):
+            return (self.scale * (output - target)).square().mean()
+
+    model, loss = torch.nn.Linear(2, 1), Scaled()
+    both = [*model.parameters(), *loss.parameters()]
+    with pytest.raises(ValueError, match=r"parameters of the loss.*model\.criterion = loss"):
+        job(model=model, loss=loss, optimizer=torch.optim.SGD(both, 0.1))
+    model.criterion = loss
+    assert job(model=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
 # The launcher's environment.
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -103,9 +103,12 @@ def test_a_loaders_collate_fn_is_kept(num_workers):
 
 
 def test_a_loader_of_another_batch_size_is_refused_with_both():
-    for loader in (DataLoader(Noisy(5), 3), DataLoader(Counted(5), 3), DataLoader(Noisy(5), batch_size=None)):
-        with pytest.raises(ValueError, match=r"batch_size=(3|None), the job 4.*loader\.dataset"):
+    for loader in (DataLoader(Noisy(5), 3), DataLoader(Counted(5), 3)):
+        with pytest.raises(ValueError, match=r"batch_size=3, the job 4.*loader\.dataset"):
             next(batches(loader, 4, 1, 0, Seat()))
+    for whole_batches in (Noisy(5), Counted(5)):
+        with pytest.raises(ValueError, match=r"batch_size=None.*whole batches.*batch_size=4, or call pace\.step"):
+            next(batches(DataLoader(whole_batches, batch_size=None), 4, 1, 0, Seat()))
     sampler = BatchSampler(SequentialSampler(range(5)), 3, False)
     assert len(list(batches(DataLoader(Noisy(5), batch_sampler=sampler), 3, 1, 0, Seat()))) == 2
     with pytest.raises(ValueError, match=r"batches of 2 to 4 samples, the job's batch_size is 3"):

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import torch
 from disks import tmpfs
 from launching import HERE, environment, launch
 from paceline.elastic import checkpoint
+from paceline.interrupt import Interrupt
+from paceline.launch import local
 from scripts import night
 
 NIGHT = str(HERE / "scripts" / "night.py")
@@ -157,6 +160,50 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_signal_that_comes_again_at_once_is_the_same_one():
+    """A service's end reaches each process, and the launcher passes it on: the second one once left nothing saved."""
+    noted, others = [], []
+    before = signal.signal(signal.SIGTERM, lambda number, _: others.append(number))
+    interrupt = Interrupt(noted.append, [signal.SIGTERM])
+    again = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+    try:
+        again.start()
+        signal.raise_signal(signal.SIGTERM)
+        again.join()
+        assert (noted, others) == ([signal.SIGTERM], [])
+        signal.raise_signal(signal.SIGTERM)
+        assert (noted, others) == ([signal.SIGTERM], [signal.SIGTERM])
+    finally:
+        again.join()
+        interrupt.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_launcher_that_is_told_twice_at_once_is_as_patient_as_told_once(tmp_path, monkeypatch):
+    """As one below another that passes on what has reached both."""
+    monkeypatch.setattr(local, "GRACE_S", 0.2)
+    up, saved = tmp_path / "up", tmp_path / "saved"
+    script = (
+        "import signal, sys, time\nfrom pathlib import Path\n"
+        f"def save(*_):\n    time.sleep(0.8)\n    Path({str(saved)!r}).touch()\n    sys.exit()\n"
+        f"signal.signal(signal.SIGTERM, save)\nPath({str(up)!r}).touch()\ntime.sleep(60)"
+    )
+
+    def stop():
+        end = time.monotonic() + LIMIT_S
+        while not up.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    stopping = threading.Thread(target=stop, daemon=True)
+    stopping.start()
+    assert local.start([sys.executable, "-c", script], "") == 143
+    stopping.join()
+    assert saved.exists()
 
 
 def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_path):

@@ -14,7 +14,7 @@ from launching import HERE, environment
 from paceline.launch.local import start
 from paceline.world import World, first_host, translate
 
-ABROAD = ("OMPI_", "PMIX_", "SLURM_", "MASTER_")
+ABROAD = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "SLURM_", "MASTER_")
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -42,6 +42,12 @@ def mpi(rank, size, local_rank, local_size, **more):
     return {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in said.items()}, **more}
 
 
+def hydra(rank, size, local_rank, local_size, **more):
+    """As the mpirun of MPICH and Intel MPI sets it."""
+    said = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": local_rank, "MPI_LOCALNRANKS": local_size}
+    return {**{name: str(value) for name, value in said.items()}, **more}
+
+
 def test_every_task_of_srun_is_placed(world):
     for proc in range(4):
         node, local = divmod(proc, 2)
@@ -51,6 +57,14 @@ def test_every_task_of_srun_is_placed(world):
         assert world(slurm(local * 2 + node, local, node)) == want
     assert translate(slurm(2, 0, 1))["RANK"] == "2"
     assert world({**slurm(0, 0, 0), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == World(0, 2, 0, 2, "10.0.0.1", 5)
+
+
+def test_a_batch_script_may_say_for_all_tasks_how_many_they_are(world):
+    """Its usual lines export WORLD_SIZE, and no RANK: every task once took itself for rank 0."""
+    said = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    for proc in range(4):
+        node, local = divmod(proc, 2)
+        assert world({**slurm(proc, local, node), **said}) == World(local, 2, node, 2, "a", 5)
 
 
 def test_two_jobs_and_two_steps_meet_at_different_ports():
@@ -63,13 +77,14 @@ def test_two_jobs_and_two_steps_meet_at_different_ports():
     assert all(20_000 <= int(port) < 32_000 for port in ports)
 
 
-def test_every_rank_of_mpirun_is_placed(world):
+@pytest.mark.parametrize("launcher", [mpi, hydra])
+def test_every_rank_of_mpirun_is_placed(launcher, world):
     for rank in range(6):
-        given = mpi(rank, 6, rank % 2, 2, MASTER_ADDR="10.0.0.1", PMIX_NAMESPACE="job-1")
+        given = launcher(rank, 6, rank % 2, 2, MASTER_ADDR="10.0.0.1", PMIX_NAMESPACE="job-1")
         got = world(given)
         assert got == World(rank % 2, 2, rank // 2, 3, "10.0.0.1", got.port)
         assert 20_000 <= got.port < 32_000
-    assert world(mpi(1, 2, 1, 2, PMIX_NAMESPACE="job-1")) == World(1, 2, 0, 1, "127.0.0.1", got.port)
+    assert world(launcher(1, 2, 1, 2, PMIX_NAMESPACE="job-1")) == World(1, 2, 0, 1, "127.0.0.1", got.port)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,9 @@ def test_what_is_no_start_of_several_changes_nothing(given, world):
 
 
 def test_mpirun_inside_a_job_is_mpirun():
-    assert translate({**slurm(0, 0, 0), **mpi(3, 4, 1, 2, MASTER_ADDR="a")})["RANK"] == "3"
+    for launcher in (mpi, hydra):
+        assert translate({**slurm(0, 0, 0), **launcher(3, 4, 1, 2, MASTER_ADDR="a")})["RANK"] == "3"
+    assert translate({**slurm(2, 0, 1), "PMI_RANK": "2", "PMI_SIZE": "4"})["RANK"] == "2", "srun speaks PMI, too"
 
 
 def test_nodes_of_unlike_numbers_are_placed(world):
@@ -120,6 +137,9 @@ def test_nodes_of_unlike_numbers_are_placed(world):
     ("given", "said"),
     [
         (mpi(1, 4, 0, 2), "mpirun made rank 1 number 0 of the 2 on its node.*--map-by ppr:2:node"),
+        (hydra(1, 4, 0, 2), "mpirun made rank 1 number 0 of the 2 on its node.*-ppn 2"),
+        (hydra(3, 4, 1, 2), "started 4 processes on several nodes.*add -genv MASTER_ADDR HOST"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "made this process rank 1 of 4 .* MPICH, Intel MPI or Open MPI, or srun"),
         (mpi("x", 4, 1, 2), "OMPI_COMM_WORLD_RANK='x'.*whole number"),
         (mpi(3, 5, 1, 2, MASTER_ADDR="a"), "do not fit together"),
         (slurm(0, 0, 2, STEP_TASKS_PER_NODE="3,1"), "dealt tasks as 3,1 per node, and says that this is node 2"),

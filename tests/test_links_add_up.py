@@ -111,6 +111,17 @@ def all_gather_of_ragged_rows(link):
             same(part, (rank + 1) * pattern(2 * rows_of(rank)).view(-1, 2), rank)
 
 
+def a_gather_is_the_same_over_a_quick_wire(link):
+    """Several megabytes: in stretches, or whole."""
+    for quick in (False, True, False):
+        link.hurry(quick)
+        for rows_of in (lambda r: 40_000, lambda r: 40_000 * (r + 1), lambda r: 90_000 * (r == link.size - 1)):
+            rows = rows_of(link.rank)
+            mine = (link.rank + 1) * pattern(8 * rows).view(rows, 8)
+            for rank, part in enumerate(link.all_gather(mine).wait(LIMIT_S)):
+                same(part, (rank + 1) * pattern(8 * rows_of(rank)).view(-1, 8), rank, quick)
+
+
 def all_gather_results_are_ones_own(link):
     parts = link.all_gather(torch.full((3,), link.rank + 1.0)).wait(LIMIT_S)
     for part in parts:
@@ -242,6 +253,7 @@ LAWS = {
         max_takes_the_largest,
         all_gather_keeps_rank_order,
         all_gather_of_ragged_rows,
+        a_gather_is_the_same_over_a_quick_wire,
         all_gather_results_are_ones_own,
         reduce_scatter_gives_each_its_slice,
         broadcast_from_every_root,

@@ -50,6 +50,18 @@ def test_it_answers_and_goes_on_after_nonsense(served, particular, nonsense):
         assert live.ask(served, stacks=[1, 2]) == {"asked": {"stacks": [1, 2]}}
 
 
+@pytest.mark.parametrize("name", [b"x", b"\xff-1", b"%d-\xff"], ids=["no number", "no UTF-8", "of this process"])
+def test_whatever_names_others_choose_stacks_are_found(name):
+    """Any user may: one that is no number once ended a peer of whoever asked."""
+    server = Live(lambda question: {"stacks": {"rank 0": "here\n"}})
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.bind(b"\0" + live.PREFIX.encode() + name.replace(b"%d", b"%d" % os.getpid()))
+        try:
+            assert live.stacks({os.getpid()}) == "rank 0:\nhere\n"
+        finally:
+            server.close()
+
+
 def test_after_its_end_nothing_is_left():
     before = set(live.names())
     server = Live(lambda question: {})

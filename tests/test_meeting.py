@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.contract import LinkError
+from paceline.engine.crew import Crew
 from paceline.launch.local import free_port
 from paceline.link import join, route
 from paceline.link.meeting import AT_ONCE, Meeting
@@ -231,6 +232,21 @@ def test_nobody_there_and_somebody_else_there():
 def test_ranks_that_never_come_are_named():
     with pytest.raises(LinkError, match=r"rank 0 of 3 .*: rank 1, rank 2 did not come to .* within 1 s"):
         join.join(0, 3, "127.0.0.1", free_port(), patience_s=1.0)
+
+
+def test_who_needs_longer_is_told_how_to_be_waited_for(monkeypatch):
+    monkeypatch.setenv("PACELINE_JOIN_S", "0.3")
+    for rank, said in ((0, "rank 1 did not come to"), (1, "could not reach")):
+        with pytest.raises(LinkError, match=rf"{said} .* within 0 s.*need longer.*PACELINE_JOIN_S, in seconds"):
+            join.join(rank, 2, "127.0.0.1", free_port())
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "1e9"])
+def test_a_time_to_wait_that_is_none_is_told(given, monkeypatch):
+    monkeypatch.setenv("PACELINE_JOIN_S", given)
+    for wait in (lambda: join.join(0, 2, "127.0.0.1", free_port()), lambda: Crew(1, 2, "nobody")):
+        with pytest.raises(ValueError, match=rf"PACELINE_JOIN_S='{given}' must be a number of seconds above 0"):
+            wait()
 
 
 def test_a_rank_that_comes_twice_is_told():

@@ -11,7 +11,9 @@ import torch
 import ranks
 from launching import launch
 from paceline import memories, resume
+from paceline.contract import DENSE, FACTORS, Spec
 from paceline.elastic.checkpoint import read_newest
+from paceline.exchange.allreduce import Exchange
 from paceline.exchange.meeting import Meeting
 from paceline.find import names, parse
 from scripts import owed
@@ -152,5 +154,24 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
         engine=SimpleNamespace(weights=[torch.zeros(1)]),
     )
     assert resume._exchange(pace, said) == said["exchange"]
+    said["exchange"]["owing"] = [1]
+    pace.row = "replicas:2"
+    assert resume._exchange(pace, said) == {"step": 7, "owing": [1]}
     pace.methods = {"exchange": "allreduce", "codec": "feedback/topk"}
     assert resume._exchange(pace, said) == {"step": 7}
+
+
+def test_a_layer_that_owes_goes_on_dense_under_another_plan():
+    """Story: forms were chosen anew, and as factors it would never have sent what it owed."""
+    layers = [Spec(i, (f"fc{i}.weight",), ((500, 500),), linear=True) for i in range(2)]
+
+    def work(link):
+        exchange = Exchange()
+        exchange.open(layers, link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
+        begun = list(exchange.forms())
+        exchange.load({"step": 7, "owing": [1]})
+        exchange.choice.dealt(0.5)
+        exchange.close()
+        return begun, list(exchange.forms()), exchange.choice.state()["owing"]
+
+    assert ranks.run(2, work) == [([FACTORS] * 2, [FACTORS, DENSE], [1])] * 2

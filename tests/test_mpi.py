@@ -229,3 +229,10 @@ link.close()
 def test_what_cannot_be_served_is_refused_with_the_reason(case):
     done = run([sys.executable, "-W", "error", "-c", ALONE + REFUSED[case]], env=environment())
     assert done.returncode == 0, done.stderr
+
+
+def test_rank_0_may_have_an_ipv6_address():
+    assert mpi._address("fd00::1", ["a", "b"], [[], []]) == "fd00::1"
+    assert mpi._address("::1", ["a", "a"], [[], []]) == "::1"
+    with pytest.raises(OSError, match="no way from a to ::1"):
+        mpi._address("::1", ["a", "::1"], [[], []])

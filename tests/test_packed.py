@@ -9,7 +9,8 @@ import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
 from paceline.contract import DENSE, FACTORS, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.allreduce import Exchange
-from paceline.exchange.choice import Choice
+from paceline.exchange.choice import QUICK_S, Choice
+from paceline.exchange.packed import joined
 from paceline.exchange.wire import SPAN
 from paceline.find import parse
 from paceline.packing import HEAD, SLOW_S, fits, pack, unpack
@@ -225,3 +226,45 @@ def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
         for flat in found:
             assert flat.dtype == torch.float32
             assert torch.equal(flat, torch.full_like(flat, 1 + 2.0**-14))
+
+
+def test_rows_that_lie_side_by_side_are_joined_where_they_lie():
+    whole = torch.arange(24.0).reshape(8, 3)
+    a, b, c = whole.split([3, 0, 5])
+    for parts, copied in (([a, b, c], False), ([b, c], False), ([c, a], True), ([a, c.clone()], True)):
+        got = joined(parts)
+        assert torch.equal(got, torch.cat(parts))
+        assert (got.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()) == copied
+    assert joined([b, b]).shape == (0, 3)
+    half = whole[:, :2]
+    assert torch.equal(joined([half[:3], half[3:]]), half), "rows with something between them are copied"
+
+
+def test_a_quick_wire_is_known_by_its_rate_and_told_to_the_lane():
+    """Around the bound nobody goes back and forth."""
+    spec, told = Spec(0, ("weight",), ((1 << 20,),)), []
+
+    class Told(ranks.memory.Link):
+        def lane(self, name):
+            return Told(self.hub, self.rank, self.generation, f"{self.name}/{name}")
+
+        def hurry(self, quick):
+            told.append(quick)
+
+    def work(link):
+        exchange, seen = Exchange(), []
+        exchange.open([spec], link, parse("codec", "none"))
+        for per_byte in (1.1, 0.9, 1.1, 1.4):
+            for _ in range(SPAN):
+                took = (per_byte * QUICK_S * 4 * spec.numel,)
+                exchange.choice.learn(Ballot(took=took, ready=(0.0,)), [Cost(2, 4 * spec.numel)])
+            seen.append(exchange.choice.quick)
+            exchange.before([])
+            exchange.offer(Piece(spec, flat=torch.ones(spec.numel)))
+            exchange.receive(exchange._flight, spec)
+        exchange.close()
+        return seen
+
+    hub = ranks.memory.Hub(2)
+    assert ranks.run(2, work, [Told(hub, rank) for rank in range(2)]) == [[False, True, True, False]] * 2
+    assert sorted(told) == [False] * 4 + [True] * 4

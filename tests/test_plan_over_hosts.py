@@ -10,8 +10,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.cli.start import MOST_PLAN_BYTES, carried_plan, planned
+from paceline.job import Job
+from paceline.launch import measure
 from paceline.launch.hosts import Host, Way, parse
 from paceline.nodes import START_LIMIT_S, imagine, make_over
 from paceline.plan import LEAST_BUDGET_S
@@ -66,7 +70,10 @@ def own(tmp_path, monkeypatch):
     with Sshd() as server:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(server.folder))
-        kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint="known")
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+        job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), None, 64)
+        mark = shelf.fingerprint(job, "exact", [("torch.float32", (256,)), ("torch.int64", ())])
+        kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint=mark)
         shelf.store(kept, ["script.py"])
         yield {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
@@ -119,6 +126,22 @@ def test_a_plan_over_three_real_hosts_tries_two_and_three(tmp_path, own):
     names = [{pair["one"], pair["other"]} for pair in told["pairs"]]
     assert names == [{"one", "two"}, {"one", "three"}, {"two", "three"}]
     assert all(pair["latency_s"] > 0 and pair["bytes_per_s"] > 0 for pair in told["pairs"])
+
+
+@pytest.mark.parametrize(("mark", "chosen"), [("known", "sequential"), ("another", "threads:2")])
+def test_a_kept_plan_counts_where_it_is_of_what_the_script_trains_now(monkeypatch, mark, chosen):
+    """Story: a model in a file of its own was changed, and the new step scaled to the old one's seconds."""
+    recorded = []
+
+    def lines(command, row, *_):
+        recorded.append(row)
+        return line(), line(), 64, mark
+
+    monkeypatch.setattr(measure.planning, "cached", lambda *_: (Plan("sequential", fingerprint="known"), ""))
+    monkeypatch.setattr(measure.planning, "make", lambda *_, **__: Plan("threads:2", fingerprint=mark))
+    monkeypatch.setattr(measure.profile, "lines", lines)
+    assert measure.measure_node(["x.py"])["plan"]["chosen"] == chosen
+    assert recorded == list(dict.fromkeys(["sequential", chosen]))
 
 
 class Told:
@@ -263,6 +286,18 @@ def test_a_speed_is_that_of_the_rows_that_there_were():
     assert team.reason == "its steps had 100 rows, as the data gives them"
 
 
+def test_a_dataset_smaller_than_the_batch_is_no_faster_alone_than_shared():
+    """Story: the seconds of 100 rows were taken for those of 256, and a second machine never paid."""
+    some = plain("a")
+    small = [dataclasses.replace(some, name=name, batch_size=256) for name in "ab"]
+    survey = Survey(small, lambda count: UNMEASURED.with_line(1e10), real=True)
+    assert (survey.measured_per_s, survey.alone_per_s) == (320.0, [pytest.approx(320.0)] * 2)
+    team = survey.team(2, "shared").team
+    assert team.batch_size == 32
+    assert 1.5 < team.predicted_speedup < 2.0
+    assert survey.team(33, "shared") is None
+
+
 def test_a_plan_too_long_for_an_environment_is_carried_without_what_is_longest():
     pairs = tuple(Between(f"host{i}", f"host{j}", 1e-4, 1e9) for i in range(60) for j in range(i))
     large = Plan("threads:2", num_nodes=2, hosts={"a": "threads:2"}, teams=(TWO,), pairs=pairs)
@@ -318,6 +353,23 @@ THREE = Team(3, "a,b,c", "shared", 64, predicted_speedup=2.8, measured_speedup=2
         ),
         ([TWO, Team(3, "a,b,c", predicted_speedup=2.9)], 3, "all 3 machines are worth it: 2.90x predicted"),
         (
+            [
+                Team(2, "a,b", predicted_speedup=1.8),
+                Team(3, "a,b,c", predicted_speedup=2.5, measured_speedup=1.6),
+                Team(4, "a,b,c,d", predicted_speedup=3.0, measured_speedup=1.5),
+            ],
+            3,
+            "3 of 4 machines are worth it: 2.50x predicted, 1.60x measured",
+        ),
+        (
+            [
+                Team(2, "a,b", batch_size=64, predicted_speedup=1.8),
+                Team(3, "a,b,c", batch_size=64, predicted_speedup=2.5, measured_speedup=0.8),
+            ],
+            1,
+            "stay on one machine: 3 are 2.50x predicted, 0.80x measured with a global batch of 64",
+        ),
+        (
             [Team(8, link="1gbit", predicted_speedup=6.5)],
             1,
             "8 machines like this one over 1gbit would be 6.50x predicted",
@@ -372,6 +424,16 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
     assert shelf.over(["a"], [*train, '{"model": "alexnet"}'], "exact") is None
     assert shelf.over(["a"], train, "exact") is None
     assert shelf.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
+    for other in ({"clip": 1.0}, {"momentum": 0.9}):
+        assert shelf.over(["a", "b"], [*train, json.dumps({"model": "alexnet", **other})], "exact") is None, other
+    for name, value in (
+        *(("PACELINE_LINK", "tls"), ("PACELINE_ENCRYPT", "1")),
+        *(("PACELINE_COLLECTIVE", "ring"), ("PACELINE_OVERLAP", "forward")),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert shelf.over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") is None, name
+    assert shelf.over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") == plan
     shelf.keep_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
     assert shelf.over(["a"], ["x.py"], "exact") is None, "made by other versions"
 

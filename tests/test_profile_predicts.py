@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+import paceline
+from paceline import examined as looking
 from paceline import plan
+from paceline.data import feed
+from paceline.data.order import Seat
+from paceline.engine import sequential
+from paceline.engine.timeline import record
 from paceline.job import Job
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
+from paceline.probe.examine import Examined, _Examination, _lines
 from paceline.probe.layers import Layers, part
 from paceline.probe.line import Ways
 from paceline.probe.predict import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
@@ -118,13 +129,15 @@ def test_a_weight_whose_factors_are_absorbed_costs_no_gradient():
 
 def test_words_lay_images_out_and_rows_are_the_first_ones():
     images, labels, table = torch.randn(6, 3, 4, 4), torch.arange(6), torch.ones(2, 2)
-    few = part({"x": images, "y": (labels, table, "name")}, 2, 6, ("channels_last",))
+    words = {"list": [*"abcdef"], "tuple": tuple("abcdef"), "size": (4, 4)}
+    few = part({"x": images, "y": (labels, table, "name"), **words}, 2, ("channels_last",))
     assert few["x"].shape == (2, 3, 4, 4)
     assert few["x"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(few["x"], images[:2])
     assert few["y"][0].tolist() == [0, 1]
     assert few["y"][1].shape == (2, 2)
     assert few["y"][2] == "name"
+    assert (few["list"], few["tuple"], few["size"]) == (["a", "b"], ("a", "b"), (4, 4))
 
 
 def test_layers_under_autocast_are_fed_what_they_were_fed():
@@ -133,6 +146,100 @@ def test_layers_under_autocast_are_fed_what_they_were_fed():
         layers = layers_of(model, torch.ones(2, 4), words=("bf16",))
     assert [call.inputs[0].dtype for call in layers.calls] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert len(layers.time()) == 3
+
+
+# Inside of a job.
+
+
+def examined(model, batch, **more):
+    engine, optimizer = sequential.Engine(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine.open(model, optimizer, F.cross_entropy)
+
+    def compute(rows):
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    def recorded(rows, passes):
+        return json.loads(record(engine, model, rows, passes).to_json())
+
+    size = len(batch[1])
+    return Examined(model, optimizer, engine, compute, batch, size, size, record=recorded, **more)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 9])
+def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
+    """Story: small batches were not profiled, and no plan over hosts was made of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    job = examined(model, (torch.randn(size, 4), torch.arange(size) % 3))
+    assert [line["rows"] for line in _lines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
+    examination = _Examination(job, 2, "exact", 1e-6)
+    assert examination._facts().rows == size
+    examination._base(False)
+
+
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_batch_norm_over_everyone_makes_no_row_local(batch_norm):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    job = examined(model, (torch.randn(8, 4), torch.arange(8) % 3), batch_norm=batch_norm)
+    assert _Examination(job, 2, "exact", 1.0)._facts().batch_norm == (batch_norm == "local")
+
+
+def test_a_job_says_how_it_would_travel():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.BatchNorm1d(6))
+    options = {"batch_size": 8, "batch_norm": "sync", "codec": "feedback/topk"}
+    with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options) as pace:
+        ways = Ways(**looking._ways(pace))
+    assert (ways.loses, ways.norm_sums, ways.norm_numel) == (True, 2 * 2 + 1, 4 * (8 + 6))
+
+
+class Mean(nn.Linear):
+    """Over time, which comes first."""
+
+    def forward(self, x):
+        return super().forward(x.mean(0))
+
+
+@pytest.mark.parametrize("time", [5, 100])
+def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
+    """Story: the whole step was recorded as that of a quarter of its rows."""
+    batch = torch.randn(time, 16, 4), torch.arange(16) % 3
+    job = examined(Mean(4, 3), batch, cuts=False)
+    first, second = _lines(job, (1, 4), "exact", 1e-6)["lines"]
+    assert (first["rows"], second["rows"]) == (16, 16)
+    examination = _Examination(job, 2, "exact", 1e-6)
+    facts = examination._facts()
+    assert facts.activation_bytes == 2 * batch[0].nbytes, "the input of the one layer"
+    settings = examination._settings(facts)
+    assert settings
+    assert {(one.rows, one.copies) for one in settings} == {(16, 1)}
+    _, base = examination._base(False)
+    assert base.rows == 16
+
+
+def time_first(samples):
+    rows, targets = zip(*samples, strict=True)
+    return torch.stack(rows, 1), torch.stack(targets)
+
+
+@pytest.mark.parametrize(("collate", "cut"), [(default_collate, True), (time_first, False)])
+def test_a_trial_takes_a_part_of_a_batch_where_that_has_parts(collate, cut):
+    data = TensorDataset(torch.randn(16, 5, 4), torch.arange(16) % 3)
+    seat = Seat(0, 1)
+    (batch,) = feed.batches(DataLoader(data, batch_size=16, collate_fn=collate), 16, 1, 0, seat)
+    watch = SimpleNamespace(part=lambda rows: rows // 4)
+    pace = SimpleNamespace(form=None, stopwatch=watch, loop=SimpleNamespace(seat=seat))
+    few = looking.answer(pace, batch, None)
+    assert few.weight == len(few.share(seat)[1]) == (4 if cut else 16)
+
+
+def test_factors_are_as_long_as_those_of_a_step():
+    """Story: layers that see every token were timed as if they saw every sample."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Flatten(), nn.Linear(2560, 32))
+    job = examined(model, (torch.randn(8, 20, 128), torch.arange(8) % 3))
+    updates = _Examination(job, 2, "exact", 1.0).updates
+    line = record(job.engine, model, job.batch, 1)
+    linear = {spec.names[0]: rows for spec, rows in zip(line.specs, line.factor_rows, strict=True) if spec.linear}
+    assert {name: updates.rows[name] for name in linear} == linear == {"0.weight": 160, "2.weight": 8}
+    assert updates.factored() == {"2.weight"}
 
 
 # Copies.
@@ -279,6 +386,15 @@ with paceline.join(model, optimizer, nn.functional.cross_entropy, batch_size=64)
         open(sys.argv[1], "w").write("a step was taken")
 """
 
+INPUTS = [("torch.float32", (256,)), ("torch.int64", ())]
+
+
+def own_job(precision=None):
+    """That of JOB."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    return Job(model, torch.optim.AdamW(model.parameters(), lr=1e-3), None, 64, precision=precision)
+
+
 FEW = """
 class Few(nn.Linear):
     def forward(self, x):
@@ -298,10 +414,7 @@ def test_a_command_is_profiled_without_taking_a_step(tmp_path):
     assert not profile.facts.images
     assert profile.facts.weight_bytes == 4 * (256 * 512 + 512 + 512 * 10 + 10)
     assert profile.facts.state_bytes == 2 * profile.facts.gradient_bytes
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs = [("torch.float32", (256,)), ("torch.int64", ())]
-    assert profile.fingerprint == shelf.fingerprint(Job(model, optimizer, None, 64), "exact", inputs)
+    assert profile.fingerprint == shelf.fingerprint(own_job(), "exact", INPUTS)
     for row in ("sequential", f"threads:{machine.cores}"):
         assert 1e-4 < predicted_s(row, profile, machine.cores) < 1
     if machine.cores > 1:
@@ -341,8 +454,11 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
 )
 def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
     (tmp_path / "job.py").write_text(JOB.replace("batch_size=64", f"batch_size=64, {words}"))
-    whole, quarter, _ = lines([str(tmp_path / "job.py"), str(tmp_path / "log")], "sequential", 1.0, survey())
+    command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
+    whole, quarter, _, mark = lines(command, "threads:1+fused", "exact", 1.0, survey())
     assert whole.ways == quarter.ways == ways
+    precision = "bf16" if "bf16" in words else None
+    assert mark == shelf.fingerprint(own_job(precision), "exact", INPUTS)
 
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):

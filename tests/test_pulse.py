@@ -1,16 +1,22 @@
-"""What a heartbeat that never began leaves behind: nothing."""
+"""What a heartbeat that never began leaves behind: nothing; and what is asked over one ends nobody."""
 
 import contextlib
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from paceline.contract import LinkError
 from paceline.link.pulse import Pulse
+from paceline.whereabouts import Whereabouts
 
 
 class Told(dict):
     set = dict.__setitem__
+
+    def get(self, key):
+        return self[key].encode()
 
 
 def test_where_waiting_has_become_pointless_all_that_came_are_hung_up_on():
@@ -29,3 +35,21 @@ def test_where_waiting_has_become_pointless_all_that_came_are_hung_up_on():
         with pytest.raises(LinkError, match="rank 1 is gone"):
             Pulse(0, 2, told, "127.0.0.1", alert=alert)
         assert lines[0].recv(9) == b""
+
+
+def test_a_stack_that_is_no_utf_8_is_told_and_ends_nobody():
+    """As that of a script below a folder with such a name."""
+    told, odd = Told(), Whereabouts()
+    odd.siblings = lambda: "\udcff"
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(Pulse, 0, 2, told, "127.0.0.1", b"", odd)
+        while "pulse" not in told:
+            time.sleep(0.01)
+        pulses = [Pulse(1, 2, told, "127.0.0.1", b"", odd), coming.result(20)]
+    try:
+        for pulse in pulses:
+            assert [pulse.ask(rank)[-1:] for rank in (0, 1)] == ["?", "?"]
+            assert not pulse.dead
+    finally:
+        for pulse in pulses:
+            pulse.close()

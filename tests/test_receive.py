@@ -117,6 +117,16 @@ def test_only_the_last_folders_stay_besides_those_in_use_and_what_runs_wrote(tmp
     assert set(os.listdir(Path(base) / "files")) == kept
 
 
+def test_a_long_list_has_its_time_part_by_part(monkeypatch):
+    """Of a million files it took longer than the minute that was for all of it."""
+    alarms = []
+    monkeypatch.setattr(receive.signal, "alarm", alarms.append)
+    line = b"x" * (3 * receive.PART) + b"\n"
+    assert receive._line(io.BytesIO(line + b"rest")) == line
+    assert alarms == [receive.PATIENCE_S, 0] * 4
+    assert receive._line(io.BytesIO(b"cut o")) == b"cut o"
+
+
 def test_senders_take_turns(tmp_path):
     """The second waits, says so, and then needs nothing."""
     given, told = tree([["a", SHA, 1, False]]), []

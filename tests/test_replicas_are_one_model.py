@@ -73,10 +73,12 @@ def test_buffers_mode_and_frozen_weights_are_the_models():
     rank.model.norm.running_mean.fill_(3.0)
     rank.model.eval()
     rank.model.conv.weight.data = rank.model.conv.weight.data.clone()
+    rank.model.temperature, rank.model.norm.momentum = 0.5, None
     rank.engine._follow()
     other = rank.engine.twins[0].model
     assert not any(module.training for module in other.modules())
     assert torch.equal(other.norm.running_mean, rank.model.norm.running_mean)
+    assert (other.temperature, other.norm.momentum) == (0.5, None)
     assert other.conv.weight.data_ptr() == rank.model.conv.weight.data_ptr()
     rank.engine.close()
 

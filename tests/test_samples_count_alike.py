@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import launching
 import paceline
 import ranks
 from nodes import IN, OPTIMIZERS, OUT, Rank, Whole, build, gap, reference, rows
-from paceline.compare import compare_splits
+from paceline.compare import compare_data, data_facts
+from paceline.data import images
 from paceline.data.feed import batches
 from paceline.data.order import Seat
 from paceline.engine.batch import samples
@@ -293,14 +295,40 @@ def test_parts_that_each_process_has_drawn_for_itself_are_told():
         DataLoader(whole, sampler=SubsetRandomSampler([3, 1, 2])),
     ):
         same = Answers()
-        compare_splits(same, dataset)
+        compare_data(same, data_facts(dataset))
         with pytest.raises(ValueError, match=r"generator=torch\.Generator\(\)"):
-            compare_splits(Answers(b"another"), dataset)
+            compare_data(Answers(b'{"parts": "another"}'), data_facts(dataset))
         assert len(same.asked) == 1
-    nothing = Answers(b"another")
-    compare_splits(nothing, whole)
-    compare_splits(nothing, DataLoader(whole))
-    assert not nothing.asked
+    for dataset in (whole, DataLoader(whole)):
+        compare_data(Answers(b'{"parts": "another"}'), data_facts(dataset))
+
+
+def test_datasets_of_unlike_machines_are_told(tmp_path):
+    """Story: one machine had `Dog` and another `dog`, which come in another order; every label meant something else."""
+    for count in (3, 4):
+        for name in ("cat", "dog"):
+            (tmp_path / f"{count}" / name).mkdir(parents=True)
+            for i in range(count):
+                (tmp_path / f"{count}" / name / f"{i}.jpg").touch()
+    for name in ("cat", "Dog"):
+        (tmp_path / "upper" / name).mkdir(parents=True)
+    for path in (tmp_path / "3").rglob("*.jpg"):
+        (tmp_path / "upper" / path.parent.name.replace("dog", "Dog") / path.name).touch()
+    here, more, upper = (images.load(tmp_path / name)[0] for name in ("3", "4", "upper"))
+    copied = images.load(shutil.copytree(tmp_path / "3", tmp_path / "elsewhere" / "copy"))[0]
+    other = images.load(shutil.copytree(tmp_path / "3", tmp_path / "other"), seed=5)[0]
+    asked = Answers()
+    compare_data(asked, data_facts(here))
+    compare_data(Answers(*asked.asked), data_facts(copied))
+    for found, told in (
+        (more, r"different numbers of samples \(4, 6\).*--send"),
+        (upper, "different classes and labels"),
+        (other, r"different images \(ImageFolder\)"),
+        (range(3), r"different numbers of samples \(3, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            compare_data(Answers(*asked.asked), data_facts(found))
+    compare_data(Answers(b'{"numbers of samples": 3}'), data_facts(iter([])))
 
 
 def test_processes_that_split_by_chance_are_told(tmp_path):

@@ -1,11 +1,13 @@
 """What is wrong at either end does not stop sending for ever, and what is nobody's business stays here."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,3 +121,17 @@ def test_a_host_that_waits_for_another_sender_is_waited_for_as_long_as_it_says_s
     now[0] += 1.1 * sender.STALL_S
     to.look()
     assert len(ended) == 1
+
+
+def test_a_long_list_that_goes_out_slowly_is_no_stall(monkeypatch):
+    monkeypatch.setattr(sender, "PART", 1 << 16)
+    to, far = sender.Delivery(*parse("a")), []
+
+    def write(data):
+        to.look()
+        far.append(to.since[0])
+
+    listed = SimpleNamespace(sources={}, said=lambda: tree([[f"{i:0100}", "a", 1, False] for i in range(2000)]))
+    stdin = SimpleNamespace(write=write, flush=lambda: None)
+    assert sender._talk(SimpleNamespace(stdin=stdin, stdout=io.BytesIO()), to, [listed]) is None
+    assert len(set(far)) > 2000 * 100 // sender.PART

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from paceline.launch import facts
+from paceline.launch import lines as lines_
 from paceline.launch.check import check, faults, unreachable
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import Lines
@@ -272,6 +273,24 @@ def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
     assert (tmp_path / "out").read_bytes() == b"[one] " + sent.replace(b"\n", b"\n[one] ") + b"\n"
     assert lines.last == "last"
     assert took_s < 5
+
+
+def test_a_progress_bar_is_shown_now_and_then(tmp_path, monkeypatch):
+    """It ends its line when all is over, and nothing of it was seen until then."""
+    source, sink = os.pipe()
+    with open(source, "rb") as source, open(sink, "wb", 0) as sink, open(tmp_path / "out", "wb") as out:
+        bars = Lines("one", source.fileno(), out)
+
+        def shown(text):
+            sink.write(text)
+            bars.pass_on()
+            return (tmp_path / "out").read_text()
+
+        assert shown(b"\r 1%\r 2%\r 3%") == "[one]  2%\n"
+        assert shown(b"\r 4%\r 5%") == "[one]  2%\n", "once in BAR_S"
+        monkeypatch.setattr(lines_, "BAR_S", 0.0)
+        assert shown(b"\r 6%") == "[one]  2%\n[one]  5%\n"
+        assert shown(b"\n") == "[one]  2%\n[one]  5%\n[one]  6%\n"
 
 
 def test_a_node_without_orders_says_who_starts_it():

@@ -188,6 +188,39 @@ def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tm
     assert (tmp_path / "out").read_bytes() == b"[a] welcome\n[a] no end\n[a] first\n[a] " + STARTED + b"\n"
 
 
+def test_whom_nobody_reads_any_more_saves_in_peace(near, monkeypatch, tmp_path):
+    """`tee` dies of the Ctrl-C that ends the run. What the node is told is longer than a pipe holds."""
+    saved, script = tmp_path / "saved", tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        f"def save(*_):\n    print('saving', flush=True)\n    Path({str(saved)!r}).write_text(os.environ['LONG'])\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\nwhile True:\n    print('line', flush=True)\n    time.sleep(0.01)"
+    )
+    source, sink = os.pipe()
+    os.close(source)
+    with open(sink, "w") as nobody, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", nobody)
+        code = ssh.start(parse("a"), [str(script)], "", near(), {"LONG": "x" * 120_000}, ("127.0.0.1", 9))
+    assert code == 143
+    assert len(saved.read_text()) == 120_000
+
+
+def test_ctrl_c_is_not_kept_waiting_by_a_host_that_takes_no_orders(near, monkeypatch):
+    monkeypatch.setattr(ssh, "START_S", 0.2)
+    way, up = near("touch up\nexec sleep 5"), near.home / "up"
+
+    def press():
+        while not up.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    start = time.monotonic()
+    assert ssh.start(parse("a"), ["x"], "", way, {"LONG": "x" * 120_000}, ("127.0.0.1", 9)) == 130
+    assert time.monotonic() - start < 4
+
+
 def test_ctrl_c_is_not_kept_waiting_by_a_host_that_has_started_nothing(near, run, monkeypatch, tmp_path):
     """Where a login hung after the check, Ctrl-C once gave it the five minutes that are for saving."""
     monkeypatch.setattr(ssh, "START_S", 0.3)

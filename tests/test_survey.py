@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from paceline.probe import survey as surveying
+from paceline import quota as quota_
 from paceline.probe.rows import BASELINE, Facts, Way, allowed, candidates, check, fidelity, needed_bytes, split
 from paceline.probe.survey import Machine, memory_bytes, survey
 
@@ -31,14 +31,24 @@ def test_only_cores_that_may_be_used_count():
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("400000 100000", 4)]
+    ("quota", "cores"), [("max 100000", 0), ("150000 100000", 2), ("50000 100000", 1), ("400000 100000", 4)]
 )
 def test_a_containers_limits_count(tmp_path, monkeypatch, quota, cores):
     (tmp_path / "cpu.max").write_text(quota)
     (tmp_path / "memory.max").write_text(str(1 << 30))
-    monkeypatch.setattr(surveying, "_cgroup_folders", lambda: [tmp_path])
-    assert surveying._quota_cores() == cores
+    monkeypatch.setattr(quota_, "cgroups", lambda: [tmp_path])
+    assert quota_.cores() == cores
     assert memory_bytes() == 1 << 30
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_several_limits_the_least_counts(tmp_path, monkeypatch, order):
+    folders = [tmp_path / "own", tmp_path / "above"]
+    for folder, quota in zip(folders, ("400000 100000", "200000 100000"), strict=True):
+        folder.mkdir()
+        (folder / "cpu.max").write_text(quota)
+    monkeypatch.setattr(quota_, "cgroups", lambda: [folders[i] for i in order])
+    assert quota_.cores() == 2
 
 
 @pytest.mark.parametrize(

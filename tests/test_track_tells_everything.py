@@ -11,6 +11,7 @@ import pytest
 import records
 from paceline.report import track
 from paceline.report.record import Record, read
+from paceline.report.run import load
 
 
 def curve(run, tag):
@@ -32,6 +33,19 @@ def test_tensorboard_gets_what_the_record_has(tmp_path):
     assert len(curve(run, "epoch/test_accuracy")) == 6
     assert curve(run, "usage/cpu_percent")
     assert told > 40 * 8
+
+
+@pytest.mark.parametrize(
+    ("said", "samples"),
+    [({}, 640.0), ({"samples": 32}, 32), ({"rows": 32, "samples": 32}, 32), ({"rows": 32, "samples": 16}, 32)],
+    ids=["nothing but the weight", "its own rows", "dealt", "one node's part of an average"],
+)
+def test_samples_are_counted_whatever_the_loss_divides_by(tmp_path, said, samples):
+    """Story: the throughput of a language model was that of its tokens."""
+    event = records.step(0, weight=640.0, seconds=0.5, **said)
+    run = records.write(tmp_path, records.join(), event)
+    assert load(run).column("steps", "samples_per_s") == pytest.approx([2 * samples])
+    assert track._numbers(event)["samples_per_s"] == pytest.approx(2 * samples)
 
 
 def test_steps_done_again_replace_those_before(tmp_path):

@@ -51,6 +51,14 @@ def test_what_is_not_so_is_told(tmp_path, steps, says):
     assert used.told(run) == says
 
 
+def test_where_nodes_agree_now_and_then_one_node_s_samples_say_nothing(tmp_path):
+    steps = [step(number, samples=3) for number in range(PER_EPOCH)]
+    run = written(tmp_path, steps)
+    assert used.faults(run)
+    run.join["exchange"] = "periodic:4"
+    assert used.told(run) == "each once in 1 whole epochs"
+
+
 def test_a_script_that_deals_its_rows_itself_is_not_judged(tmp_path):
     steps = [
         {key: value for key, value in step(number).items() if key not in ("batch", "rows", "samples", "ends_epoch")}

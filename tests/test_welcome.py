@@ -17,7 +17,7 @@ class Doorkeeper:
 
     def __init__(self, pace):
         said = {"turn": 1, "host": "late", "said": {}, "began": pace.began, "size": 1, "least": 1, "most": 8}
-        self.asked, self.told = {"late": said}, {}
+        self.asked, self.told = {"late": {**said, "data": dict(pace._data)}}, {}
 
     def waiting(self):
         return self.asked
@@ -46,6 +46,19 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
         before = model.weight.detach().clone()
         pace.step((torch.ones(8, 4), torch.ones(8, 2)))
         assert not torch.equal(before, model.weight)
+
+
+def test_who_has_other_samples_is_refused(monkeypatch):
+    """Story: its labels meant something else, and it was taken in."""
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
+        next(pace.batches(torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))))
+        door = Doorkeeper(pace)
+        door.asked["late"]["data"]["numbers of samples"] = 9
+        monkeypatch.setattr(type(pace.ledger), "porter", door)
+        Welcome(pace, {})._look(False)
+        assert "different numbers of samples (8, 9)" in door.told["late"]["refused"]
 
 
 class Noted:

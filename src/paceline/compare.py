@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from paceline import contract
+from paceline.data.pictures import Pictures
 from paceline.engine.numerics import PRECISION
 from paceline.job import Job
 
+SAMPLES, DRAWN = "numbers of samples", "parts"
 OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 
 
@@ -62,20 +66,52 @@ def compare(
             )
 
 
-def compare_splits(exchange: contract.Exchange, dataset: Any) -> None:
-    """Of a part of a dataset (`Subset`, as ``random_split`` draws it): whether all have drawn the same. Every process
-    must call it. Raises ValueError, in all."""
+def data_facts(dataset: Any) -> dict[str, Any]:
+    """What all must have alike of their samples: how many, of a folder the classes and images, and of a part
+    (`Subset`, as ``random_split`` draws it) which ones."""
     parts = []
     if isinstance(dataset, DataLoader):
         parts, dataset = [getattr(dataset.sampler, "indices", None)], dataset.dataset
     while isinstance(dataset, Subset):
         parts, dataset = [*parts, dataset.indices], dataset.dataset
     drawn = [list(map(str, indices)) for indices in parts if indices is not None]
-    if drawn and len({words for words in exchange.gather(_digest(drawn)) if words}) > 1:
-        raise ValueError(
-            "the processes were given different parts of the dataset, so that one would train on what another tests: "
-            "draw them alike everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
+    mine: dict[str, Any] = {SAMPLES: _length(dataset)}
+    mine |= dataset.digests() if isinstance(dataset, Pictures) else {}
+    return mine | ({DRAWN: _digest(drawn).hex()} if drawn else {})
+
+
+def unlike(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> str:
+    """How these differ, and what to do; empty where they do not."""
+    for name, value in mine.items():
+        found = {str(other[name]) for other in everyone if other.get(name) is not None} | {str(value)}
+        if len(found) < 2 or value is None:
+            continue
+        if name == DRAWN:
+            return (
+                "the processes were given different parts of the dataset, so that one would train on what another "
+                "tests: draw them alike everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
+            )
+        counts = f" ({', '.join(sorted(found, key=int))})" if name == SAMPLES else ""
+        return (
+            f"the processes were given datasets with different {name}{counts}: give every machine the same files, as "
+            f"by --send --data, since each sample is dealt by its number"
         )
+    return ""
+
+
+def compare_data(exchange: contract.Exchange, mine: Mapping[str, Any]) -> None:
+    """Every process must call it, with its `data_facts`. Raises ValueError, in all, where they differ."""
+    everyone = [json.loads(words) for words in exchange.gather(json.dumps(mine).encode()) if words]
+    # each looks at what somebody says, also where it has nothing of the kind
+    if why := next(filter(None, (unlike(one, everyone) for one in (mine, *everyone))), ""):
+        raise ValueError(why)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # a stream need not know it, and says so as it likes
+        return None
 
 
 @functools.cache

@@ -263,11 +263,16 @@ class Link:
     came: tuple[Guest, ...] = ()  # of a rebuilt link: who is new in it, and has its last ranks
     grows: bool = False  # others come later, though it has one rank now
     wide: bool = False  # 16-bit floats are added in 32 bits
+    quick: bool = False  # a byte costs more on processors than on the wire
     whereabouts: Any = None  # what this process is at, as others are told of it
 
     def lane(self, name: str) -> Link:
         """The same ranks with an order of their own."""
         raise NotImplementedError
+
+    def hurry(self, quick: bool) -> None:
+        """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
+        self.quick = quick
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         """Adds all ranks' tensors into each, in the tensor's own type. Result: the tensor."""

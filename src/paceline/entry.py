@@ -58,7 +58,7 @@ class Entry:
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""
         pace = self.pace
-        if "over" in self._ask({"began": pace.began}):
+        if "over" in self._ask({"began": pace.began, "data": pace._data}):
             pace.epoch, pace.next_step = pace.began + epochs, 0
             if self.late:
                 self.late.leave()  # nobody reads here until it asks again, by another line

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data import feed
 from paceline.engine import batch as batches_
@@ -29,7 +30,19 @@ def answer(pace: Any, batch: Any, gradient: Any) -> Any:
     rows = batch.weight if gradient or not pace.stopwatch else pace.stopwatch.part(int(batch.weight))
     if rows == int(batch.weight):
         return batch
-    return feed.Given(layers.part(batch.share(pace.loop.seat), rows, int(batch.weight)), float(rows))
+    whole = batch.share(pace.loop.seat)
+    if _cuts(whole, batch):
+        return feed.Given(layers.part(whole, rows), float(rows))
+    batch.expect(lambda *_: whole)
+    return batch
+
+
+def _cuts(rows: Any, batch: Any) -> bool:
+    """Whether fewer of a batch's rows are fewer of its samples."""
+    try:
+        return batches_.divisible(rows, getattr(batch, "held", None)) > 0
+    except ValueError:
+        return False
 
 
 def _facts(pace: Any, batch: Any) -> examine.Examined:
@@ -59,6 +72,7 @@ def _facts(pace: Any, batch: Any) -> examine.Examined:
         job.precision,
         job.batch_norm,
         _ways(pace),
+        _cuts(rows, batch),
     )
 
 
@@ -68,6 +82,8 @@ def _ways(pace: Any) -> dict[str, Any]:
     period, weights = getattr(exchange, "period", 0), pace.engine.weights[0].dtype
     wide = PRECISION[pace.engine.numerics.precision] or weights
     codec = getattr(exchange, "codec", None)
+    everyones = pace.job.batch_norm == "sync"
+    norms = [m.num_features for m in pace.job.model.modules() if everyones and isinstance(m, _BatchNorm)]
     return {
         "factors": exchange.factors,
         "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,
@@ -75,4 +91,7 @@ def _ways(pace: Any) -> dict[str, Any]:
         "gathers": exchange.gathers or bool(codec and not codec.sums),
         "every": period,
         "forward": exchange.overlap == "forward",
+        "loses": bool(codec and codec.fidelity == "approximate"),
+        "norm_sums": 2 * len(norms) * pace.job.accumulate + bool(norms),  # forward and backward, and who has rows
+        "norm_numel": 4 * sum(norms) * pace.job.accumulate,
     }

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANGUP = signal.SIGHUP
+AGAIN_S = 0.3  # in which a signal that comes again is the same one
 
 
 class Stopped(SystemExit):
@@ -23,18 +25,23 @@ class Stopped(SystemExit):
 
 
 class Interrupt:
-    """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. HANGUP may
-    come as often as it likes, and is left alone where it is ignored, as under nohup."""
+    """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. One that comes
+    within AGAIN_S is no second one: what ends a service or a machine reaches every process, and the launcher passes it
+    on besides. HANGUP may come as often as it likes, and is left alone where it is ignored, as under nohup."""
 
     def __init__(self, note: Callable[[int], None], signals: Sequence[int] = SIGNALS):
-        self._note, self._before = note, {}
+        self._note, self._before, self._noted = note, {}, False
         if threading.current_thread() is threading.main_thread():
             wanted = [n for n in signals if n != HANGUP or signal.getsignal(n) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._heard) for number in wanted}
 
     def _heard(self, number: int, _: FrameType | None) -> None:
-        self._note(number)
-        if number != HANGUP:
+        if number == HANGUP:
+            self._note(number)
+        elif not self._noted:
+            self._noted = True
+            self._note(number)
+            time.sleep(AGAIN_S)  # those that come meanwhile are heard here, and change nothing
             self.close()
 
     def close(self) -> None:

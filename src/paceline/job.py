@@ -85,9 +85,32 @@ class Job:
         if faults:
             raise ValueError("join: " + "; ".join(faults))
 
+    def check_divided(self) -> None:
+        """Raises ValueError for what rows change by being looked at: each part of them would have other weights."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+                what = "max_norm" if module.max_norm is not None else "scale_grad_by_freq"
+                if module.max_norm is not None or module.scale_grad_by_freq:
+                    raise ValueError(
+                        f"join: layer {name!r} has {what}, which goes by the rows that a process, replica or "
+                        f"micro-batch has before it; leave it out, or compute whole batches in one process: "
+                        f"--plan sequential or threads:k, one node, accumulate=1"
+                    )
+
     def _parameter_faults(self) -> list[str]:
+        if any(torch.nn.parameter.is_lazy(each) for each in (*self.model.parameters(), *self.model.buffers())):
+            return [
+                "the model has lazy layers, whose sizes the first batch shows: call it on a batch, under "
+                "torch.no_grad(), before join() and before its optimizer is made"
+            ]
         mine = {id(p) for p in self.model.parameters()}
         foreign = sum(id(p) not in mine for group in self.optimizer.param_groups for p in group["params"])
+        of_loss = {id(p) for p in self.loss.parameters()} if isinstance(self.loss, torch.nn.Module) else set()
+        if any(id(p) in of_loss - mine for group in self.optimizer.param_groups for p in group["params"]):
+            return [
+                "the optimizer holds parameters of the loss, which nobody would add up: make them the model's, as in "
+                "model.criterion = loss before its optimizer is made"
+            ]
         if foreign:
             return [f"the optimizer holds {foreign} parameters of another model; build it from this one"]
         trainable = [p for p in self.model.parameters() if p.requires_grad]

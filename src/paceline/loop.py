@@ -122,6 +122,7 @@ class Loop:
     def _step(self, batch: Any, gradient: Gradient) -> Agreement:
         agreement, kept = self._agree(batch, gradient)
         ballot, begin = agreement.ballot, time.perf_counter()
+        together = self.exchange.consensus == "step"
         if not ballot.finite and not self.scaler.can_shrink:
             raise self._lost(batch, ballot, kept, "loss")
         if agreement.verdict is Verdict.APPLY and ballot.weight:
@@ -138,9 +139,11 @@ class Loop:
             else:
                 if told:
                     told()
-                if self.schedule:
+                if self.schedule and together:
                     self.schedule.step()
             self.scaler.move(agreement.verdict is Verdict.APPLY)
+        if self.schedule and not together:
+            self.schedule.step()  # alike on all nodes, also on one that has no rows of a short batch
         if agreement.verdict is Verdict.SKIP or not ballot.weight:
             self.engine.rollback(kept)
         agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
@@ -205,9 +208,10 @@ class Loop:
         said = self.exchange.gather(mine) if self.exchange.consensus == "step" else [mine]
         first = next((words.decode() for words in said if words), "")
         where = f"; the first number that is not finite: {first}" if first else ""
-        rates = sorted({float(group["lr"]) for group in self.engine.optimizer.param_groups})
+        given = [group.get("lr") for group in self.engine.optimizer.param_groups]
+        rates = ", ".join(f"{rate:g}" for rate in sorted({float(rate) for rate in given if rate is not None}))
         return NotFinite(
             f"the {what} is not finite at step {self.num_steps}: loss sum {ballot.loss_sum} over weight "
-            f"{ballot.weight:g}, learning rate {', '.join(f'{rate:g}' for rate in rates)}{where}. Weights are those "
+            f"{ballot.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
             f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
 
 from paceline import seating
 from paceline.contract import Regroup
+from paceline.elastic.claim import claim
 
 
 def regroup(pace: Any, news: Regroup) -> None:
@@ -89,6 +91,8 @@ def _lead(pace: Any) -> None:
     if pace.folder and not pace.watched:
         from paceline.report.usage import Usage
 
+        with contextlib.suppress(OSError):  # the leader before may only be stopped, and hold it still
+            pace._claim = claim(pace.folder)
         try:
             pace.record.open(pace.folder)
         except OSError as error:  # the folder may be that of the lost node alone

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
 from torch import Tensor
 
 from paceline.contract import Ballot
+from paceline.data import feed
+from paceline.engine import batch as batches
 
 
 class OwnStep:
@@ -56,3 +59,80 @@ class Spent:
 
     def share(self, seat: Any) -> None:
         return None
+
+
+class OwnLoop:
+    """`rows`, `backward`, `clip` and `update` of ``pace``, a `pace.Pace`, which says what they do."""
+
+    def __init__(self, pace: Any):
+        self.pace = pace
+        self._step: OwnStep | None = None
+        self._clip: float | None = None
+
+    def rows(self, batch: Any) -> Any:
+        pace, step = self.pace, self._step
+        self._refuse_sync()
+        if step and step.begun:
+            raise ValueError(
+                "rows() was called before update() took what backward() had added: update after every batch, and add "
+                "up over more of them by a larger batch_size, computed in parts by accumulate="
+            )
+        shared = pace.witness.cast(batch, batches.mapped) if pace.witness else batch
+        share = shared.share(pace.loop.seat)
+        held = getattr(shared, "held", None)
+        self._step = OwnStep(batch, 0 if share is None else batches.samples(share, held))
+        device = pace.engine.weights[0].device
+        return None if share is None else batches.mapped(share, lambda tensor: tensor.to(device))
+
+    def backward(self, loss: Any, rows: int | None) -> None:
+        self._refuse_sync()
+        step = self._step = self._step or OwnStep(self._given(), rows)
+        if not step.begun:
+            self._forget()
+        step.add(loss, rows, self.pace.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, norm: float) -> None:
+        if not norm > 0:
+            raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
+        if self.pace.exchange.overlap == "forward":
+            raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
+        self._clip = norm
+
+    def update(self) -> float:
+        self._refuse_sync()
+        pace = self.pace
+        step = self._step or OwnStep(self._given(), 0)
+        if not step.begun and (step.rows or pace.world.size == 1):
+            raise ValueError(
+                "update() was called before backward(): give each loss to pace.backward(loss), in place of "
+                "loss.backward()"
+            )
+        if not step.begun:
+            self._forget()  # without rows here, what the last step left in .grad would count again
+        kept, pace.loop.clip = pace.loop.clip, self._clip or pace.loop.clip
+        self._step = self._clip = None
+        spent_s = time.perf_counter() - step.start
+
+        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> Ballot:
+            ballot: Ballot = pace.engine.gathered(dataclasses.replace(step.ballot), forms, offer)
+            ballot.seconds += spent_s
+            return ballot
+
+        try:
+            loss: float = pace._step(Spent(step.batch), gradient)
+            pace.settle()  # a loop of your own reads weights where it likes
+            return loss
+        finally:
+            pace.loop.clip = kept
+
+    def _given(self) -> feed.Given:
+        return feed.Given(None, float(self.pace.job.batch_size))
+
+    def _refuse_sync(self) -> None:
+        if self.pace.job.batch_norm == "sync":
+            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
+
+    def _forget(self) -> None:
+        self.pace.settle()
+        for parameter in self.pace.job.model.parameters():
+            parameter.grad = None

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import json
 import os
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import buffers, contract, members, seating
-from paceline.compare import compare, compare_splits, digests, facts, thin
+from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
 from paceline.contract import LinkError, NotFinite
 from paceline.data import feed
 from paceline.drift import Drift
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError, claim
 from paceline.elastic.export import export
 from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
@@ -35,7 +32,8 @@ from paceline.job import Job
 from paceline.link.ledger import Ledger
 from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
-from paceline.own import OwnStep, Spent
+from paceline.once import alone
+from paceline.own import OwnLoop
 from paceline.probe import shelf
 from paceline.probe.clock import Stopwatch, times
 from paceline.probe.witness import Witness
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from paceline.link.late import Late
     from paceline.report.usage import Usage
 
-DONE = b"done"
 MOST_LOSSES = 16  # during one evaluation
 
 
@@ -82,7 +79,11 @@ class Pace:
         self.witness = Witness.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
+            if isinstance(job.loss, torch.nn.Module):  # weights of classes
+                job.loss.to(getattr(torch, self.witness.dtype))
         engine.open(job.model, job.optimizer, job.loss, job.metric)
+        if world.size > 1 or job.accumulate > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1:
+            job.check_divided()
         self.leader = world.node == 0 and world.local_rank == 0 and not world.late
         said: dict[str, str] = {}
         if link:
@@ -136,7 +137,9 @@ class Pace:
         self.asked_epochs = 0
         # a trial, a profile or a comparison: the user's run is neither read nor written
         self.watched = bool(self.stopwatch or self.form or self.witness)
-        self.record = self._opened(folder)
+        self.record = Record()
+        if not world.late:  # who is refused ends all, and is no lost node that the others go on without
+            alone(self, lambda: self.leader, lambda: self._open(folder))
         if self.leader and (stale := shelf.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
@@ -180,7 +183,7 @@ class Pace:
         self.facts: dict[str, Any] = {}
         self.epoch = self.next_step = self.began = 0
         self._resumed, self._saving = False, Saving(self)
-        self._own: OwnStep | None = None
+        self._own = OwnLoop(self)
         self._usage: Usage | None = None
         self._welcome = Welcome(self, said) if surviving else None
         self.loop.kept = self._welcome.keep if self._welcome else None
@@ -196,14 +199,20 @@ class Pace:
         for news in met:
             members.move(self, news)
 
-    def _opened(self, folder: Path | None) -> Record:
-        try:
-            return Record(folder if self.leader and not self.watched else None)
-        except OSError as error:
-            raise CheckpointError(
-                f"the run's folder {folder} cannot be written on {socket.gethostname()} ({error.strerror or error}); "
-                f"give another: --out, PACELINE_FOLDER, or join(folder=)"
-            ) from error
+    def _open(self, folder: Path | None) -> None:
+        if folder and not self.watched:
+            try:
+                self._claim = claim(folder)
+                self.record.open(folder)
+            except CheckpointError:
+                raise
+            except OSError as error:
+                raise CheckpointError(
+                    f"the run's folder {folder} cannot be written on {socket.gethostname()} "
+                    f"({error.strerror or error}); give another: --out, PACELINE_FOLDER, or join(folder=)"
+                ) from error
+
+    _claim: int | None = None  # on the folder, while this process writes there
 
     def _who(self) -> str:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
@@ -220,7 +229,8 @@ class Pace:
 
     # the data
 
-    _split = False  # whether all were asked which samples theirs has
+    _data: Mapping[str, Any] = {}  # what `compare.data_facts` says of the last that `batches` was given
+    _dataset: Any = None
 
     def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[feed.Batch]:
         """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
@@ -233,14 +243,16 @@ class Pace:
             self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
             self.began = self.epoch
         self._resumed = False
+        first = not self._data
+        if first or (self._welcome and dataset is not self._dataset):  # a node that comes late is compared with it
+            self._data, self._dataset = data_facts(dataset), dataset
         if self._entry:
             if not self._entry.enter(epochs):
                 return
-            self._entry, self._split = None, True  # the others have asked each other already
-        elif not self._split:
-            self._split = True
+            self._entry = None  # the others have asked each other already
+        elif first:
             with self._among_all("comparing datasets"):
-                compare_splits(self.exchange, dataset)
+                compare_data(self.exchange, self._data)
         last = sys.maxsize if self.stopwatch else self.began + epochs  # a trial ends when it has enough steps
         start = self.epoch, self.next_step
         job = self.job
@@ -252,18 +264,7 @@ class Pace:
 
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
-        self._refuse_sync()
-        if self._own and self._own.begun:
-            raise ValueError(
-                "rows() was called before update() took what backward() had added: update after every batch, and add "
-                "up over more of them by a larger batch_size, computed in parts by accumulate="
-            )
-        shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
-        share = shared.share(self.loop.seat)
-        held = getattr(shared, "held", None)
-        self._own = OwnStep(batch, 0 if share is None else batches_.samples(share, held))
-        device = self.engine.weights[0].device
-        return None if share is None else batches_.mapped(share, lambda tensor: tensor.to(device))
+        return self._own.rows(batch)
 
     @property
     def num_steps(self) -> int:
@@ -305,7 +306,8 @@ class Pace:
         if self._welcome:
             self._welcome.before(batch, gradient is not None)
         ends = getattr(batch, "ends_epoch", False)
-        rates = {"lr": float(self.job.optimizer.param_groups[0]["lr"]), "epoch": where[0]}
+        rate = self.job.optimizer.param_groups[0].get("lr")
+        rates = {"epoch": where[0]} | ({} if rate is None else {"lr": float(rate)})
         if where[1] is not None:
             rates |= {"batch": where[1], "rows": int(batch.weight), "ends_epoch": ends}
         try:
@@ -338,57 +340,15 @@ class Pace:
         May be called several times before `update` (several losses over the same rows). ``rows``: how many the mean is
         over, where they did not come from `rows`. Nothing leaves before `update`: communication is not overlapped.
         """
-        self._refuse_sync()
-        own = self._own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), rows)
-        if not own.begun:
-            self._forget()
-        own.add(loss, rows, self.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
-
-    def _refuse_sync(self) -> None:
-        if self.job.batch_norm == "sync":
-            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
-
-    def _forget(self) -> None:
-        self.settle()
-        for parameter in self.job.model.parameters():
-            parameter.grad = None
+        self._own.backward(loss, rows)
 
     def clip(self, norm: float) -> None:
         """Clips the next `update` by the global norm of everyone's gradient."""
-        if not norm > 0:
-            raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
-        if self.exchange.overlap == "forward":
-            raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
-        self._clip = norm
+        self._own.clip(norm)
 
     def update(self) -> float:
         """After `backward`: everyone's gradients are added up and applied. Returns the global mean loss."""
-        self._refuse_sync()
-        own = self._own or OwnStep(feed.Given(None, float(self.job.batch_size)), 0)
-        if not own.begun and (own.rows or self.world.size == 1):
-            raise ValueError(
-                "update() was called before backward(): give each loss to pace.backward(loss), in place of "
-                "loss.backward()"
-            )
-        if not own.begun:
-            self._forget()  # without rows here, what the last step left in .grad would count again
-        kept, self.loop.clip = self.loop.clip, self._clip or self.loop.clip
-        self._own = self._clip = None
-        spent_s = time.perf_counter() - own.start
-
-        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> contract.Ballot:
-            ballot = self.engine.gathered(dataclasses.replace(own.ballot), forms, offer)
-            ballot.seconds += spent_s
-            return ballot
-
-        try:
-            loss = self._step(Spent(own.batch), gradient)
-            self.settle()  # a loop of your own reads weights where it likes
-            return loss
-        finally:
-            self.loop.clip = kept
-
-    _clip: float | None = None
+        return self._own.update()
 
     @property
     def grad_norm(self) -> float | None:
@@ -432,35 +392,7 @@ class Pace:
         if work is None:
             return chosen
         with self._among_all("waiting for what one process does once"):
-            return self._alone(lambda: chosen, lambda: work(*args))
-
-    def _alone(self, chosen: Callable[[], bool], work: Callable[[], Any]) -> Any:
-        """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
-
-        Where all who were chosen are lost in doing so, those do it who are chosen then.
-        """
-        while True:
-            before, result, error, mine = self.world, None, None, b""
-            if chosen():
-                mine = DONE
-                try:
-                    result = work()
-                except Exception as caught:
-                    error, refused = caught, isinstance(caught, CheckpointError)
-                    mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
-            everyone = self.exchange.gather(mine)
-            if any(everyone) or self.world is before:
-                break
-        if error:
-            raise error
-        for words in everyone:
-            if words in (b"", DONE):
-                continue
-            refused, text = json.loads(words)
-            other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
-            other.told = True  # type: ignore[attr-defined]
-            raise other
-        return result
+            return alone(self, lambda: chosen, lambda: work(*args))
 
     def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int | None = None) -> Any:
         """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
@@ -528,7 +460,7 @@ class Pace:
         with self._among_all("exporting"):
             self.exchange.level(self.engine.weights)
             buffers.spread(self.job.model, self.engine, self.exchange)
-            self._alone(lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
+            alone(self, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         if folder is None and self.folder is None:
@@ -598,6 +530,9 @@ class Pace:
             self._usage.stop()
         self.record.write("end", reason=f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
         self.record.close()
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
         return unwritten
 
     def __enter__(self) -> Pace:

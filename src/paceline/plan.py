@@ -67,7 +67,7 @@ def make(
     profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
     profile, unknown = take(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
-    facts = profile.facts if profile else Facts()
+    facts = profile.facts if profile else Facts(rows=machine.cores)  # as many as any row needs
     if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
         measured = any(row.measured_s for row in found.rows)
         if measured or budget_s is None:  # who names a budget wants it spent where nothing could be tried before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def state(pace: Any) -> dict[str, Any]:
         "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
         "scaler": dict(vars(pace.loop.scaler)),
         "exchange": exchange,
+        "specs": _names(pace),
         "random": [json.loads(words) for words in pace.exchange.gather(mine)],
         "memories": memories.collect(pace.exchange, pace.world.local_rank == 0, memory),
         "methods": pace.methods,
@@ -83,20 +84,31 @@ def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:
     remembered = said.get("memories") or [exchange.get("memory")]
     exchange.pop("memory", None)
     if pace.leader and methods != pace.methods and memories.owes(remembered):
-        _tell_left_out(pace, methods)
+        here = pace.methods
+        _tell_left_out(pace, [f"{k} {was!r} (here {here[k]!r})" for k, was in methods.items() if was != here[k]])
     if methods["exchange"] != pace.methods["exchange"]:
         return {}
-    if not same or methods["codec"] != pace.methods["codec"] or len(said.get("shares", pace.shares)) != world.num_nodes:
+    if "specs" in said and said["specs"] != (mine := _names(pace)):  # other layers train, or are compiled
+        if pace.leader and memories.owes(remembered):
+            _tell_left_out(pace, [f"{len(said['specs'])} pieces of other parameters (here {len(mine)})"])
+        return {name: value for name, value in exchange.items() if name not in (*CHOSEN, "owing")}
+    alike = methods["codec"] == pace.methods["codec"]
+    if not same or not alike or len(said.get("shares", pace.shares)) != world.num_nodes:
         exchange = {name: value for name, value in exchange.items() if name not in CHOSEN}
-    if methods["codec"] == pace.methods["codec"] and remembered[0] and exchange:
+    if not alike:
+        exchange.pop("owing", None)
+    if alike and remembered[0] and exchange:
         device = pace.engine.weights[0].device
         exchange["memory"] = memories.deal(pace.codec, remembered, world.node, world.num_nodes, device)
     return exchange
 
 
-def _tell_left_out(pace: Any, methods: Mapping[str, str]) -> None:
-    mine = pace.methods
-    other = [f"{kind} {was!r} (here {mine[kind]!r})" for kind, was in methods.items() if was != mine[kind]]
+def _names(pace: Any) -> list[list[str]]:
+    """What its pieces are of."""
+    return [list(spec.names) for spec in pace.engine.specs]
+
+
+def _tell_left_out(pace: Any, other: Sequence[str]) -> None:
     text = (
         f"the checkpoint was made with {' and '.join(other)}: what its codec still owed is left out, which the same "
         f"would go on with"

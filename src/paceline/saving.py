@@ -20,9 +20,10 @@ from paceline import buffers, resume
 from paceline.elastic import checkpoint
 from paceline.elastic.agreed import agreed
 from paceline.elastic.background import Writer
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError
 from paceline.elastic.copies import Copies
 from paceline.elastic.sent import Others, Post
+from paceline.once import alone
 
 FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
 
@@ -42,7 +43,7 @@ class Saving:
         pace.exchange.level(pace.engine.weights)
         buffers.spread(pace.job.model, pace.engine, pace.exchange)
         state = resume.state(pace)
-        path: Path | None = pace._alone(lambda: pace.leader, lambda: self._put(run, state, wait, begin))
+        path: Path | None = alone(pace, lambda: pace.leader, lambda: self._put(run, state, wait, begin))
         return path
 
     def _put(self, run: Path, state: Any, wait: bool, begin: float) -> Path:
@@ -74,7 +75,7 @@ class Saving:
 
     def tell(self) -> None:
         """After a vote of `FAILED`: every process raises what the writer met."""
-        self.pace._alone(lambda: self.pace.leader, self.finish)
+        alone(self.pace, lambda: self.pace.leader, self.finish)
 
     def finish(self) -> None:
         """Nothing is being written any more. Raises what went wrong, once."""

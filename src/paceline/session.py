@@ -18,7 +18,7 @@ import torch
 from paceline import balance, contract, members
 from paceline import overlap as overlaps
 from paceline.contract import LinkError, NotFinite
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError
 from paceline.engine import heap
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
@@ -29,6 +29,7 @@ from paceline.link.collective import Collective
 from paceline.link.proof import secret_of_environment
 from paceline.pace import Pace
 from paceline.probe import clock, shelf
+from paceline.probe.survey import survey
 from paceline.world import World
 
 _here: list[Pace] = []  # that this process has joined, and not left
@@ -238,7 +239,7 @@ def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
 
 def _default_row(world: World, job: Job) -> str:
     """Nobody has said how to compute: as planned for this job, else threads. One line says so."""
-    cores = len(os.sched_getaffinity(0))
+    cores = survey().cores
     if world.local_size > 1:
         return f"processes:{world.local_size}"
     if cores == 1:

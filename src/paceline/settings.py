@@ -16,6 +16,11 @@ SCALINGS = ("none", "linear", "sqrt")
 DECAYS = ("none", "cosine", "poly", "step")
 PRECISIONS = ("fp32", "bf16", "fp16")
 FIDELITIES = ("exact", "rounded", "approximate")
+# what may differ where a run goes on: how long, how fast, how often, and where its images lie (they are compared)
+FREE = (
+    *("epochs", "json", "data", "workers", "save_every", "keep", "fidelity", "device"),
+    *("precision", "shares", "encrypt"),
+)
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Settings:
     save_every: int | None = None
     keep: int = 2
     shares: str | None = None
+    encrypt: bool = False
     json: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +112,21 @@ class Settings:
         if not isinstance(given, dict) or (strange := sorted(given.keys() - known)):
             raise ValueError(f"{where} is not what `paceline train` wrote: {strange or given!r} is not known")
         return cls(**given)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What makes it this training and no other, where that differs from the defaults."""
+        return {name: value for name, value in json.loads(self.to_json()).items() if name not in FREE}
+
+    def claim(self, run: Path) -> None:
+        """Raises ValueError where there are checkpoints of a run that was asked for otherwise."""
+        if any(run.glob("checkpoint-*")) and (run / "settings.json").is_file():
+            kept = Settings.read(run).fixed
+            if kept != self.fixed:
+                raise ValueError(
+                    f"{run} holds the checkpoints of a run that was asked for with {kept or 'no options'}, this one "
+                    f"with {self.fixed or 'none'}; give another --out, or the same options"
+                )
 
     def write(self, run: Path) -> None:
         run.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,11 @@ class Node:
         whole, quarter = (Line.read(line) for line in said["lines"])
         return cls(name, plan, said["batch_size"], whole, quarter)
 
+    @property
+    def rows(self) -> int:
+        """Of a step by itself: fewer than the batch size where the data has no more."""
+        return round(self.whole.rows)
+
     def measured(self, row: str) -> Row | None:
         return next((one for one in self.plan.rows if one.engine == row and one.measured_s), None)
 
@@ -80,7 +85,7 @@ def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[
 
 def foresee(nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: Wire) -> tuple[Prediction, tuple[int, ...]]:
     """A step of these nodes together. Raises ValueError for a batch with fewer rows than there are nodes."""
-    total = nodes[0].batch_size * (len(nodes) if kind == EACH else 1)
+    total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
     if total < len(nodes):
         raise ValueError(f"a global batch of {total} rows cannot be shared by {len(nodes)} nodes; raise --batch-size")
     shares = shared_out(total, nodes, rows)
@@ -105,8 +110,8 @@ class Survey:
         self.wire, self.real = wire, real
         first = self.nodes[0]
         ran = first.measured(self.rows_of[first.name])
-        self.alone_per_s = [node.batch_size / node.alone_s(self.rows_of[node.name]) for node in self.nodes]
-        self.measured_per_s = first.batch_size / ran.measured_s if ran and ran.measured_s else None
+        self.alone_per_s = [node.rows / node.alone_s(self.rows_of[node.name]) for node in self.nodes]
+        self.measured_per_s = first.rows / ran.measured_s if ran and ran.measured_s else None
         self.alone = Team(
             1,
             first.name if real else "",
@@ -130,7 +135,7 @@ class Survey:
         wire = self.wire(min(count, len(self.nodes)))
         if what:
             wire = wire.with_line(what.bits_per_s, what.latency_s)
-        if kind == SHARED and nodes[0].batch_size < count:
+        if kind == SHARED and nodes[0].rows < count:
             return None
         seen, shares = foresee(nodes, rows, kind, wire)
         ideal = sum(self.alone_per_s[i % len(self.nodes)] for i in range(count))

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from paceline import find, schedule
-from paceline.contract import Ballot
+from paceline.contract import Ballot, LinkError
 from paceline.data import advise, images, sample
 from paceline.data.pictures import Pictures
+from paceline.elastic.claim import CheckpointError
 from paceline.lars import LARS
 from paceline.network import Network, network
 from paceline.pace import Pace
@@ -58,6 +59,22 @@ def check(settings: Settings) -> None:
             raise ValueError(f"--device {settings.device}: {str(error).splitlines()[0]}; use auto or cpu") from None
     for room in ("exchange", "codec"):
         find.parse(room, getattr(settings, room))
+
+
+def check_same(here: dict[str, Any], kept: dict[str, Any], run: str) -> None:
+    """Raises ValueError where a run's checkpoints are of another training than the one asked for, or of other data."""
+    told = {
+        "classes": "the classes are {here}, and were {kept}: a label means something else now",
+        "images": "there are {here} images to train on and to test on, and were {kept}: some would change sides; "
+        "put back what is missing, or begin a new run, which leaves unreadable ones out by --skip-broken",
+        "asked": "it was asked for with {here}, and then with {kept}",
+    }
+    for name, words in told.items():
+        if name in kept and name in here and kept[name] != here[name]:
+            what = words.format(here=here[name] or "no options", kept=kept[name] or "none")
+            raise ValueError(
+                f"the checkpoints in {run} are of another run: {what}; give another --out, or what it was begun with"
+            )
 
 
 def num_right(output: Tensor, target: Tensor) -> Tensor:
@@ -118,8 +135,15 @@ def run(settings: Settings) -> dict[str, Any]:
     _met.append(True)
     with pace:
         shape = list(net.input or (GREY if settings.data is None else COLOUR))
-        pace.facts = {"model": net.name, "classes": list(train.classes), "input": shape}
-        if pace.folder and pace.restore() and pace.leader and not settings.json:
+        asked: dict[str, Any] = {"asked": settings.fixed}
+        if settings.data is None or images.divides(settings.data):
+            asked["images"] = [len(train), len(test)]
+        facts = {"model": net.name, "classes": list(train.classes), "input": shape, **asked}
+        pace.facts = facts
+        resumed = pace.folder and pace.restore()
+        if resumed:
+            check_same(facts, pace.facts, str(pace.folder))
+        if resumed and pace.leader and not settings.json:
             left = "nothing is left to do" if pace.epoch >= epochs else f"epoch {pace.epoch + 1} of {epochs} is next"
             print(f"resumed after step {pace.loop.num_steps}: {left}")
         result = _epochs(pace, train, test, epochs, batch_size, settings)
@@ -207,7 +231,9 @@ class Tally:
 def main() -> None:
     try:
         run(Settings.from_json(sys.argv[1] if len(sys.argv) > 1 else "{}"))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, LinkError | CheckpointError):
+            raise  # which have words of their own
         # before the processes have met all say the same; later a fault may be in one process's rows alone
         if os.environ.get("LOCAL_RANK", "0") == "0" or _met:
             sys.stderr.write(f"paceline: {error}\n")

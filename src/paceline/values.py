@@ -89,6 +89,11 @@ class Piece:
         return self._flat
 
     @property
+    def parts(self) -> list[Tensor]:
+        """The gradient, or both its factors."""
+        return [each for each in (self.flat, self.left, self.right) if each is not None]
+
+    @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
         """Type and place of its numbers."""
         own = (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())

@@ -1,7 +1,7 @@
 """N nodes against one process: both run the user's script for a few steps from the same weights.
 
 Over ssh all of it stays on the first host, where rank 0 keeps its weights: the nodes' steps, the one process's, and,
-by ``python -m paceline.verify FOLDER DTYPE`` there, the comparison.
+by `main` there, the comparison.
 """
 
 from __future__ import annotations
@@ -13,26 +13,50 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.launch import local, ssh
 from paceline.launch.check import check
-from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
 from paceline.launch.packages import needed
-from paceline.probe.witness import Comparison, compare
+from paceline.probe.witness import Comparison, compare, ended
 
 LIMIT_S = 600.0
 SWEEP_S = 20.0
-SWEEP = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+SWEEP = f"{OWN_PATH}; import shutil; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+COMPARE = f"{OWN_PATH}; from paceline import verify; verify.main(*sys.argv[1:])"
 MANY, ONE, PREFIX = "many", "one", "paceline-verify-"
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 ASKED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
 
 
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP are exits like any other, and what sweeps then is not cut short by another one."""
+    before: dict[int, Any] = {}
+
+    def leave(number: int, _: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@_leaving()
 def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: str) -> Comparison | None:
     """None on a launcher's ranks other than 0. Raises ValueError when a run failed, or was too short."""
     if nodes < 1:
@@ -48,16 +72,17 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
                 return None
         else:
             code = local.start(command, engine, nodes, told)
-        _demand(_ended(many), code, steps, "on all nodes")
+        _demand(bool(ended(many)), code, steps, "on all nodes")
         alone = {**os.environ, **_told(one, steps, dtype, many), "PACELINE_ENGINE": "sequential"}
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", "PACELINE_JOIN"):
             alone.pop(name, None)
         # said, and not left out: mpirun and srun have said otherwise
         code = _run(command, {**alone, **ALONE})
-        _demand(_ended(one), code, steps, "in one process")
+        _demand(bool(ended(one)), code, steps, "in one process")
         return compare(many, one, dtype)
 
 
+@_leaving()
 def over_ssh(
     hosts: str,
     way: Way,
@@ -82,16 +107,24 @@ def over_ssh(
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
         code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
-        compare_there = way.command(nodes[0], "-m", "paceline.verify", str(folder), dtype)
+        compare_there = way.command(nodes[0], "-c", COMPARE, str(folder), dtype)
         try:
-            done = subprocess.run(compare_there, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            done = subprocess.run(
+                compare_there,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=LIMIT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise ValueError(f"verify: {nodes[0].name} had not compared after {LIMIT_S:.0f} s; look there") from None
         return _compared(done, steps, nodes[0])
     finally:
         sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
         with contextlib.suppress(subprocess.SubprocessError):  # the answer, or the error, is known already
-            subprocess.run(sweep, capture_output=True, timeout=SWEEP_S, check=False)
+            subprocess.run(sweep, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_S, check=False)
 
 
 def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) -> Comparison:
@@ -106,19 +139,16 @@ def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) ->
     return Comparison(**said)
 
 
-def main(folder: Path, dtype: str) -> None:
+def main(folder: str, dtype: str) -> None:
     """What was kept in ``folder``, compared, as a line of JSON."""
-    said: dict[str, object] = {"missing": [part for part in (MANY, ONE) if not _ended(folder / part)]}
+    many, one = Path(folder) / MANY, Path(folder) / ONE
+    said: dict[str, object] = {"missing": [part.name for part in (many, one) if not ended(part)]}
     if not said["missing"]:
         try:
-            said = dataclasses.asdict(compare(folder / MANY, folder / ONE, dtype))
+            said = dataclasses.asdict(compare(many, one, dtype))
         except ValueError as error:
             said = {"error": str(error)}
     print(json.dumps(said))
-
-
-def _ended(folder: Path) -> bool:
-    return (folder / "last.safetensors").exists()
 
 
 def _run(command: Sequence[str], environment: Environment) -> int:
@@ -144,9 +174,5 @@ def _told(folder: Path, steps: int, dtype: str, start: Path | None = None) -> En
     """For the script's witness. ``start``: a witness's folder, to begin from its first weights."""
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, got {steps}")
-    first = str(start / "first.safetensors") if start else ""
-    return {"PACELINE_VERIFY": json.dumps({"folder": str(folder), "steps": steps, "dtype": dtype, "start": first})}
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    said = {"folder": str(folder), "steps": steps, "dtype": dtype, "start": str(start or "")}
+    return {"PACELINE_VERIFY": json.dumps(said)}

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline import handover
+from paceline.compare import unlike
 from paceline.contract import Agreement, Guest, LinkError, Porter, Rule
 from paceline.following import Following
 
@@ -108,6 +109,8 @@ class Welcome:
             return {"over": True}
         if said["began"] > pace.began:
             return None
+        if why := unlike(pace._data, [said["data"]]):
+            return {"refused": why}
         if name not in self._following:
             self._following[name] = Following(pace, porter, name)
         following = self._following[name]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
 MOST_PORT = 65535
+# rank, size, local rank, local size
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+HYDRA = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"  # of MPICH, Intel MPI and MVAPICH
 
 
 @dataclass(frozen=True)
@@ -130,26 +133,39 @@ def translate(given: Mapping[str, str]) -> dict[str, str]:
     port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and
     MASTER_ADDR is empty where there are several nodes: MPI itself knows the way. Raises ValueError.
     """
-    if "RANK" in given or "WORLD_SIZE" in given:
+    if "RANK" in given:  # a batch script may set WORLD_SIZE for all of its tasks, and RANK for none
         return {}
     if "OMPI_COMM_WORLD_RANK" in given:
-        return _by_mpirun(given)
+        return _by_mpirun(given, OPEN_MPI, "--map-by ppr:{}:node")
+    if "PMI_RANK" in given and "MPI_LOCALRANKID" in given:  # inside a job srun has started this mpirun's own processes
+        return _by_mpirun(given, HYDRA, "-ppn {}")
     if "SLURM_PROCID" in given and "SLURM_STEP_ID" in given:  # a batch script itself is no step
         return _by_srun(given)
+    if "PMI_RANK" in given and (size := _number(given, "PMI_SIZE", 1)) > 1:
+        raise ValueError(
+            f"a launcher made this process rank {given['PMI_RANK']} of {size} (PMI_RANK, PMI_SIZE) and does not say "
+            f"which of its node (MPI_LOCALRANKID); use mpirun of MPICH, Intel MPI or Open MPI, or srun, or set RANK, "
+            f"WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each"
+        )
     return {}
 
 
-def _by_mpirun(given: Mapping[str, str]) -> dict[str, str]:
+def _by_mpirun(given: Mapping[str, str], names: Sequence[str], evenly: str) -> dict[str, str]:
+    """``evenly``: its option for so many ranks on each node."""
     rank, size, local_rank, local_size = (
-        _number(given, f"OMPI_COMM_WORLD_{name}", default)
-        for name, default in (("RANK", 0), ("SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_SIZE", 1))
+        _number(given, name, default) for name, default in zip(names, (0, 1, 0, 1), strict=True)
     )
     if size == 1:
         return {}
     if not local_size or rank % local_size != local_rank:
         raise ValueError(
             f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node "
-            f"after the other, with the same number on each: use --map-by ppr:{max(1, local_size)}:node"
+            f"after the other, with the same number on each: use {evenly.format(max(1, local_size))}"
+        )
+    if names is HYDRA and size > local_size and not given.get("MASTER_ADDR") and given.get("PACELINE_LINK") != "mpi":
+        raise ValueError(
+            f"mpirun started {size} processes on several nodes and does not say where rank 0 runs; add -genv "
+            f"MASTER_ADDR HOST to mpirun, the name by which the others know the first host"
         )
     job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or ""
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS

@@ -19,7 +19,7 @@ STUDENT_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.8
 
 @dataclass(frozen=True)
 class Spread:
-    """The median over rounds, and the 90 % interval of the mean (Student's t)."""
+    """The median over rounds, and the 90 % interval of the mean (Student's t): of a single one, everything."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, each: Sequence[float]) -> Spread:
-        mean, half = statistics.fmean(each), 0.0
+        mean, half = statistics.fmean(each), math.inf
         if len(each) > 1:
             student = STUDENT_90[min(len(each) - 2, len(STUDENT_90) - 1)]
             half = student * statistics.stdev(each) / len(each) ** 0.5
@@ -40,6 +40,8 @@ class Spread:
         return cls(math.exp(logs.median), math.exp(logs.low), math.exp(logs.high))
 
     def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.median:.3f} (once, so without an interval)"
         return f"{self.median:.3f} (90 %: {self.low:.3f} to {self.high:.3f})"
 
 

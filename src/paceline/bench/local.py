@@ -27,20 +27,27 @@ EXACT = tuple(
 
 
 def exact(rounds: int, show: Show) -> Iterator[Finding]:
-    """Our best exact row against the best of torch's own threads and DDP, same memory format."""
+    """Our best exact row against the best of torch's own threads and DDP, each in its best memory layout."""
     for model, batch in (("alexnet", 32), ("vgg16", 8)):
-        rows = [Contender(row, "paceline", row) for row in EXACT]
         heats = Duel(model, batch)
-        for row in rows:  # one after the other: together they need more memory than ordinary machines have
-            heats.turns |= fight(model, batch, [row], HEATS, STEPS[model], show).turns
-        best = min(EXACT, key=lambda row: min(turn.step_s for turn in heats.turns[row]))
-        words = "+channels_last" if "channels_last" in best else ""
-        peers = [Contender(f"torch{words}", f"torch{words}"), Contender(f"ddp{words}", f"ddp{words}")]
-        duel = fight(model, batch, [*peers, Contender(best, "paceline", best)], rounds, STEPS[model], show)
+        mine = _best([Contender(row, "paceline", row) for row in EXACT], heats, show)
+        peers = [_best(_layouts(way), heats, show) for way in ("torch", "ddp")]
+        duel = fight(model, batch, [*peers, mine], rounds, STEPS[model], show)
         peer = min((one.name for one in peers), key=duel.step_s)
-        ratio, what = duel.ratio(peer, best), f"{model} b{batch}: {best} against {peer}"
+        ratio, what = duel.ratio(peer, mine.name), f"{model} b{batch}: {mine.name} against {peer}"
         heats.turns |= duel.turns
         yield Finding("exact", what, str(ratio), ">= 1.0", ratio.low >= 1.0, _table(heats))
+
+
+def _layouts(way: str) -> list[Contender]:
+    return [Contender(f"{way}{words}", f"{way}{words}") for words in ("", "+channels_last")]
+
+
+def _best(contenders: Sequence[Contender], heats: Duel, show: Show) -> Contender:
+    """One after the other, since together they need more memory than ordinary machines have."""
+    for one in contenders:
+        heats.turns |= fight(heats.model, heats.batch, [one], HEATS, STEPS[heats.model], show).turns
+    return min(contenders, key=lambda one: min(turn.step_s for turn in heats.turns[one.name]))
 
 
 def ddp(rounds: int, show: Show) -> Iterator[Finding]:
@@ -71,10 +78,11 @@ def rounded(rounds: int, show: Show) -> Iterator[Finding]:
     rows = [f"{row}+bf16+channels_last" for row in ("threads:2", "processes:2", "replicas:2")]
     for model, batch, demanded in (("alexnet", 32, 1.5), ("vgg16", 8, 2.0)):
         mine = [Contender(row, "paceline", row) for row in rows]
-        duel = fight(model, batch, [Contender("torch", "torch"), *mine], rounds, STEPS[model], show)
+        peer = _best(_layouts("torch"), Duel(model, batch), show)
+        duel = fight(model, batch, [peer, *mine], rounds, STEPS[model], show)
         best = min(rows, key=duel.step_s)
-        ratio = duel.ratio("torch", best)
-        what = f"{model} b{batch}: {best} against torch fp32"
+        ratio = duel.ratio(peer.name, best)
+        what = f"{model} b{batch}: {best} against {peer.name} in fp32"
         yield Finding("rounded", what, str(ratio), f">= {demanded}", ratio.low >= demanded, _table(duel))
 
 

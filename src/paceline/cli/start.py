@@ -16,6 +16,7 @@ from paceline import balance, find
 from paceline import plan as planning
 from paceline.cli.attach import follow
 from paceline.cli.options import console
+from paceline.elastic.claim import free
 from paceline.launch import detach, local, snapshot, ssh
 from paceline.launch.again import RETURNS
 from paceline.launch.calls import Calls
@@ -32,6 +33,7 @@ from paceline.probe.rows import ROUNDED, split
 from paceline.probe.survey import survey
 from paceline.settings import Settings
 
+REFUSED = 2  # the exit code of a mistake
 MOST_PLAN_BYTES = 100_000  # one variable of an environment holds 128 KiB
 
 
@@ -108,7 +110,7 @@ def start(
 ) -> int:
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
-        out.mkdir(parents=True, exist_ok=True)
+        free(out)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
         if least:
@@ -141,6 +143,8 @@ def start_over_ssh(
     named = parse(hosts)
     given_shares = shares or (settings.shares if settings else None)
     nodes, chosen, made = planned(named, plan, command, fidelity, given_shares, least)
+    if settings and plan != "auto" and not made:
+        made = Plan(row(plan), "as asked for")  # what --resume goes on with
     address = address if nodes[0] is named[0] else None
     environment = ssh.carried(names.replace(",", " ").split() if names else ())
     if shares:
@@ -152,7 +156,7 @@ def start_over_ssh(
     home, needs = Path(), needed(command)
     if send:
         # what is missing is told before
-        check([dataclasses.replace(node, folder=".") for node in nodes], way, needs=needs)
+        check([dataclasses.replace(node, folder=".") for node in nodes], way, address=address, needs=needs)
         nodes, home, command, data = along(nodes, way, command, data)
     if settings:
         given = dataclasses.replace(settings, data=str(data) if data else None)
@@ -163,15 +167,29 @@ def start_over_ssh(
             environment["PACELINE_PLAN"] = carried_plan(made)
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     meeting = check(nodes, way, paths, address, needs)
-    if settings and out:
-        settings.write(out)
+    # the hosts may refuse to go on with another run than the one that is there
+    waits = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
+    if settings and out and not waits:
+        _keep(settings, made, out)
     detach.begun()
     quiet = bool(settings and settings.json)
     result = sys.stdout.buffer if quiet else None
     code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most)
+    if settings and out and waits and code != REFUSED:
+        _keep(settings, made, out)
     if code == 0 and out and not quiet:
         print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
+
+
+def _keep(settings: Settings, made: Plan | None, out: Path) -> None:
+    """What --resume goes on with."""
+    free(out)
+    settings.write(out)
+    if made:
+        made.write(out / "plan.toml")
+    else:
+        (out / "plan.toml").unlink(missing_ok=True)
 
 
 def carried_plan(made: Plan) -> str:
@@ -308,6 +326,13 @@ def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str,
     found = Ticket.read(ticket)
     hide(found.hides)
     return {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
+
+
+def check_writable(out: Path) -> None:
+    """Raises ValueError where a run could write nothing, before anything is measured."""
+    there = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"the run's folder {out} cannot be written: look at {there}, or give another --out")
 
 
 def check_script(command: list[str]) -> None:

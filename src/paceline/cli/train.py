@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -29,8 +30,10 @@ from paceline.cli.options import (
     SshOption,
     listed,
 )
-from paceline.cli.start import check_alone, hide, leave, ready, row, start, start_over_ssh, steady
-from paceline.launch.hosts import Way
+from paceline.cli.start import check_alone, check_writable, hide, leave, ready, row, start, start_over_ssh, steady
+from paceline.elastic.claim import free
+from paceline.launch.hosts import Way, parse
+from paceline.plan import Plan
 from paceline.settings import Settings
 
 
@@ -94,25 +97,34 @@ def train(
     given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
     settings = Settings(**given)
     if resume:
-        if other := settings.others_than("epochs", "json"):
+        if other := settings.others_than("epochs", "json", "encrypt"):
             raise ValueError(
-                f"--resume goes on as the run was asked for; beside it --epochs, --plan and --json may be given, not "
-                f"{', '.join(other)}"
+                f"--resume goes on as the run was asked for; beside it --epochs, --plan, --encrypt, --json and how it "
+                f"is started (-H, --send, --detach ...) may be given, not {', '.join(other)}"
             )
-        settings = dataclasses.replace(Settings.read(resume), json=as_json)
+        kept = Settings.read(resume)
+        settings = dataclasses.replace(kept, json=as_json, encrypt=encrypt or kept.encrypt)
         settings.epochs = epochs or settings.epochs
-    out = resume or out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
-    if out.exists() and not resume and any(out.glob("checkpoint-*")):
-        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
     plan = steady(plan, reproducible)
     check_alone(hosts, send, None, detach)
-    hide(encrypt)
+    hide(settings.encrypt)
+    launched = "RANK" in os.environ
+    out = resume or out
+    # a launcher starts a run again by the same words, and the run itself looks whether its checkpoints are of this one
+    if out and not (resume or launched) and any(out.glob("checkpoint-*")):
+        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    if not launched:
+        check_writable(out or Path("runs"))
     if detach:
         leave(["train", settings.model_name])
-    if "RANK" in os.environ:
+    own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
+    if launched:
         from paceline import train as job
 
+        out = out or own
         if os.environ["RANK"] == "0":
+            settings.claim(out)
+            free(out)
             settings.write(out)
         os.environ["PACELINE_FOLDER"] = str(out)
         if plan != "auto":
@@ -122,10 +134,25 @@ def train(
     command = ["-m", "paceline.train", settings.to_json()]
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
+        made = Plan.read(plan)
+        if hosts and made.hosts.keys() - {host.name for host in parse(hosts)}:
+            plan = made.chosen  # others than before: on all of them what most did
     if hosts:
         way = Way(ssh_command, python or sys.executable)
-        level = settings.fidelity
+        level, out = settings.fidelity, out or own
         raise typer.Exit(start_over_ssh(hosts, way, command, plan, level, out, env, address, settings, send=send))
     made = ready(command, plan, settings.fidelity, settings, settings.json)
+    out = out or _fresh(own)
+    free(out)
     settings.write(out)
     raise typer.Exit(start(command, made, out, quiet=settings.json))
+
+
+def _fresh(named: Path) -> Path:
+    """A folder of its own, also where two runs begin in one second."""
+    for number in range(1, 100):
+        out = named if number == 1 else named.with_name(f"{named.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            return out
+    raise ValueError(f"there are a hundred runs named {named}; give --out")

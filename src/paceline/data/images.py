@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.data import folder as folders
@@ -37,6 +37,9 @@ class ImageFolder(Pictures):
     def path(self, index: int) -> str:
         return str(self.paths[index])
 
+    def said(self) -> Iterable[str]:
+        return ("/".join(str(path).rsplit("/", 2)[-2:]) for path in self.paths)
+
 
 def load(
     folder: Path | str,
@@ -54,7 +57,7 @@ def load(
     split they were packed with. Raises ValueError listing all that is wrong with the folder.
     """
     root = Path(folder)
-    if (root / shard.MANIFEST).exists() or (root / shard.JOURNAL).exists():
+    if shard.packed(root):
         return shard.load(root, seed, threads)
     train, test = folders.find(root, test_fraction, seed)
     broken: dict[str, str] = {}
@@ -67,6 +70,13 @@ def load(
     sources = _source(root, train, True, seed, threads), _source(root, test, False, seed, threads)
     sources[0].skipped = broken
     return sources
+
+
+def divides(folder: Path | str) -> bool:
+    """Whether `load` itself chooses which images are for testing."""
+    root = Path(folder)
+    own = (root / "train").is_dir() and any((root / name).is_dir() for name in ("test", "val"))
+    return not own and not shard.packed(root)
 
 
 def _source(root: Path, found: Part, train: bool, seed: int, threads: int | None) -> ImageFolder:

@@ -99,7 +99,12 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def check_batch_size(loader: DataLoader[Any], batch_size: int, times: int = 1) -> None:
-    if loader.batch_size is None or loader.batch_size * times != batch_size:
+    if loader.batch_size is None:
+        raise ValueError(
+            f"the DataLoader has batch_size=None, so what its dataset gives are whole batches, which cannot be dealt "
+            f"out; give it single samples and batch_size={batch_size}, or call pace.step with each process's own rows"
+        )
+    if loader.batch_size * times != batch_size:
         raise ValueError(
             f"the DataLoader has batch_size={loader.batch_size}, the job {batch_size}, which is the global batch over "
             f"all processes; give both the same, or pass loader.dataset"

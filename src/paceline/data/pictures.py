@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -44,6 +45,18 @@ class Pictures:
     def name(self, index: int) -> str:
         """Where it lies, for errors."""
         return self.path(index)
+
+    def said(self) -> Iterable[str]:
+        """What each image is, wherever its folder lies."""
+        raise NotImplementedError
+
+    def digests(self) -> dict[str, str]:
+        """What several machines must have alike: labels, and images, which folders and shards name each in its way."""
+        labels, images = hashlib.sha256(repr(self.classes).encode()), hashlib.sha256()
+        labels.update(self._labels.numpy().tobytes())
+        for words in self.said():
+            images.update(words.encode("utf8", "surrogateescape") + b"\0")
+        return {"classes and labels": labels.hexdigest(), f"images ({type(self).__name__})": images.hexdigest()}
 
     def __len__(self) -> int:
         return len(self._labels)

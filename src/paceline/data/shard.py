@@ -6,6 +6,7 @@ Opening compares sizes and numbers of records; every record is hashed, so damage
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -38,6 +39,7 @@ class Shards(Pictures):
         super().__init__(labels, classes, train, seed, threads)
         self._root = root
         self._names = [entry["name"] for entry in part["shards"]]
+        self._hashes = [entry["sha256"] for entry in part["shards"]]
         self._starts = [0, *accumulate(entry["records"] for entry in part["shards"])]
         self._readers: dict[str, Any] = {}
 
@@ -55,6 +57,9 @@ class Shards(Pictures):
     def name(self, index: int) -> str:
         name, record = self._place(index)
         return f"record {record} of {self._root / name}"
+
+    def said(self) -> Iterable[str]:
+        return self._hashes
 
     def _place(self, index: int) -> tuple[str, int]:
         shard = bisect_right(self._starts, index) - 1
@@ -93,6 +98,16 @@ def load(root: Path, seed: int = 0, threads: int | None = None, verify: bool = F
         Shards(root, manifest["parts"]["train"], manifest["classes"], True, seed, threads),
         Shards(root, manifest["parts"]["test"], manifest["classes"], False, seed, threads),
     )
+
+
+def packed(root: Path) -> bool:
+    """Whether it holds shards, or will: other programs leave a manifest.json, too."""
+    if (root / JOURNAL).exists() or any(root.glob(f"*{SUFFIX}")):
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        manifest = json.loads((root / MANIFEST).read_bytes())
+        return isinstance(manifest, dict) and {"format", "parts", "hash"} <= manifest.keys()
+    return False
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.elastic.checkpoint import Checkpoint, CheckpointError
+from paceline.elastic.checkpoint import Checkpoint
+from paceline.elastic.claim import CheckpointError
 
 Said = Mapping[int, Mapping[str, Any]]  # by each rank that has something
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError
 
 PATIENCE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6  # of a disk that is still waited for

@@ -27,16 +27,13 @@ import torch
 from torch import Tensor
 
 from paceline.elastic import tensors, whole
+from paceline.elastic.claim import CheckpointError
 from paceline.elastic.copies import Copies
 from paceline.elastic.tree import pack, unpack
 
 FORMAT = 1
 WEIGHTS, STATE, TREE = "weights.safetensors", "state.safetensors", "checkpoint.json"
 NAME = re.compile(r"checkpoint-(\d{8,})(\.old)?")
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.elastic import tensors, whole
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError
 
 
 def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:

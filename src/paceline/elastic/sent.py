@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.checkpoint import STATE, TREE, WEIGHTS, Checkpoint, CheckpointError, read
+from paceline.elastic.checkpoint import STATE, TREE, WEIGHTS, Checkpoint, read
+from paceline.elastic.claim import CheckpointError
 
 FILES = WEIGHTS, STATE, TREE
 PART_BYTES = 1 << 23

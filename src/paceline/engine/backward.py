@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,11 +111,31 @@ class Pass:
     ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
 
 
+def _uses(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@cache
+def _own_uses() -> int:
+    """Of a gradient's memory that is nobody else's, as a hook finds it."""
+    leaf, seen = torch.zeros(1, requires_grad=True), list[int]()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        (leaf * leaf).backward()  # type: ignore[no-untyped-call]
+    return seen[0]
+
+
+def _shared(grad: Tensor) -> bool:
+    """Whether other tensors lie in its memory: of ``x + bias`` with one row, both gradients are the same one."""
+    return _uses(grad) > _own_uses()
+
+
 class Backward:
     """Hooks on a model that turn each of its backward passes into pieces."""
 
     def __init__(self, model: nn.Module, hook_layers: bool = True):
         """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
+        _own_uses()  # which within a backward nobody can find out
         self.specs, factored = cut(model, hook_layers)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for spec in self.specs for name in spec.names)
@@ -171,6 +192,8 @@ class Backward:
                     state.ours = False
         finally:
             self._pass = None
+            for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
+                self.parameters[self.specs[index].names[0]].requires_grad_(True)
         return self._rest(state)
 
     def take(self, forms: Sequence[str], offer: Callable[[Piece], None]) -> Pass:
@@ -255,9 +278,9 @@ class Backward:
             )
         ready.add(name)
         if len(ready) == len(spec.names):
-            self._emit(state, spec)
+            self._emit(state, spec, early=True)
 
-    def _emit(self, state: Pass, spec: Spec) -> None:
+    def _emit(self, state: Pass, spec: Spec, early: bool = False) -> None:
         if spec.index in state.offered:
             raise RuntimeError(f"{spec.names} were used again after their gradient was complete")
         state.offered.add(spec.index)
@@ -265,6 +288,8 @@ class Backward:
             state.offer(self._factors(state, spec))
             return
         grads = [self._grad(name) for name in spec.names]
+        if early and len(grads) == 1 and grads[0] is not None and _shared(grads[0]):
+            grads = [grads[0].clone()]  # which is added up in place, while backward still reads the other
         state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
         whole = [
             torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad

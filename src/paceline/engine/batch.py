@@ -69,16 +69,28 @@ def count(batch: Any) -> int:
     )
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nesting with every tensor changed."""
+def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
+    """Some of its ``rows``: of tensors, and of lists of anything else, such as words, which lie as long as they do."""
+
+    def words(part: Any) -> Any:
+        listed = isinstance(part, list) or all(isinstance(each, str | bytes) for each in part)
+        return part[start:stop] if listed and len(part) == rows else part
+
+    return mapped(batch, lambda leaf: change(leaf[start:stop]) if leaf.dim() and len(leaf) == rows else leaf, words)
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor], words: Callable[[Any], Any] | None = None) -> Any:
+    """The same nesting with every tensor changed, and by ``words`` every list or tuple that holds none."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(value, change) for key, value in batch.items()}
+        return {key: mapped(value, change, words) for key, value in batch.items()}
+    if words and isinstance(batch, tuple | list) and batch and not leaves(batch):
+        return words(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(part, change) for part in batch))
+        return type(batch)(*(mapped(part, change, words) for part in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(mapped(part, change) for part in batch)
+        return type(batch)(mapped(part, change, words) for part in batch)
     return batch
 
 
@@ -118,11 +130,7 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
     if parts == 1:
         return [batch]
     edges = [rows * i // parts for i in range(parts + 1)]
-
-    def part(start: int, stop: int) -> Any:
-        return mapped(batch, lambda tensor: tensor[start:stop] if tensor.dim() and len(tensor) == rows else tensor)
-
-    return [part(start, stop) for start, stop in pairwise(edges)]
+    return [cut(batch, start, stop, rows) for start, stop in pairwise(edges)]
 
 
 def judged(

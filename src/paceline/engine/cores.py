@@ -1,6 +1,7 @@
 """Which cores each process of a node works on: whole physical cores, and neighbours on one NUMA node.
 
-Affinity is narrowed for all threads of the process that have the mask it began with, and given back.
+Affinity is narrowed for all threads of the process that have the mask it began with, and given back. A container may
+see all cores of a machine and use the time of a few: there are no more threads than these.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ def physical(cpus: set[int], root: Path = CPUS) -> list[list[int]]:
     return [cores[key] for key in sorted(cores)]
 
 
-def share(rank: int, size: int, cpus: set[int], root: Path = CPUS) -> tuple[set[int], int]:
-    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes everyone has all."""
+def share(rank: int, size: int, cpus: set[int], root: Path = CPUS, allowed: int = 0) -> tuple[set[int], int]:
+    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes everyone has all.
+
+    ``allowed``: by `quota.cores`, to all of them.
+    """
     cores = physical(cpus, root)
     if len(cores) < size:
         cores = [[cpu] for core in cores for cpu in core]
     if len(cores) < size:
         return cpus, 1
     mine = cores[rank * len(cores) // size : (rank + 1) * len(cores) // size]
-    return {cpu for core in mine for cpu in core}, len(mine)
+    return {cpu for core in mine for cpu in core}, min(len(mine), max(1, allowed // size) if allowed else len(mine))
 
 
 def move(source: set[int], target: set[int]) -> None:

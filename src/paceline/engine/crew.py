@@ -17,8 +17,8 @@ from typing import Any
 
 from paceline.contract import LinkError
 from paceline.engine.doubt import Doubt, other_end
+from paceline.patience import join_s
 
-JOIN_S = 60.0
 PATIENCE_S = 1800.0  # for a process that computes
 GLANCE_S = 1.0  # between two looks at one that is waited for
 MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
@@ -50,9 +50,10 @@ class Crew:
         self.rank, self.size, self.name = rank, size, name
         self.lines: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
-        self.doubts = Doubt(rank, self.pids, 2 * JOIN_S)
+        self._join_s = join_s()
+        self.doubts = Doubt(rank, self.pids, 2 * self._join_s)
         address = f"\0paceline-{name}"
-        end = time.monotonic() + JOIN_S
+        end = time.monotonic() + self._join_s
         try:
             if rank == 0:
                 self._gather(address, end)
@@ -87,8 +88,8 @@ class Crew:
                 except TimeoutError:
                     missing = sorted(set(range(1, self.size)) - set(self.lines))
                     raise self._lost(
-                        f"local rank 0 of {self.size} waited {JOIN_S:.0f} s for local ranks {missing}; were all "
-                        f"started, with the same MASTER_PORT?"
+                        f"local rank 0 of {self.size} waited {self._join_s:.0f} s for local ranks {missing}; were all "
+                        f"started, with the same MASTER_PORT? Where some need longer, give all PACELINE_JOIN_S"
                     ) from None
                 self._admit(line)
 
@@ -120,7 +121,7 @@ class Crew:
     def _reach(self, address: str, end: float) -> None:
         while True:
             line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.settimeout(JOIN_S)
+            line.settimeout(self._join_s)
             try:
                 line.connect(address)
                 break
@@ -128,7 +129,8 @@ class Crew:
                 line.close()
                 if time.monotonic() > end:
                     raise CrewError(
-                        f"local rank {self.rank} of {self.size} found no local rank 0 within {JOIN_S:.0f} s"
+                        f"local rank {self.rank} of {self.size} found no local rank 0 within {self._join_s:.0f} s; "
+                        f"was it started? Where it needs longer, give all PACELINE_JOIN_S"
                     ) from None
                 time.sleep(0.01)
         if (user := other_end(line)[1]) != os.getuid():
@@ -146,7 +148,7 @@ class Crew:
             for peer in self.lines:
                 self.send(peer, b"h")
         else:
-            self.lines[0].settimeout(2 * JOIN_S)
+            self.lines[0].settimeout(2 * self._join_s)
             self.expect(0, b"h", "joining")
 
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
@@ -155,7 +157,9 @@ class Crew:
         except CrewError:
             raise
         except OSError as error:
-            why = f"local rank {self.rank} lost local rank {peer} of this node ({error})"
+            left = isinstance(error, BrokenPipeError)
+            told = "it has ended, or left its loop before the others" if left else str(error)
+            why = f"local rank {self.rank} lost local rank {peer} of this node: {told}"
             raise self._lost(self._last_word(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:

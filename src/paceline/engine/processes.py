@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
+from paceline import contract, quota
 from paceline.contract import Agreement, Piece, Rule, Window
 from paceline.engine import cores, sequential
 from paceline.engine.crew import Crew
@@ -67,7 +67,7 @@ class Engine(sequential.Engine):
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
         self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
         self._cpus = os.sched_getaffinity(0)
-        self._mine, self.num_threads = cores.share(rank, size, self._cpus)
+        self._mine, self.num_threads = cores.share(rank, size, self._cpus, allowed=quota.cores())
         cores.move(self._cpus, self._mine)
         try:
             super().open(model, optimizer, loss, metric)

@@ -240,7 +240,7 @@ class Leader(_Relay):
 
     def load(self, state: dict[str, Any]) -> None:
         self.exchange.load(state)
-        self._forms = list(state.get("forms", self._forms))
+        self._forms = list(state.get("forms", self._forms) if self.alone else self.exchange.forms())
         self._share_forms()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import contract
+from paceline import contract, quota
 from paceline.contract import Ballot, Piece
 from paceline.engine import cores, sequential
 from paceline.engine.crew import CrewError
@@ -55,8 +55,8 @@ class Engine(sequential.Engine):
         loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
-        cpus = os.sched_getaffinity(0)
-        parts = [cores.share(i, self.num_replicas, cpus) for i in range(self.num_replicas)]
+        cpus, allowed = os.sched_getaffinity(0), quota.cores()
+        parts = [cores.share(i, self.num_replicas, cpus, allowed=allowed) for i in range(self.num_replicas)]
         self.num_threads_each = min(num_threads for _, num_threads in parts)
         twins = [twin(model, i) for i in range(1, self.num_replicas)]  # before there are hooks on the model
         self.twins: list[sequential.Engine] = []
@@ -65,7 +65,7 @@ class Engine(sequential.Engine):
             self.twins[-1].numerics, self.twins[-1].forward = self.numerics, self.forward
             self.twins[-1].accumulate = self.accumulate
             self.twins[-1].open(one, optimizer, loss, metric)
-        self.num_threads = len(cores.physical(cpus))
+        _, self.num_threads = cores.share(0, 1, cpus, allowed=allowed)
         super().open(model, optimizer, loss, metric)
         self.riders = [
             ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each))
@@ -122,7 +122,7 @@ class Engine(sequential.Engine):
         everyone.hear = self._norms[0][0].hear
 
     def _follow(self) -> None:
-        """Weights, buffers and mode of the other replicas are the model's, whatever has happened to it since."""
+        """Weights, buffers, mode and plain attributes of the other replicas are the model's, whatever it met since."""
         for one in self.twins:
             one.accumulate = self.accumulate
             with torch.no_grad():
@@ -136,6 +136,9 @@ class Engine(sequential.Engine):
                     twin_buffer.copy_(buffer)
             for module, twin_module in zip(self.model.modules(), one.model.modules(), strict=True):
                 twin_module.training = module.training
+                for name, value in vars(module).items():
+                    if value is None or isinstance(value, int | float | str):
+                        vars(twin_module)[name] = value
 
     def close(self) -> None:
         super().close()

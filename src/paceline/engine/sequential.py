@@ -124,6 +124,11 @@ class Engine(contract.Engine):
                     value, times, weight, terms = judged(self.loss, output, part, num_rows)
             ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
+            if ballot.terms and tuple(terms) != self.terms:
+                raise ValueError(
+                    f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
+                    f"another; give the same everywhere, with 0 for what is not there"
+                )
             ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:

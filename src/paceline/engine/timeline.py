@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ class Timeline:
     """*Units*: seconds. ``rows``: samples in the step.
 
     ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
-    the seconds since the one before. ``factor_rows`` and ``products``, per spec: rows of its factors, and what it
-    takes to multiply them out. ``update``: by dense gradients; ``factored_update``: by factors of these rows, wherever
-    they fit (0.0: not known). ``packed``, per spec: what packing leaves of its bytes, dense and as factors.
+    the seconds since the one before. ``specs``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
+    ``products``, per spec: rows of its factors, and what it takes to multiply them out. ``update``: by dense gradients;
+    ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per spec: what
+    packing leaves of its bytes, dense and as factors.
     """
 
     rows: int
@@ -129,11 +130,13 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         updates.append(time.perf_counter() - start)
         forwards.append(forward)
         dense.append(backward)
-    rows = agreement.ballot.rows
+    rows, strays = list(agreement.ballot.rows), set[int]()
     forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.specs, rows, strict=True)]
     for left in range(WARM_UP + passes, 0, -1):
         _, backward, agreement = _step(engine, model, batch, forms)
         factors.append(backward)
+        strays |= {i for i, stray in enumerate(agreement.ballot.dense) if stray}
+        forms = [DENSE if i in strays else form for i, form in enumerate(forms)]  # as an exchange does from then on
         split = _packed(agreement) if left == 1 else {}
         start = time.perf_counter()
         engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
@@ -141,10 +144,12 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         for piece in agreement.pieces:
             if piece.left is not None and piece.right is not None:
                 products.setdefault(piece.spec.index, []).append(_product_s(engine, piece.left, piece.right))
+    for i in strays:
+        rows[i], products[i] = 0, [0.0]
     return Timeline(
         round(agreement.ballot.weight),
         str(engine.weights[0].dtype).removeprefix("torch."),
-        engine.specs,
+        tuple(replace(spec, linear=spec.linear and spec.index not in strays) for spec in engine.specs),
         _medians(forwards),
         {DENSE: _medians(dense), FACTORS: _medians(factors)},
         tuple(rows),

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Ballot, Piece, Spec
+from paceline.engine import batch as batches
 from paceline.engine import cores, randomness, sequential
-from paceline.engine.batch import count, divisible, mapped
+from paceline.engine.batch import count, divisible
 from paceline.sums import Span, add_up
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
@@ -125,8 +126,7 @@ def cut(batch: Any, parts: int) -> list[Any]:
     each, more = divmod(rows, parts)
     sizes = [each + (i < more) for i in range(parts)]
     ends = list(accumulate(sizes))
-
-    def part(start: int, stop: int) -> Any:
-        return mapped(batch, lambda leaf: leaf[start:stop].clone() if leaf.dim() and len(leaf) == rows else leaf)
-
-    return [part(end - size, end) if size else None for size, end in zip(sizes, ends, strict=True)]
+    return [
+        batches.cut(batch, end - size, end, rows, Tensor.clone) if size else None
+        for size, end in zip(sizes, ends, strict=True)
+    ]

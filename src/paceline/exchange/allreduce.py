@@ -21,7 +21,7 @@ from paceline.exchange.choice import ASKED, PACKED, Choice
 from paceline.exchange.forms import choose, dense_cost, factor_cost, toll
 from paceline.exchange.lane import Flight, Lane, Sent
 from paceline.exchange.meeting import Meeting
-from paceline.exchange.packed import Added, Gathered
+from paceline.exchange.packed import Added, Gathered, joined
 from paceline.packing import LEAST_BYTES, fits, pack
 
 
@@ -69,7 +69,7 @@ class Exchange(Meeting):
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
         self._flow = Lane(self._send, self.link.threads) if self.link.size > 1 else None
-        self._flight = Flight(self.choice.groups, self.step, self.choice.packed)
+        self._flight = Flight(self.choice.groups, self.step, self.choice.packed, self.choice.quick)
         self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
         self._got: list[tuple[Piece, Any]] = []
 
@@ -80,7 +80,7 @@ class Exchange(Meeting):
         return self.choice.why
 
     def before(self, weights: Sequence[Tensor]) -> None:
-        self._flight = Flight(self.choice.groups, self.step, self.choice.packed)
+        self._flight = Flight(self.choice.groups, self.step, self.choice.packed, self.choice.quick)
 
     def offer(self, piece: Piece) -> None:
         self.choice.types[piece.spec.index] = piece.kind
@@ -94,6 +94,7 @@ class Exchange(Meeting):
 
     def _send(self, pieces: Sequence[Piece], flight: Flight) -> Sent:
         first, spec = pieces[0], pieces[0].spec
+        self._lane.hurry(flight.quick)
         what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 or len(pieces) > 1 else ''}"
         if first.left is not None and first.right is not None:
             # (rows, out + in)
@@ -153,7 +154,7 @@ class Exchange(Meeting):
         if piece.left is not None:
             out_features = spec.shapes[0][0]
             # rank after rank, so that every node multiplies in the same order
-            both = torch.cat(got).to(piece.left.dtype)
+            both = joined(got).to(piece.left.dtype)
             return Piece(spec, left=both[:, :out_features], right=both[:, out_features:]), None
         assert piece.flat is not None
         numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]
@@ -172,7 +173,7 @@ class Exchange(Meeting):
         memory = {spec.index: self.codec.settle(pending, flat) for spec, flat, pending in dense}
         if all(kept is None for kept in memory.values()):
             self.memory.update(memory)
-        elif ballot.weight and all(bool(flat.isfinite().all()) for _, flat, _ in dense):
+        elif ballot.weight and all(bool(part.isfinite().all()) for piece, _ in got for part in piece.parts):
             for spec, _, _ in dense if self.codec.owes else ():
                 before, after = self.memory[spec.index], memory[spec.index]
                 memory[spec.index] = self.codec.retain(before, after, self._unused(spec, ballot.used))
@@ -260,6 +261,8 @@ class Exchange(Meeting):
         self.step, self.memory = state["step"], state.get("memory", self.memory)
         if "forms" in state:
             self.choice.load(state)
+        elif "owing" in state:
+            self.choice.owe(state["owing"])
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()

@@ -24,6 +24,7 @@ from paceline.packing import SLOW_S
 
 ASKED = ("measured", "bytes", DENSE, FACTORS)
 PACKED = ("measured", "always", "never")
+QUICK_S = 6e-9  # per byte: of a wire on which copies are what a gather takes, 1.3 Gbit/s
 PATIENCE = 3  # steps, one after the other, that must ask for the same other forms
 
 
@@ -66,6 +67,7 @@ class Choice:
         self.asks = asks
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
         self.wire, self.rates, self.packed = Wire(), Rates(0.0, 0.0, 0.0), self.packing == "always"
+        self.quick = False
         self.left = [1.0] * len(self.specs)  # of each piece's bytes, as it was last sent
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: order.Groups = tuple((spec.index,) for spec in self.specs)
@@ -125,6 +127,7 @@ class Choice:
             return
         first = not self.rates.per_byte
         self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
+        self.quick = self.rates.per_byte < QUICK_S * (1.25 if self.quick else 1)
         if self.packing == "measured":
             # once begun, only a wire that is much faster ends it
             slow = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
@@ -202,6 +205,11 @@ class Choice:
         self.forms = forms
         self._owe()
         self._explain()
+
+    def owe(self, indices: Sequence[int]) -> None:
+        """What a checkpoint of another plan says that its codec still owes goes dense until the end."""
+        self.owing |= set(indices)
+        self._adopt(self._choose())
 
     def _owe(self) -> None:
         """What was sent dense once may owe something, which as factors it would never send."""

@@ -31,11 +31,11 @@ class Flight:
     """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived.
 
     ``step``: its number, for the codec, which may be asked when others are already counting the next. ``packed``: what
-    may be, is sent in fewer bytes.
+    may be, is sent in fewer bytes. ``quick``: the wire is, and gathers go whole.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False):
-        self.groups, self.step, self.packed, self.num_sent = groups, step, packed, 0
+    def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, quick: bool = False):
+        self.groups, self.step, self.packed, self.quick, self.num_sent = groups, step, packed, quick, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Piece] = {}
         self.arrived: dict[int, Sent] = {}  # by the first spec of each group, until all of it has been taken

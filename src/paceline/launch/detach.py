@@ -188,6 +188,7 @@ def _keep(folder: Path, output: int, lock: int) -> None:
             _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() == keeper:
                 os.environ[VARIABLE] = str(folder)
+                os.environ.setdefault("PYTHONUNBUFFERED", "1")  # who follows it reads what was printed just now
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
             os._exit(143)
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ from paceline.launch.again import Again, Child
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
+AGAIN_S = 0.3  # in which a signal that comes again is the same one
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,6 +43,19 @@ def num_processes(engine: str) -> int:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+def once(act: Callable[[int], object]) -> Callable[[int, object], None]:
+    """``act`` as a signal's handler. What ends a service or a machine reaches every process, and some pass it on."""
+    last_s = -math.inf
+
+    def heard(number: int, _: object) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > AGAIN_S:
+            last_s = time.monotonic()
+            act(number)
+
+    return heard
 
 
 def start(
@@ -100,7 +115,7 @@ def start(
     children: list[Child] = []
     received: list[int] = []
 
-    def pass_on(number: int, _: object = None) -> None:
+    def pass_on(number: int) -> None:
         if number != signal.SIGHUP:  # which asks for nothing by itself
             received.append(number)
         for child in children:
@@ -124,7 +139,8 @@ def start(
             )
             children.append(Child(owner, process))
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = once(pass_on)
+    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with contextlib.ExitStack() as stack:
             again: Again | None = None

@@ -19,6 +19,7 @@ from paceline.find import find
 from paceline.launch.far import MARK
 from paceline.plan import Plan
 from paceline.probe import fresh, profile, trial
+from paceline.probe.line import Line
 from paceline.probe.rows import split
 from paceline.probe.survey import survey
 from paceline.world import World
@@ -38,12 +39,19 @@ def measure_node(
     made: Plan | None = None,
 ) -> dict[str, Any]:
     """This machine by itself: its plan (``made``, or kept, or made now), and a step layer by layer."""
+    kept, machine = None, survey()
     if not made and not rows:
-        made, _ = planning.cached(command, fidelity)
-    made = made or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
-    machine = survey()
-    one = one_process(made, machine.cores)
-    whole, quarter, batch_size = profile.lines(command, one, budget_s or planning.LEAST_BUDGET_S, machine)
+        kept, _ = planning.cached(command, fidelity)
+
+    def record(made: Plan) -> tuple[Line, Line, int, str]:
+        one = one_process(made, machine.cores)
+        return profile.lines(command, one, fidelity, budget_s or planning.LEAST_BUDGET_S, machine)
+
+    made = made or kept or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
+    whole, quarter, batch_size, mark = record(made)
+    if kept and mark != kept.fingerprint:  # the script is the same, and what it trains is not
+        made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
+        whole, quarter, batch_size, _ = record(made)
     if (
         split(made.chosen, machine.cores).engine == "virtual"
     ):  # whose exchange is another than that of what was recorded

@@ -80,10 +80,15 @@ def receive(source: BinaryIO, sink: BinaryIO, base: str) -> None:
 
 
 def _line(source: BinaryIO) -> bytes:
-    signal.alarm(PATIENCE_S)
-    line = source.readline()
-    signal.alarm(0)
-    return line
+    """In parts: a list of a million files is long, too."""
+    parts = [b""]
+    while not parts[-1].endswith(b"\n"):
+        signal.alarm(PATIENCE_S)
+        parts.append(source.readline(PART))
+        signal.alarm(0)
+        if not parts[-1]:
+            break
+    return b"".join(parts)
 
 
 def _check(tree: dict[str, Any]) -> None:

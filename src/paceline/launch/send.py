@@ -34,6 +34,7 @@ class Delivery:
     there: int = 0
     done_bytes: int = 0
     all_bytes: int = 0
+    listed_bytes: int = 0  # of the list of all files
     waits: int = 0  # times that it has said so
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
@@ -42,7 +43,8 @@ class Delivery:
 
     def look(self) -> None:
         """Ends it where nothing has moved for long: a stopped process there keeps a line open for ever."""
-        far, now = (self.done_bytes, self.all_bytes, self.waits, self.process is None), time.monotonic()
+        sent = self.listed_bytes, self.done_bytes
+        far, now = (sent, self.all_bytes, self.waits, self.process is None), time.monotonic()
         if far != self.since[0]:
             self.since = far, now
         process = self.process  # another thread's, and gone when it is done
@@ -125,7 +127,10 @@ def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree])
     contents = list({name: size for tree in said for _, name, size, _ in tree["files"]}.items())  # the far end's order
     with contextlib.suppress(OSError):  # then its last words are read below
         process.stdin.write(program(Path(receive.__file__).read_bytes()))
-        process.stdin.write(json.dumps({"trees": said}).encode() + b"\n")
+        listed = json.dumps({"trees": said}).encode() + b"\n"
+        for start in range(0, len(listed), PART):
+            process.stdin.write(listed[start : start + PART])
+            to.listed_bytes += PART
         process.stdin.flush()
         while (answer := _answer(process)) and "waiting" in answer:
             to.waits += 1

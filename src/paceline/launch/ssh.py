@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from paceline.launch import detach
@@ -20,7 +20,7 @@ from paceline.launch.calls import kill
 from paceline.launch.check import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
 from paceline.launch.lines import Lines, shown
-from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes
+from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes, once
 from paceline.launch.node import STARTED
 
 NODE = f"{OWN_PATH}; from paceline.launch import node; sys.exit(node.main())"
@@ -58,17 +58,16 @@ def start(
     ``engine``: the row of every node, or of each; "" for a node's default. ``meeting``: what `check` found. With
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
     passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
-    yet; a second one gives them GRACE_S, as a node's failure does. With ``least`` a failure ends nothing as long as so
-    many nodes run, and others may come late, up to ``most``.
+    yet; a second one gives them GRACE_S, as a node's failure does. Where nobody reads the output any more, that is a
+    SIGTERM. With ``least`` a failure ends nothing as long as so many nodes run, and others may come late, up to
+    ``most``.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
     sizes = [num_processes(each) for each in engines]
     secret = secrets.token_hex(32)  # of this run; it travels through stdin, as everything here
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    heard = once(received.append)
+    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
     nodes: list[Node] = []
     try:
         for host in hosts:
@@ -85,7 +84,7 @@ def start(
                     "returns": RETURNS if least else 0,
                 }
             )
-        first = _watch(nodes, received, least or len(nodes), detach.left())
+        first = _watch(nodes, received, heard, least or len(nodes), detach.left())
     finally:
         for node in nodes:
             node.close()
@@ -119,16 +118,22 @@ class Node:
         assert self.process.stdin
         assert self.process.stdout
         assert self.process.stderr
-        self.stdin = self.process.stdin
+        self.stdin, self._untold = self.process.stdin, bytearray()
+        os.set_blocking(self.stdin.fileno(), False)  # an ssh that has stalled takes no more than a pipe holds
         out = sys.stderr if result else sys.stdout
         self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result if first else None, STARTED)
         self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
         self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
 
     def tell(self, what: object) -> None:
+        self._untold += json.dumps(what).encode() + b"\n"
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Tells as much of what is left to tell as is taken at once."""
         with contextlib.suppress(OSError):  # its end is seen by whoever waits for it
-            self.stdin.write(json.dumps(what).encode() + b"\n")
-            self.stdin.flush()
+            while self._untold:
+                del self._untold[: os.write(self.stdin.fileno(), self._untold)]
 
     def close(self) -> None:
         """Ends it there as well: what runs there sees its stdin end."""
@@ -140,9 +145,12 @@ class Node:
                 pipe.close()
 
 
-def _watch(nodes: Sequence[Node], received: Sequence[int], least: int, stay: bool) -> Node | None:
+def _watch(
+    nodes: Sequence[Node], received: Sequence[int], heard: Callable[[int, object], None], least: int, stay: bool
+) -> Node | None:
     """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first, where
-    fewer than ``least`` did not. ``stay``: a node whose line is lost trains on, and the others with it."""
+    fewer than ``least`` did not. ``heard``: adds to ``received``. ``stay``: a node whose line is lost trains on, and
+    the others with it."""
     first: Node | None = None
     told, end, late = 0, float("inf"), float("inf")
     sys.stdout.flush()
@@ -156,6 +164,10 @@ def _watch(nodes: Sequence[Node], received: Sequence[int], least: int, stay: boo
             for key, _ in ready:
                 if not key.data.pass_on():
                     selector.unregister(key.fileobj)
+                if key.data.unheard and not received:  # tee may have died of the Ctrl-C that comes here, too
+                    heard(signal.SIGTERM, None)
+            for node in nodes:
+                node.go_on()
             if over and not ready:
                 return first or _first_failed(nodes, least)
             for number in received[told:]:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline import quota
 from paceline.launch import check, crossing, facts, patient, symptoms
 from paceline.launch.calls import MOST_BYTES, hear, kill
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
@@ -19,7 +20,7 @@ from paceline.link import proof
 from paceline.probe import survey
 
 GLANCE_S = 0.5  # how soon a visit that is closed by another thread is seen
-SOURCES = (facts, survey, proof, symptoms, crossing, patient)  # in the order in which they need each other
+SOURCES = (facts, quota, survey, proof, symptoms, crossing, patient)  # in the order in which they need each other
 # The next line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
 # there. Old enough for a Python that is too old.
 BOOT = f"""

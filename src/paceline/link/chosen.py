@@ -54,6 +54,9 @@ class Chosen(Link):
     def lane(self, name: str) -> Link:
         return Chosen(self.link.lane(name), self.collective)
 
+    def hurry(self, quick: bool) -> None:
+        self.link.hurry(quick)
+
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         self._last = _Sum(self, tensor, what, self._last)
         return self._last

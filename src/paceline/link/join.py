@@ -18,10 +18,11 @@ from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.route import Door, Member
+from paceline.patience import join_s
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-JOIN_S = 60.0
+LONGER = "; where some need longer to prepare, give all PACELINE_JOIN_S, in seconds"
 
 
 class Unreached(LinkError):
@@ -37,19 +38,22 @@ def join(
     host: str,
     port: int,
     generation: int = 0,
-    patience_s: float = JOIN_S,
+    patience_s: float | None = None,
     secret: bytes | None = None,
 ) -> tuple[Meeting, Any, list[Member]]:
     """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
 
-    ``secret``: PACELINE_SECRET where none is given.
+    ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `join_s` where none is given.
     """
+    patience_s = join_s() if patience_s is None else patience_s
     secret = secret_of_environment() if secret is None else secret
     point, place, number = _place(rank, size, host, port, secret, patience_s)
-    meeting = Meeting(place, number, secret, rank, size, patience_s, point)
+    meeting = Meeting(place, number, secret, rank, size, patience_s, point, LONGER)
     try:
         store = dist.PrefixStore(f"paceline/{generation}", meeting)
-        return meeting, store, introduce(meeting, store)
+        members = introduce(meeting, store)
+        meeting.advice = ""
+        return meeting, store, members
     except BaseException:
         meeting.close()
         raise
@@ -85,7 +89,8 @@ def _place(
         place, number = board.get(key).decode().split()
     except (RuntimeError, ValueError) as error:
         raise LinkError(
-            f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it says"
+            f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it "
+            f"says{LONGER}"
         ) from error
     return None, place, int(number)
 

@@ -61,6 +61,9 @@ class Ledger(Link):
         watch(Sending(self.name, operation, what, counted, begin_s, handle))
         return handle
 
+    def hurry(self, quick: bool) -> None:
+        self.link.hurry(quick)
+
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         return self._begun("sum", what, tensor, lambda: self.link.sum(tensor, what))
 

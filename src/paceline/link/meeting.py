@@ -56,7 +56,7 @@ class Meeting(Store):
     """One line to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, naming who is missing.
 
     ``alert`` is called while waiting, and raises where waiting has become pointless. On rank 0 ``point`` is the
-    meeting point itself, which knows whom it refused.
+    meeting point itself, which knows whom it refused. ``advice``: for who has waited in vain.
     """
 
     def __init__(
@@ -68,10 +68,11 @@ class Meeting(Store):
         size: int,
         patience_s: float,
         point: MeetingPoint | None = None,
+        advice: str = "",
     ):
         super().__init__()
         self.host, self.port, self.rank, self.size, self.patience_s = host, port, rank, size, patience_s
-        self.point, self.secret = point, secret
+        self.point, self.secret, self.advice = point, secret, advice
         self.alert: Callable[[], None] = _calm
         self._lock = threading.Lock()
         self._heard = bytearray()
@@ -110,7 +111,7 @@ class Meeting(Store):
             time.sleep(PAUSE_S)
         raise LinkError(
             f"{self.here} could not reach {self.place} within {self.patience_s:.0f} s ({why}); check MASTER_ADDR, "
-            f"MASTER_PORT, the firewall, and that rank 0 is running"
+            f"MASTER_PORT, the firewall, and that rank 0 is running{self.advice}"
         )
 
     def _greet(self, line: socket.socket, secret: bytes) -> Seal:
@@ -177,7 +178,7 @@ class Meeting(Store):
         refused = f" ({'; '.join(self.point.notes)})" if self.point and self.point.notes else ""
         return (
             f"{self.here}: {who} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, and "
-            f"look at what those say"
+            f"look at what those say{self.advice}"
         )
 
     def lease(self, key: str, value: str) -> None:

@@ -30,6 +30,7 @@ from paceline.link.library import library
 from paceline.link.progress import Flight
 from paceline.link.proof import secret_of_environment
 from paceline.link.pulse import Pulse
+from paceline.link.route import is_loopback
 from paceline.whereabouts import Whereabouts
 
 JOIN_S = 60.0
@@ -279,14 +280,23 @@ class _Bulletin:
 
 def _address(host: str, names: list[str], places: list[list[str]]) -> str:
     """Where the others reach rank 0: as given, or where the route to the first on another machine leaves."""
-    given = socket.gethostbyname(host or "127.0.0.1")
+    _, given = _way(host or "127.0.0.1")
     far = next((rank for rank, name in enumerate(names) if name != names[0]), None)
-    if not given.startswith("127.") or far is None:
+    if not is_loopback(given) or far is None:
         return given
     # a name may lead nowhere, and an address that rank 0 has, too, leads home
     for place in (names[far], *(each for each in places[far] if each not in places[0])):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place, 9))  # sends nothing: asks the routing table
-            if not (found := str(probe.getsockname()[0])).startswith("127."):
-                return found
+        with contextlib.suppress(OSError):
+            family, address = _way(place)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # sends nothing: asks the routing table
+                if not is_loopback(found := str(probe.getsockname()[0])):
+                    return found
     raise OSError(f"no way from {names[0]} to {names[far]}")
+
+
+def _way(host: str) -> tuple[int, str]:
+    """(family, address), IPv4 first."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    family, *_, place = min(found, key=lambda way: way[0] != socket.AF_INET)
+    return family, str(place[0])

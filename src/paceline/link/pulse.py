@@ -298,13 +298,14 @@ class Pulse:
 
     def _ask(self, rank: int) -> None:
         if rank == self.rank:
-            self._answered(rank, self.whereabouts.stacks().encode())
+            self._answered(rank, self.whereabouts.stacks().encode(errors="replace"))
         elif words := self._peers.get(rank if self.rank == 0 else 0):
             words.say(b"?", RANK.pack(rank))
 
     def _asked(self, peer: int, rank: int) -> None:
         if rank == self.rank:
-            self._peers[peer].say(b"a", RANK.pack(rank) + self.whereabouts.stacks().encode())
+            stacks = self.whereabouts.stacks().encode(errors="replace")  # a folder's name need not be UTF-8
+            self._peers[peer].say(b"a", RANK.pack(rank) + stacks)
         elif self.rank == 0 and rank in self._peers:
             self._askers[rank].add(peer)
             self._peers[rank].say(b"?", RANK.pack(rank))

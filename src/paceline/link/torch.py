@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import math
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from paceline.whereabouts import BACK_S, Whereabouts
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
+LARGE_BYTES = 1 << 16  # of a gather, whose copies cost more than another message
 STRETCH_BYTES = 1 << 19  # of a gather: larger ones, which go both ways at once, take half as long again at 100 Mbit/s
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
 GLANCE_S = 0.5
@@ -237,10 +239,18 @@ class Link(contract.Link):
         if not even:
             mine = torch.tensor([len(tensor)], dtype=torch.int64)
             rows = [int(r) for r in self.all_gather(mine, f"sizes of {what}", even=True).wait()]
-        parts = [tensor.new_empty((r, *tensor.shape[1:])) for r in rows]
+        row_bytes = tensor.itemsize * math.prod(tensor.shape[1:])
+        # side by side, so that who joins them need not copy
+        parts = list(torch.split(tensor.new_empty((sum(rows), *tensor.shape[1:])), rows))
+        if self.quick and self.size == 2 and tensor.device.type == "cpu" and sum(rows) * row_bytes >= LARGE_BYTES:
+            # gloo's gather copies all of it twice, and a broadcast goes straight into its place
+            parts[self.rank].copy_(tensor)
+            ways = [(part, rank) for rank, part in enumerate(parts) if part.numel()]
+            works = [self._start(partial(self._broadcast, part, rank), what) for part, rank in ways]
+            return self._handle(_All(works), "all-gather", tensor.nbytes, what, lambda: parts)
         works = [
             self._start(partial(self._group.allgather, [[part[i:j] for part in parts]], [tensor[i:j]]), what)
-            for i, j in _stretches(min(rows), tensor)
+            for i, j in _stretches(min(rows), row_bytes, sys.maxsize if self.quick else STRETCH_BYTES)
         ]
         # what is more, by a broadcast each: nobody sends rows that another has not
         parts[self.rank][min(rows) :] = tensor[min(rows) :]
@@ -448,10 +458,10 @@ class _Then(contract.Handle):
         return self.then()
 
 
-def _stretches(num_rows: int, tensor: Tensor) -> list[tuple[int, int]]:
+def _stretches(num_rows: int, row_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
     """From, to: of rows that are sent at once."""
-    step = max(1, STRETCH_BYTES * max(1, len(tensor)) // max(1, tensor.nbytes))
-    return [(start, min(start + step, num_rows)) for start in range(0, num_rows if tensor.numel() else 0, step)]
+    step = max(1, most_bytes // max(1, row_bytes))
+    return [(start, min(start + step, num_rows)) for start in range(0, num_rows if row_bytes else 0, step)]
 
 
 def _first_line(error: Exception | None) -> str:

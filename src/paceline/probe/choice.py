@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.probe.rows import Facts, allowed, fidelity
+from paceline.probe.rows import BASELINE, Facts, allowed, fidelity
 from paceline.probe.sheet import CHOSEN, TIE, Row
 from paceline.probe.trial import Trial
 
@@ -75,7 +75,7 @@ def choose(
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
         why = "the most promising, and the one row that there was time to measure"
-    if best is base and len(ranking) > 1:
+    if best.engine == BASELINE and len(ranking) > 1:
         why += "; nothing parallel pays here"
     return best.engine, why, rows
 

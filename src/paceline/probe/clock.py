@@ -14,6 +14,7 @@ FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
 TIMED_S = 2.5
 PATIENCE = 3  # times TIMED_S: then fewer than MIN_STEPS have to do
 SHRINKS = (4, 2)  # the whole batch is extrapolated from these parts of it
+SHRUNK = (2, 3)  # rows that they have at least: batch norm needs two, and a line two sizes
 
 
 class Stopwatch:
@@ -48,8 +49,8 @@ class Stopwatch:
 
     def part(self, rows: int) -> int:
         """Of a batch with ``rows``, those that the next step shall take."""
-        self.rows = max(self.rows, rows)
-        return max(1, rows // SHRINKS[len(self.steps_s) % 2]) if self.shrinks else rows
+        self.rows, turn = max(self.rows, rows), len(self.steps_s) % 2
+        return min(rows, max(SHRUNK[turn], rows // SHRINKS[turn])) if self.shrinks else rows
 
     def resume(self) -> None:
         """The next step is counted from here."""

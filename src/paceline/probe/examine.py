@@ -33,6 +33,7 @@ PINGS = 30
 FUSING_PAYS = 0.03  # of a step
 STEPS_OF_ONE = 6  # that recording a line by one pass takes
 MAX_PASSES = 7
+LEAST_ROWS = 2  # that batch norm needs
 ENGINES = ("sequential", "threads", "replicas", "processes")
 
 
@@ -56,6 +57,15 @@ class Examined:
     precision: str | None = None
     batch_norm: str = "local"
     ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `probe.line.Ways`
+    cuts: bool = True  # samples lie along the first dimension, so that fewer of them can be taken
+
+    def few(self, rows: int, most: int) -> int:
+        """About ``rows``, as many as can be computed of a batch: at least two, and all of one that cannot be cut."""
+        return min(most, max(LEAST_ROWS, rows)) if self.cuts else most
+
+    def part(self, rows: int, words: Sequence[str] = ()) -> Any:
+        """So many rows of the batch, or all of one that cannot be cut."""
+        return part(self.batch, rows if self.cuts else sys.maxsize, words)
 
 
 def answer(form: Path, job: Examined) -> None:
@@ -63,7 +73,7 @@ def answer(form: Path, job: Examined) -> None:
     said = json.loads(form.read_text())
     if "parts" in said:
         aside = form.with_name("answer.json.part")
-        aside.write_text(json.dumps(_lines(job, said["parts"], said["budget_s"])))
+        aside.write_text(json.dumps(_lines(job, said["parts"], said["level"], said["budget_s"])))
         aside.replace(form.with_name("answer.json"))
         raise SystemExit(0)
     start_s = time.time() - said["begun"]
@@ -76,22 +86,24 @@ def answer(form: Path, job: Examined) -> None:
     raise SystemExit(0)
 
 
-def _lines(job: Examined, parts: Sequence[int], budget_s: float) -> dict[str, Any]:
+def _lines(job: Examined, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
     """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
     assert job.record
+    mark = shelf.fingerprint(job, level, shapes(job.batch, job.rows))
     for group in job.optimizer.param_groups:
         group["lr"] = 0.0
     lines = []
     for divisor in parts:
-        num_rows = max(1, job.rows // divisor)
-        rows = part(job.batch, num_rows, job.rows)
+        num_rows = job.few(job.rows // divisor, job.rows)
+        rows = job.part(num_rows)
         start = time.perf_counter()
         line = job.record(rows, 1)
         step_s = (time.perf_counter() - start) / STEPS_OF_ONE
         passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
         # a timeline counts what the loss divides by, which may be tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
-    return {"lines": lines, "absorbs": job.engine.absorbs, "batch_size": job.batch_size, "ways": job.ways}
+    told = {"absorbs": job.engine.absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
+    return {"lines": lines, **told}
 
 
 @dataclass
@@ -108,10 +120,14 @@ class _Examination:
         self.start = time.monotonic()
         job = self.job
         self.parameters = dict(job.model.named_parameters())
-        self.updates = Updates(job.engine, job.optimizer, self.parameters, job.rows, job.clip)
-        self.absorbs = self.updates.absorbs
         self.device = next(iter(self.parameters.values())).device.type
         self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
+        few = job.few(self.rows // 8, self.rows)
+        seen = Layers(job.model, lambda: job.compute(job.part(few)), (), set())
+        self.activation_bytes = 2 * seen.input_bytes * self.rows // few
+        rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
+        self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
+        self.absorbs = self.updates.absorbs
 
     @property
     def spent(self) -> float:
@@ -164,8 +180,6 @@ class _Examination:
 
     def _facts(self) -> Facts:
         job = self.job
-        few = max(1, self.rows // 8)
-        layers = Layers(job.model, lambda: job.compute(part(job.batch, few, job.rows)), (), set())
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         gradients = sum(p.nbytes for p in trainable)
         states = 0 if type(job.optimizer) is torch.optim.SGD else 1
@@ -175,12 +189,13 @@ class _Examination:
             job.rows,
             self.device,
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
-            any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
+            job.batch_norm == "local"
+            and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
             self.updates.can_fuse(),
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
             states * gradients,
-            2 * layers.input_bytes * self.rows // few,
+            self.activation_bytes,
             job.division,
             -(-job.rows // self.rows),
         )
@@ -189,7 +204,9 @@ class _Examination:
         """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
         found: dict[Setting, None] = {}
         for row in candidates(self.level, survey(), facts, ENGINES):
-            found[Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)] = None
+            setting = Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)
+            if setting.copies == 1 or self.job.cuts:
+                found[setting] = None
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
 
     def _absorbed(self, setting: Setting) -> set[int]:
@@ -197,7 +214,7 @@ class _Examination:
 
     def _record(self, setting: Setting) -> Layers:
         torch.set_num_threads(setting.threads)
-        batch = part(self.job.batch, setting.rows, self.job.rows, setting.words)
+        batch = self.job.part(setting.rows, setting.words)
 
         def forward() -> None:
             with autocast(setting.words, list(self.parameters.values())[:1]):
@@ -241,16 +258,16 @@ class _Examination:
 
     def _base(self, factors: bool) -> tuple[float, Setting]:
         """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
-        probe = max(1, self.rows // 8)
+        probe = self.job.few(self.rows // 8, self.rows)
         self._step(probe, factors)
         about_s = self._step(probe, factors) * self.rows / probe
-        whole = about_s < self.budget_s / 15 or self.rows < 8
+        whole = about_s < self.budget_s / 15 or self.rows < 8 or not self.job.cuts
         base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
         layers = self._record(base)
         taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
         self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
         if not whole:  # a second point, for the line through both
-            self._alone(Setting(1, base.rows // 2, factors=factors))
+            self._alone(Setting(1, self.job.few(base.rows // 2, base.rows), factors=factors))
         return typical([one for one, _ in taken]), base
 
     def _step(self, rows: int, factors: bool) -> float:
@@ -258,7 +275,7 @@ class _Examination:
         torch.set_num_threads(1)
         weights = [p for p in self.parameters.values() if p.requires_grad]
         absorbed = self._absorbed(Setting(1, rows, factors=factors))
-        batch = part(self.job.batch, rows, self.job.rows)
+        batch = self.job.part(rows)
         for p in weights:
             p.requires_grad_(id(p) not in absorbed)
         try:

@@ -38,6 +38,7 @@ class Layers:
         self.words, self.absorbed = words, absorbed
         self.calls: list[Call] = []
         self.input_bytes = self.num_calls = 0
+        self.rows: dict[int, int] = {}  # of each fully-connected weight's factors, by its id
         self._index: dict[Any, Call] = {}
         self._storages: dict[int, int] = {}
         self._depth: list[bool] = []  # per module being called: whether it called another
@@ -65,6 +66,8 @@ class Layers:
         if self._depth.pop() or output is None:
             return
         self.num_calls += 1
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor) and output.requires_grad:
+            self.rows[id(module.weight)] = self.rows.get(id(module.weight), 0) + output[..., 0].numel()
         for value in inputs:
             if isinstance(value, Tensor):
                 self._storages[value.data_ptr()] = value.untyped_storage().nbytes()
@@ -140,18 +143,27 @@ def now(values: Sequence[Any]) -> float:
     return time.perf_counter()
 
 
-def part(batch: Any, rows: int, whole: int, words: Sequence[str] = ()) -> Any:
-    """The first rows of everything that has one per sample; images as the words lay them out."""
-    leaves, tree = tree_flatten(batch)
+def part(batch: Any, rows: int, words: Sequence[str] = ()) -> Any:
+    """The first rows of everything that is as long as the first tensor; images as the words lay them out."""
+    whole = next((len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    leaves, tree = tree_flatten(batch, is_leaf=lambda each: _is_list(each, whole))
     return tree_unflatten([_part(leaf, rows, whole, words) for leaf in leaves], tree)
 
 
 def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
+    if _is_list(leaf, whole):
+        return leaf[:rows]
     if not isinstance(leaf, Tensor) or not leaf.dim():
         return leaf
     taken = leaf[:rows] if len(leaf) == whole else leaf
     images = "channels_last" in words and taken.dim() == 4
     return taken.to(memory_format=torch.channels_last) if images else taken
+
+
+def _is_list(part: Any, length: int) -> bool:
+    """Of one thing per sample that is no tensor, such as words; a collate_fn makes tuples of these."""
+    some = isinstance(part, list) or (isinstance(part, tuple) and all(isinstance(each, str | bytes) for each in part))
+    return some and len(part) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(part)[0])
 
 
 def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -45,7 +45,8 @@ class Ways:
 
     ``factors``: fully-connected layers may travel as these. ``gathers``: everyone gets each node's gradient, and adds
     up itself. ``every``: 0, or no gradient is sent, but the weights after each so many updates. ``forward``: pieces
-    may come while the next step's forward pass runs.
+    may come while the next step's forward pass runs. ``loses``: the codec does, and does not win against factors by its
+    fewer bytes. ``norm_sums``: of batch norm over all nodes, in every step; ``norm_numel``: values in all of these.
     """
 
     factors: bool = True
@@ -54,6 +55,9 @@ class Ways:
     gathers: bool = False
     every: int = 0
     forward: bool = False
+    loses: bool = False
+    norm_sums: int = 0
+    norm_numel: int = 0
 
 
 @dataclass(frozen=True)

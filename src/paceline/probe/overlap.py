@@ -7,7 +7,7 @@
               on a slow wire packed: factors, and between two nodes sums, which are then a gather
               after a pause of computing TCP begins with ten packets, and doubles them each round trip
     exposed   from the end of backward (or of the next forward pass, where that may be under way) until the last part
-              is there, and the vote; averages of weights wholly, every so many steps
+              is there, and the vote; averages of weights wholly, every so many steps; sums of batch norm wholly
     update    of everyone's sums, or of everyone's factors multiplied out
 
 *Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
@@ -28,6 +28,7 @@ from paceline.probe.line import DENSE, FACTORS, Line, Part, Ways
 VOTE_BYTES = 1024  # of a ballot
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
 SLOW_S, PACKING_S = 4e-8, 4e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
+NORM_BYTES = 8  # of a value that batch norm adds up
 PAUSE_S = 0.2  # after which TCP begins anew: the least time-out of Linux
 WINDOW_BYTES = 10 * 1448  # that it begins with
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
@@ -116,12 +117,20 @@ class Travel:
     dense_bytes: float
     factor_bytes: float
     ways: Ways
+    item_bytes: float = 4.0
 
     @classmethod
     def of(cls, lines: Sequence[Line]) -> Travel:
         """Factors are thin where they are on every node."""
         dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
-        return cls(max(dense), max(line.ways.factor_bytes or line.item_bytes for line in lines), lines[0].ways)
+        factors = max(line.ways.factor_bytes or line.item_bytes for line in lines)
+        return cls(max(dense), factors, lines[0].ways, max(line.item_bytes for line in lines))
+
+    @property
+    def fair(self) -> Travel:
+        """As forms are compared: a codec that loses something does not win against factors that lose nothing."""
+        ways = replace(self.ways, gathers=False)
+        return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 
 def traffic(part: Part, form: str, nodes: int, rows: float, travel: Travel, sums: Sums = ring) -> Sent:
@@ -153,7 +162,7 @@ def _form(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> str:
     """``everywhere``: one part, as each node has it."""
     if not (travel.ways.factors and _can(everywhere)):
         return DENSE
-    num_bytes, seconds = _costs(everywhere, wire, travel)
+    num_bytes, seconds = _costs(everywhere, wire, travel.fair)
     fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
     clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
     return sooner if clear else fewer
@@ -223,16 +232,21 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
             each / ways.every for each in (vote_s, wire_s, sent_bytes, told_bytes)
         )
     moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
+    norm_s = 0.0
+    if nodes > 1 and ways.norm_sums:
+        sent = wire.sums(nodes, ways.norm_numel, NORM_BYTES)
+        norm_s = wire.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
+        told_bytes += sent.num_bytes
     rows = [line.rows for line in lines]
     update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
     hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
-    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s
+    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s + norm_s
     return Prediction(
         nodes,
         sum(rows),
         compute_s + moving_s + exposed_s + update_s,
         compute_s + moving_s,
-        wire_s + vote_s,
+        wire_s + vote_s + norm_s,
         exposed_s,
         update_s,
         sent_bytes + told_bytes,

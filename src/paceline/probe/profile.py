@@ -103,14 +103,16 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
     return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"
 
 
-def lines(command: Sequence[str], row: str, budget_s: float, machine: Machine) -> tuple[Line, Line, int]:
-    """(a step with all rows of the batch, one with a quarter of them, the batch size) of ``command`` by ``row``.
+def lines(
+    command: Sequence[str], row: str, level: str, budget_s: float, machine: Machine
+) -> tuple[Line, Line, int, str]:
+    """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
 
     ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         form = Path(folder) / "profile.json"
-        form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "begun": time.time()}))
+        form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}))
         command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
         ended = fresh.run(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
         answer = form.with_name("answer.json")
@@ -121,4 +123,4 @@ def lines(command: Sequence[str], row: str, budget_s: float, machine: Machine) -
         said = json.loads(answer.read_text())
     ways = Ways(**said["ways"])
     whole, quarter = (Line.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
-    return whole, quarter, said["batch_size"]
+    return whole, quarter, said["batch_size"], said["fingerprint"]

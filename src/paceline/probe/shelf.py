@@ -52,7 +52,11 @@ STEP = (
     "device",
     "codec",
     "exchange",
+    "clip",
+    "momentum",
 )
+LINK = "PACELINE_LINK", "PACELINE_ENCRYPT", "PACELINE_COLLECTIVE", "PACELINE_OVERLAP"  # how nodes send, and when
+BY_ROW = "fused", "foreach"  # options of an optimizer that a row's words change
 
 
 def cache() -> Path:
@@ -93,7 +97,9 @@ def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None
     modules = [type(module).__name__ for module in job.model.modules()]
     options = [
         sorted(
-            (key, value) for key, value in group.items() if isinstance(value, bool) or key in ("momentum", "dampening")
+            (key, value)
+            for key, value in group.items()
+            if (isinstance(value, bool) and key not in BY_ROW) or key in ("momentum", "dampening")
         )
         for group in job.optimizer.param_groups
     ]
@@ -180,7 +186,8 @@ def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     if words[:2] == ["-m", "paceline.train"] and len(words) > 2:
         said = json.loads(words[2])
         words[2] = json.dumps({name: said[name] for name in STEP if name in said})
-    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd())}.toml"
+    sent = [os.environ.get(name, "") for name in LINK]
+    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd(), sent)}.toml"
 
 
 def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:

@@ -13,6 +13,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline import quota
+
 # what changes which numerics pay; all other flags are noise in a fingerprint
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 
@@ -46,9 +48,9 @@ class Machine:
 def survey(gpus: bool = False) -> Machine:
     """``gpus`` asks torch, and imports it."""
     usable = sorted(os.sched_getaffinity(0))
-    cores = min(len(usable), _quota_cores() or len(usable))
+    num_cores = min(len(usable), quota.cores() or len(usable))
     siblings = {
-        _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in usable
+        quota.read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in usable
     }
     nodes = {
         node.name
@@ -59,8 +61,8 @@ def survey(gpus: bool = False) -> Machine:
     return Machine(
         platform.node(),
         words.get("model name") or words.get("Model") or platform.machine(),
-        cores,
-        min(cores, len(siblings)),
+        num_cores,
+        min(num_cores, len(siblings)),
         max(1, len(nodes)),
         _cache_bytes(usable[0]),
         memory_bytes(),
@@ -74,39 +76,16 @@ def survey(gpus: bool = False) -> Machine:
 def memory_bytes() -> int:
     """Of the machine, or what the cgroup allows where that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for folder in _cgroup_folders():
+    for folder in quota.cgroups():
         for name in ("memory.max", "memory.limit_in_bytes"):
-            if (text := _read(folder / name)).isdigit():
+            if (text := quota.read(folder / name)).isdigit():
                 limits.append(int(text))
     return min(limits)
 
 
-def _quota_cores() -> int | None:
-    """Cores' worth of time that a container may use, rounded up."""
-    for folder in _cgroup_folders():
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if not quota:
-            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit() and int(quota):
-            return max(1, -(-int(quota) // int(period)))
-    return None
-
-
-def _cgroup_folders() -> list[Path]:
-    """From this process's own group up to the root: any of them may limit."""
-    folders = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        roots = [Path("/sys/fs/cgroup", name) for name in controllers.split(",")] if controllers else []
-        for root in [*roots, Path("/sys/fs/cgroup")]:
-            own = root / path.lstrip("/")
-            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return folders
-
-
 def _cpu_info() -> dict[str, str]:
     """Of the first processor."""
-    pairs = (line.partition(":") for line in _read("/proc/cpuinfo").partition("\n\n")[0].splitlines())
+    pairs = (line.partition(":") for line in quota.read("/proc/cpuinfo").partition("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
@@ -115,7 +94,7 @@ def _cache_bytes(core: int) -> int:
     units = {"K": 10, "M": 20, "G": 30}
     sizes = [0]
     for size in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*/size"):
-        text = _read(size)
+        text = quota.read(size)
         if text[:-1].isdigit():
             sizes.append(int(text[:-1]) << units.get(text[-1], 0))
     return max(sizes)
@@ -127,10 +106,3 @@ def _gpus() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

@@ -13,7 +13,8 @@ travel as factors); ``forms`` (how each does, and what either form would take, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,15 +85,26 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
     num_hosts = max(team.nodes for team in real)
     if not shared:
         return 1, f"stay on one machine: {_why_not(real)}"
-    best = max(shared, key=lambda team: team.speedup)
-    chosen = next(team for team in shared if team.speedup >= best.speedup * (1 - SAME))
-    if chosen.speedup >= WORTH:
+    believed = _believed(shared)
+    best = max(shared, key=believed)
+    chosen = next(team for team in shared if believed(team) >= believed(best) * (1 - SAME))
+    if believed(chosen) >= WORTH:
         return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
+    best = max((team for team in shared if team.measured_speedup), key=believed, default=best)
     why = f" ({best.waiting})" if best.waiting else ""
     said = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
-    if each and (larger := max(each, key=lambda team: team.speedup)).speedup >= WORTH:
+    believed = _believed(each)
+    if each and believed(larger := max(each, key=believed)) >= WORTH:
         said += f"; with {larger.batch_size} they would be {larger.numbers}"
     return 1, said
+
+
+def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
+    """The speedup of a team: measured, else as far from what was predicted as those are that were tried."""
+    both = ((team.measured_speedup, team.predicted_speedup) for team in teams)
+    tried = [measured / predicted for measured, predicted in both if measured and predicted]
+    times = statistics.median(tried or [1.0])
+    return lambda team: team.measured_speedup or times * team.speedup
 
 
 def _why_not(real: Sequence[Team]) -> str:

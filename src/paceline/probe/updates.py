@@ -19,14 +19,14 @@ MAX_PASSES = 7
 
 
 class Updates:
-    """Of an engine whose weights are ``parameters``, for batches with so many rows."""
+    """Of an engine whose weights are ``parameters``. ``rows``: of each fully-connected weight's factors in a step."""
 
     def __init__(
         self,
         engine: contract.Engine,
         optimizer: torch.optim.Optimizer,
         parameters: dict[str, torch.nn.Parameter],
-        rows: int,
+        rows: dict[str, int],
         clip: float | None = None,
     ):
         self.engine, self.optimizer, self.parameters = engine, optimizer, parameters
@@ -37,7 +37,8 @@ class Updates:
         """Weights that travel as factors, where the optimizer absorbs them."""
         if not self.absorbs:
             return set()
-        return {spec.names[0] for spec in self.engine.specs if spec.linear and spec.fits(self.rows)}
+        linear = ((spec, self.rows.get(spec.names[0], 0)) for spec in self.engine.specs if spec.linear)
+        return {spec.names[0] for spec, rows in linear if rows and spec.fits(rows)}
 
     def dense_bytes(self) -> int:
         """Of the gradients that exist as such all the same."""
@@ -70,12 +71,12 @@ class Updates:
         weight = self.parameters[spec.names[0]]
         if factors and spec.names[0] in self.factored():
             out_features, in_features = spec.shapes[0]
-            left, right = weight.new_ones(self.rows, out_features), weight.new_ones(self.rows, in_features)
-            return Piece(spec, left=left, right=right)
+            rows = self.rows[spec.names[0]]
+            return Piece(spec, left=weight.new_ones(rows, out_features), right=weight.new_ones(rows, in_features))
         return Piece(spec, flat=weight.new_ones(spec.numel))
 
     def _once(self, pieces: list[Piece]) -> float:
-        ballot = Ballot(weight=float(self.rows), used=bytes([1] * len(self.engine.weights)))
+        ballot = Ballot(weight=1.0, used=bytes([1] * len(self.engine.weights)))
         weights: list[Any] = [self.engine.weights[0]]
         start = now(weights)
         self.engine.update(Agreement(Verdict.APPLY, pieces, ballot), Rule(1.0, self.clip))

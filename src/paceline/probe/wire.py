@@ -2,10 +2,12 @@
 
     pairs   every two ranks, several pairs at once, so that each rank is in one of them: a few bytes there and back for
             the latency, then ever larger messages, one way and then the other, for the bandwidth
-    sums    of 1 KiB to 8 MiB by all ranks
+    sums    of 1 KiB to 8 MiB by all ranks, but of none that is there before its bytes show beside the latency; of the
+            largest always
 
 Bandwidth is the slope between the larger messages: what a rate limiter lets through at first, and what every message
-costs by itself, are in none of it. All ranks call `measure`; every wait has a deadline; it takes 2 to 3 seconds.
+costs by itself, are in none of it. All ranks call `measure`; every wait has a deadline; it takes 2 to 3 seconds, and
+over lines of 20 ms twice as long, since there messages must be larger for their bytes to show.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from paceline.contract import Link
 from paceline.probe.overlap import Sums, Wire, ring
 
 DEADLINE_S = 20.0
-PINGS, BALLS, SUMS = 10, 2, 3
+PINGS, FEW_PINGS, BALLS, SUMS = 10, 3, 2, 3
+FAR_S = 5e-3  # of a message: few pings will do
+SHOWN = 2  # times what a message costs by itself: below that, what its bytes take is lost in noise
+UNSEEN = 0.1  # of what a message costs: what the bytes of the largest take at least, where they do not show
 PING_BYTES = 64
 SMALLEST, LARGEST = 64 << 10, 8 << 20  # bytes of a message
 SUM_BYTES = tuple(1024 << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 13))  # 1 KiB to 8 MiB
+LEAST_SUMS = 3  # of the largest sizes, whatever does not show
 COUNTED_BYTES = 256 << 10  # of a sum, from which on its work on the processor is counted
 BUDGET_S = 1.2  # of pairs, and of sums
 
@@ -106,7 +112,8 @@ def measure(link: Link) -> Wires:
         for one in range(link.size)
         for other in range(one + 1, link.size)
     )
-    sums, cpu_s = _sums(link) if link.size > 1 else ((), 0.0)
+    trip_bytes = max((2 * pair.latency_s * pair.bytes_per_s for pair in pairs), default=0.0)
+    sums, cpu_s = _sums(link, trip_bytes / 4) if link.size > 1 else ((), 0.0)
     return Wires(link.size, pairs, sums, cpu_s, spent_s=time.perf_counter() - start)
 
 
@@ -134,17 +141,25 @@ def _pair(link: Link, one: int, other: int, budget_s: float, found: torch.Tensor
             _follow(link, leader)
             continue
         begun, sizes, seconds = time.perf_counter(), [], []
-        latency_s = statistics.median(_volley(link, peer, PING_BYTES, PINGS)) / 2
-        size = SMALLEST
-        while size <= LARGEST:
+        pings = _volley(link, peer, PING_BYTES, FEW_PINGS)
+        if min(pings) < 2 * FAR_S:  # one that was held up makes no line a far one
+            pings = _volley(link, peer, PING_BYTES, PINGS)
+        trip_s, size = statistics.median(pings), SMALLEST
+        while True:
             sizes.append(size)
-            seconds.append(statistics.median(_volley(link, peer, size, BALLS)))
-            size *= 2
+            # among so few sizes one message that was held up would halve the rate
+            seconds.append(min(_volley(link, peer, size, BALLS)))
+            shows = seconds[-1] > SHOWN * trip_s
             # the next size takes twice as long
-            if len(sizes) > 2 and time.perf_counter() - begun + 2 * BALLS * seconds[-1] > budget_s / 2:
+            late = time.perf_counter() - begun + 2 * BALLS * seconds[-1] > budget_s / 2
+            if size == LARGEST or (shows and late and len(sizes) > 2):
                 break
+            size = min(size * (2 if shows else 4), LARGEST)
         link.send(torch.zeros(2, dtype=torch.int64), peer).wait(DEADLINE_S)
-        found[leader, peer, 0], found[leader, peer, 1] = latency_s, 1 / slope(sizes, seconds)
+        byte_s = slope(sizes, seconds)
+        if not shows:  # it is a slope of noise
+            byte_s = max(byte_s, UNSEEN * trip_s / LARGEST)
+        found[leader, peer, 0], found[leader, peer, 1] = trip_s / 2, 1 / byte_s
 
 
 def _volley(link: Link, peer: int, size: int, count: int) -> list[float]:
@@ -169,11 +184,11 @@ def _follow(link: Link, leader: int) -> None:
             link.send(word, leader).wait(DEADLINE_S)
 
 
-def _sums(link: Link) -> tuple[tuple[tuple[int, float], ...], float]:
+def _sums(link: Link, least_bytes: float) -> tuple[tuple[tuple[int, float], ...], float]:
     """Everyone is told how long the slowest took, so all stop at the same size."""
     begun, found = time.perf_counter(), []
     cpu_s = sent_bytes = 0.0
-    for num_bytes in SUM_BYTES:
+    for num_bytes in (size for size in SUM_BYTES if size >= min(least_bytes, SUM_BYTES[-LEAST_SUMS])):
         taken, values, spent_s = [], torch.ones(num_bytes // 4), 0.0
         for i in range(SUMS + 1):
             _meet(link)

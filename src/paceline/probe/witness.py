@@ -6,6 +6,7 @@ masks of N processes cannot be those of one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -20,9 +21,16 @@ from torch import Tensor, nn
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 
 
+JOINS = itertools.count()  # of this process
+FIRST, LAST, SAID = "first.safetensors", "last.safetensors", "said.json"
+
+
 @dataclass
 class Witness:
-    """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a file) or none."""
+    """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a folder) or none.
+
+    A script that joins several times has as many, in folders of their own; the first to take its steps ends the run.
+    """
 
     folder: Path
     steps: int
@@ -36,8 +44,9 @@ class Witness:
         text = os.environ.get("PACELINE_VERIFY")
         if not text:
             return None
-        said = json.loads(text)
-        return cls(Path(said["folder"]), said["steps"], said["dtype"], said.get("start", ""))
+        said, join = json.loads(text), f"join{next(JOINS)}"
+        start = said.get("start", "") and os.path.join(said["start"], join, FIRST)
+        return cls(Path(said["folder"]) / join, said["steps"], said["dtype"], start)
 
     def prepare(self, model: nn.Module) -> None:
         model.to(getattr(torch, self.dtype))
@@ -52,7 +61,7 @@ class Witness:
 
     def begin(self, state: dict[str, Tensor]) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # below /tmp, on a host
-        self._save(state, "first.safetensors")
+        self._save(state, FIRST)
 
     def cast(self, batch: Any, mapped: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
         """The batch with its floating-point tensors in the type of the comparison."""
@@ -65,8 +74,8 @@ class Witness:
             return
         if state is not None:
             said = {"losses": self.losses, "batch_norm": self.batch_norm}
-            (self.folder / "said.json").write_text(json.dumps(said))
-            self._save(state, "last.safetensors")
+            (self.folder / SAID).write_text(json.dumps(said))
+            self._save(state, LAST)
         raise SystemExit(0)
 
     def _save(self, state: dict[str, Tensor], name: str) -> None:
@@ -105,13 +114,27 @@ class Comparison:
         return self.loss <= self.tolerance and self.weight <= self.tolerance
 
 
+def ended(folder: Path) -> list[str]:
+    """The joins that took all their steps in the run that was told this folder."""
+    return sorted(path.parent.name for path in folder.glob(f"join*/{LAST}"))
+
+
 def compare(one: Path, other: Path, dtype: str) -> Comparison:
-    """Two witnesses' folders."""
-    a, b = (json.loads((folder / "said.json").read_text()) for folder in (one, other))
+    """The folders that two runs were told. Raises ValueError where they cannot be compared, or no weight moved."""
+    join, *others = ended(one)
+    if others:
+        raise ValueError(
+            f"verify: {', '.join([join, *others])} all took their steps, since the script went on after the SystemExit "
+            f"that ends it; let that through: catch Exception, and neither BaseException nor SystemExit"
+        )
+    if ended(other) != [join]:
+        raise ValueError(f"verify: {join} took its steps first on all nodes, {', '.join(ended(other))} in one process")
+    one, other = one / join, other / join
+    a, b = (json.loads((folder / SAID).read_text()) for folder in (one, other))
     pairs = list(zip(a["losses"], b["losses"], strict=True))
     loss = max(abs(x - y) / max(1e-30, abs(y)) for x, y in pairs)
-    first, second = (load_file(folder / "last.safetensors") for folder in (one, other))
-    begin = load_file(one / "first.safetensors")
+    first, second = (load_file(folder / LAST) for folder in (one, other))
+    begin = load_file(one / FIRST)
     gaps = {}
     moved = False
     for name, want in second.items():

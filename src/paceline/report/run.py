@@ -84,8 +84,11 @@ class Run:
         """Of "steps" (also ``samples_per_s``, ``exposed_seconds``), "epochs" or "usage" (also ``memory_bytes``)."""
         columns: Columns = getattr(self, rows)
         if name == "samples_per_s":
+            samples = columns["weight"]  # or whatever else the loss divides by, such as tokens
+            for known in (columns["samples"], columns["rows"]):  # those of all nodes last: some agree now and then
+                samples = np.where(np.isfinite(known), known, samples)
             with np.errstate(divide="ignore", invalid="ignore"):
-                return columns["weight"] / columns["seconds"]
+                return samples / columns["seconds"]
         if name == "exposed_seconds":  # on one node nobody is waited for
             several = self.join.get("num_nodes", 1) > 1
             return columns["exchange_seconds"] if several else np.full(len(columns), np.nan)

@@ -85,8 +85,9 @@ def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
             found[name] = float(value)
     for gpu in event.get("gpus") or ():
         found |= {f"gpu{gpu.get('gpu', 0)}_{name}": float(value) for name, value in gpu.items() if name != "gpu"}
-    if found.get("weight") and found.get("seconds"):
-        found["samples_per_s"] = found["weight"] / found["seconds"]
+    samples = found.get("rows") or found.get("samples") or found.get("weight")
+    if samples and found.get("seconds"):
+        found["samples_per_s"] = samples / found["seconds"]
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 

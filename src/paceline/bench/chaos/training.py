@@ -23,7 +23,7 @@ import paceline
 from paceline.bench.chaos.journal import Journal
 from paceline.contract import Regroup
 from paceline.data.order import permutation
-from paceline.elastic.checkpoint import CheckpointError
+from paceline.elastic.claim import CheckpointError
 
 INPUTS, HIDDEN, CLASSES = 96, 128, 3
 SEED, BATCH, COUNT = 3, 24, 24 * 12 + 7  # the last batch of an epoch is a short one

@@ -26,6 +26,8 @@ MORE: dict[str, tasks.Task] = {
     "predict": predicted.against_measured,
     "latency": predicted.late,
     "scaling": scaling.curves,
+    "scaling-factors": scaling.of_factors,
+    "scaling-sums": scaling.of_sums,
     "fashion": fashion.to_goal,
 }
 

@@ -49,8 +49,9 @@ def drive(
         end = time.monotonic() + limit_s
         served = 0
         while any(process.poll() is None for process in processes):
+            failed = [n for n, process in enumerate(processes) if process.poll()]
             heed()
-            if failed := [n for n, process in enumerate(processes) if process.poll()]:
+            if failed:
                 raise ValueError(_failed(failed[0], processes[failed[0]], folder))
             if time.monotonic() > end:
                 raise ValueError(f"the nodes were not done after {limit_s:.0f} s; allow fewer steps, or another model")
@@ -59,6 +60,7 @@ def drive(
                 _whole(folder / f"did-{served}", said)
                 served += 1
             time.sleep(GLANCE_S)
+        heed()
         if failed := [n for n, process in enumerate(processes) if process.returncode]:
             raise ValueError(_failed(failed[0], processes[failed[0]], folder))
         return [json.loads((folder / f"{node}.json").read_text()) for node in range(nodes)]
@@ -94,20 +96,19 @@ def _failed(node: int, process: subprocess.Popen[Any], folder: Path) -> str:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """SIGINT, SIGTERM and SIGHUP take down what was made. What this gives is called now and then: an exception that a
-    handler raises is lost where Python calls something before or after a fork."""
+    """SIGINT, SIGTERM and SIGHUP take down what was made: they are noted, and what this gives, called often, raises.
+    A handler that raised would do so between a thing's making and its being known, and the thing would stay."""
     received: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
 
     def heed() -> None:
         if received:
             raise KeyboardInterrupt if received[0] == signal.SIGINT else SystemExit(128 + received[0])
 
-    def end(number: int, frame: Any) -> None:
-        received.append(number)
-        heed()
-
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, end) for number in numbers]
+    before = [signal.signal(number, note) for number in numbers]
     try:
         yield heed
     finally:

@@ -5,6 +5,7 @@ Needs root, `ip` and `tc`. Everything it makes carries its process id; what a ki
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -121,6 +122,7 @@ class Cluster:
             _do("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", "e0")
             _do("ip", "-n", name, "link", "set", "e0", "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
+            self._steer(node)
         if self.delay_ms:
             self._cables.start()
         rate, self.rate = self.rate, None
@@ -133,6 +135,19 @@ class Cluster:
             return
         self._cables.lay(near, far)
         _do("ip", "link", "set", far, "netns", name, "name", "e0")
+
+    def _steer(self, node: int) -> None:
+        """A node's own core takes in what reaches it, as on a machine of its own; else whichever core has sent it."""
+        mask = f"{1 << self._core(node):x}"
+        words = ",".join(mask[max(0, end - 8) : end] for end in range(len(mask), 0, -8)[::-1])
+        inside = ["ip", "netns", "exec", self.name(node), "sh", "-c", 'echo "$0" > "$1"', words]
+        subprocess.run([*inside, "/sys/class/net/e0/queues/rx-0/rps_cpus"], check=False, capture_output=True)
+        with contextlib.suppress(OSError):
+            Path(f"/sys/class/net/{self.mark}v{node}/queues/rx-0/rps_cpus").write_text(words)
+
+    def _core(self, node: int) -> int:
+        cores = sorted(os.sched_getaffinity(0))
+        return cores[node % len(cores)]
 
     def shape(self, rate: str | None) -> None:
         """Another rate for every cable from now on, also while bytes are on their way."""
@@ -177,9 +192,8 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": "e0",
             "OMP_NUM_THREADS": "1",
         }
-        core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
         words = ["ip", "netns", "exec", self.name(node), "unshare", "--uts", "sh", "-c"]
-        words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(core), *command]
+        words += ['hostname "$0"; exec "$@"', f"node{node}", "taskset", "-c", str(self._core(node)), *command]
         own = {**os.environ, **said, **(environment or {})}
         process = subprocess.Popen(words, env=own, preexec_fn=_end_with(os.getpid()), **more)  # noqa: PLW1509 - see there
         self.processes.append(process)

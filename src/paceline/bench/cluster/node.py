@@ -51,10 +51,10 @@ class Player:
         """A peer that has something to try out at this rate does so, and says what it found."""
         return str(getattr(self.step, "tune", str)())
 
-    def turn(self) -> None:
-        for _ in range(self.entry.block):
+    def turn(self, steps: int) -> None:
+        for _ in range(steps):
             self.step()
-        if self.pace and self.entry.block > 1:
+        if self.pace and steps > 1:
             self.pace.job.model.state_dict()  # waits for what is still on its way
 
     def close(self) -> None:
@@ -91,8 +91,7 @@ def run(race: Race, desk: Desk) -> dict[str, Any]:
     players = [Player(entry, race, rank) for entry in race.entries]
     for player in players:
         dist.barrier()
-        for _ in range(FAST_STEPS):
-            player.turn()
+        player.turn(FAST_STEPS)
     notes = []
     if race.held:
         notes.append(desk.ask(held=race.held).get("how", ""))
@@ -125,7 +124,7 @@ def run_phase(players: list[Player], phase: Phase, limit_s: float, desk: Desk) -
                 continue
             dist.barrier()
             before, begin = sent_bytes(), time.perf_counter()
-            player.turn()
+            player.turn(block)
             took_s = time.perf_counter() - begin
             sent = (sent_bytes() - before) / block
             worst = torch.tensor([took_s / block, time.perf_counter() - start], dtype=torch.float64)

@@ -145,9 +145,11 @@ class Result:
         ]
         for name, lap in laps.items():
             low, high = quartiles(lap.seconds)
+            block = next((entry.block for entry in race.entries if entry.name == name), 1)
+            turns = f"{len(lap.turns)}, of {block} steps" if block > 1 else f"{len(lap.turns)}"
             lines.append(
                 f"| {name} | {self.rate(number, name):.2f} | {lap.step_s:.3f} | {low:.3f} to {high:.3f} | "
-                f"{len(lap.turns)} | {self.megabytes(number, name):.2f} | {self.ratio(number, name, lead)} |"
+                f"{turns} | {self.megabytes(number, name):.2f} | {self.ratio(number, name, lead)} |"
             )
         return "\n".join(lines)
 

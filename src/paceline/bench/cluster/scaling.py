@@ -66,6 +66,16 @@ def curves(
         yield Finding("scaling", what, "see below", "-", True, "\n".join([*HEAD, *curve]))
 
 
+def of_factors(pace: Pace, show: Show) -> Iterator[Finding]:
+    """Of these, AlexNet on 2 to 16 nodes and VGG16 on 2 to 8, which have layers to factor; 35 minutes."""
+    yield from curves(pace, show, MODELS[:2])
+
+
+def of_sums(pace: Pace, show: Show) -> Iterator[Finding]:
+    """Of these, ResNet50V2 on 2 to 32 nodes and a GPT-2 in size on 2 to 8, whose gradients are sums; 30 minutes."""
+    yield from curves(pace, show, MODELS[2:])
+
+
 HEAD = (
     f"Emulated compute, {FASTER:g} times as fast as a core; real exchange and wire. `dense` is the same replay with "
     "all gradients dense, as DDP sends them.",
