@@ -15,6 +15,7 @@ import pytest
 
 import machines
 from machines import Machines, refuse_calls
+from paceline.launch import symptoms
 from paceline.launch.doctor import examine
 from paceline.launch.findings import IN_THE_WAY
 from paceline.launch.hosts import Way, parse
@@ -233,6 +234,22 @@ def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
     assert re.match(
         r"one: GLOO_SOCKET_IFNAME='nic7' is no interface there .* there are: .*\blo\b", in_the_way(found)[0]
     )
+
+
+def test_nccl_s_interface_is_looked_at_as_a_run_does():
+    """Story: it was left out, and the default way was found well where the run then went another."""
+    where = {name: symptoms.place("127.0.0.1", False, name).get("address") for name in ("lo", "=lo", "=nosuch", "")}
+    assert set(where.values()) == {"127.0.0.1"}
+    assert "error" in symptoms.place("127.0.0.1", False, "nosuch")
+    away = symptoms.place("10.255.255.1", False, "=lo")
+    assert away == {"meeting": "10.255.255.1", "address": "127.0.0.1"}
+
+
+@needs_sshd
+def test_nccl_s_pattern_is_no_interface_that_is_missing(sshd, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=nosuch")
+    assert not any("nosuch" in line for line in in_the_way(examined("one", Way(sshd.ssh))))
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,12 @@ def test_factors_are_used_where_they_are_fewer_bytes_and_only_there():
     assert DENSE in forms
 
 
+def test_a_layer_called_twice_sends_the_factors_of_both_calls():
+    (_, _, forms), *_ = train(2, build(MODELS["twice"]), [rows(4, seed) for seed in range(3)])
+    specs = Rank(world(1)[0], build(MODELS["twice"])).engine.specs
+    assert [form for spec, form in zip(specs, forms, strict=True) if "second.weight" in spec.names] == [FACTORS]
+
+
 @pytest.mark.parametrize("kind", ["tied", "sometimes"])
 def test_a_weight_with_another_gradient_goes_dense(kind):
     """Tied, or used outside its module: its factors are not its whole gradient."""

@@ -241,6 +241,14 @@ def test_a_line_is_what_its_timeline_says():
     assert Line.read(json.loads(json.dumps(vars(made), default=vars))) == made
     forms = [DENSE] * len(made.parts)
     assert max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))
+    factored = {s.index: n for s, n in zip(timeline.specs, timeline.factor_rows, strict=True) if s.linear and s.fits(n)}
+    assert len(factored) > 1
+    one = dict([min(factored.items())])
+    for some in (factored, one):
+        forms = [FACTORS if s.index in some else DENSE for s in timeline.specs]
+        assert made.updating_s(forms) == pytest.approx(timeline.updating(some))
+        thrice = {index: 3 * rows for index, rows in some.items()}
+        assert made.updating_s(forms, 2.0) == pytest.approx(timeline.updating(thrice))
     assert [part.sides > 0 for part in made.parts] == [spec.linear for spec in timeline.specs]
     assert made.scaled(2.0).alone_s() == pytest.approx(2 * made.alone_s())
     with pytest.raises(ValueError, match="not a timeline's JSON"):

@@ -101,6 +101,10 @@ def test_the_fewest_nodes_are_the_base(folders):
 def test_emulated_runs_say_so(folders, tmp_path):
     other = run(tmp_path / "emulated", 8, 64, 0.2, emulated=True)
     assert "8 nodes, emulated" in scaling([load(folders[1]), load(other)])
+    for which, told in ((other, True), (folders[1], False)):
+        page.write([which], tmp_path / "report.html")
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert ("sequential, emulated" in text, "Emulated: " in text) == (told, told)
 
 
 def test_one_run_says_what_it_sent_and_did_not_hide(folders, tmp_path):

@@ -1,6 +1,8 @@
 """What scripts do to a model after all have joined, and models that are not alike everywhere: exact, or refused."""
 
+import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -14,11 +16,15 @@ from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap,
 from paceline import buffers
 from paceline.compare import compare
 from paceline.contract import FACTORS
+from paceline.data.feed import Given
+from paceline.data.order import Seat
 from paceline.engine.numerics import Numerics
 from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
 from paceline.find import parse
 from paceline.job import Job
+from paceline.link.memory import world
+from paceline.tracing import _Timed
 
 BATCHES = [rows(24, seed) for seed in range(4)]
 
@@ -292,3 +298,115 @@ def test_nodes_whose_codec_or_schedule_has_other_numbers_are_told(differently, t
         return
     with pytest.raises(ValueError, match=f"given different {told}"):
         ranks.run(2, work)
+
+
+@pytest.mark.parametrize("where", ["layer", "everywhere"])
+def test_a_hook_that_comes_before_ours_changes_what_the_layer_gives(where):
+    """Story: its factors were those of the changed output, and the weight's gradient half of what it is."""
+
+    def twice(module, args, output):
+        return 2 * output if isinstance(module, nn.Linear) else None
+
+    def hooked(model):
+        if where == "layer":
+            return model.second.register_forward_hook(twice, prepend=True)
+        return torch.nn.modules.module.register_module_forward_hook(twice)
+
+    model, plain = build(), build()
+    rank = Rank(world(1)[0], model, OPTIMIZERS["sgd"])
+    assert rank.exchange.forms().count(FACTORS) == 2
+    for each in (rank.model, plain):
+        handle = hooked(each)
+        try:
+            if each is rank.model:
+                rank.train(BATCHES)
+            else:
+                optimizer = OPTIMIZERS["sgd"](plain.parameters())
+                for x, y in BATCHES:
+                    optimizer.zero_grad()
+                    F.cross_entropy(plain(x), y).backward()
+                    optimizer.step()
+        finally:
+            handle.remove()
+    assert gap(rank.state(), plain.state_dict()) < 1e-12
+
+
+def test_a_hook_on_a_gradient_that_comes_after_ours_sees_each_nodes_own():
+    """Story: the sum was begun while the hook still ran, and held its change on one node, by chance on none."""
+    model, most, step = build(), 1e-3, 0.5
+
+    def work(link):
+        rank = Rank(link, model, lambda parameters: torch.optim.SGD(parameters, step))
+
+        def clamp(parameter):
+            time.sleep(0.01)
+            parameter.grad.clamp_(-most, most)
+
+        for parameter in rank.model.parameters():
+            parameter.register_post_accumulate_grad_hook(clamp)
+        rank.train(BATCHES[:1])
+        return rank.state()
+
+    want, (x, y) = copy.deepcopy(model), BATCHES[0]
+    grads = {name: torch.zeros_like(parameter) for name, parameter in want.named_parameters()}
+    for half in (slice(0, 12), slice(12, 24)):
+        want.zero_grad()
+        (F.cross_entropy(want(x[half]), y[half], reduction="sum") / 24).backward()
+        for name, parameter in want.named_parameters():
+            grads[name] += parameter.grad.clamp(-most, most)
+    with torch.no_grad():
+        for name, parameter in want.named_parameters():
+            parameter.sub_(step * grads[name])
+    for state in ranks.run(2, work):
+        assert gap(state, want.state_dict()) < 1e-12
+
+
+def test_a_process_whose_own_rows_are_none_has_no_rows():
+    """Story: the mean over no rows is no number, and ended the run."""
+    model, (x, y) = build(), rows(5, 1)
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS["sgd"])
+        for part in ((x[:1], y[:1]), (x[1:], y[1:])):
+            mine = tuple(each[link.rank :: 2] for each in part)
+            rank.loop.step(Given(mine, float(len(part[0]))))
+        return rank.state()
+
+    want, _ = reference(model, [(x[:1], y[:1]), (x[1:], y[1:])], OPTIMIZERS["sgd"])
+    for state in ranks.run(2, work):
+        assert gap(state, want) < 1e-12
+
+
+@pytest.mark.parametrize("engine", ["replicas:2", "virtual:2"])
+def test_an_empty_batch_is_no_batch_in_any_engine(engine):
+    model = build()
+    made = parse("engine", engine)
+    made.open(model, OPTIMIZERS["sgd"](model.parameters()), F.cross_entropy)
+    made.place(Seat(), 0)
+    pieces = []
+    x, y = rows(4, 1)
+    ballot = made.gradient((x[:0], y[:0]), 1.0, ["dense"] * len(made.specs), pieces.append)
+    assert (ballot.weight, ballot.finite, len(pieces)) == (0.0, True, len(made.specs))
+    made.close()
+
+
+def test_a_process_without_rows_settles_where_the_others_do():
+    rank, seen = Rank(world(1)[0], build()), []
+
+    @contextlib.contextmanager
+    def step(present):
+        seen.append("in")
+        yield
+        seen.append("out")
+
+    rank.engine._in_step, rank.engine.settle = step, lambda: seen.append("settled")
+    rank.engine.gradient(None, 1.0, rank.exchange.forms(), lambda piece: None)
+    assert seen == ["in", "settled", "out"]
+
+
+def test_what_is_drawn_is_told_what_the_engine_is_told():
+    """Story: in steps that were drawn, how many samples a batch has reached a wrapper alone, and rows were counted."""
+    engine = Engine()
+    timed = _Timed(engine, {})
+    timed.held = 7
+    assert (engine.held, timed.held) == (7, 7)

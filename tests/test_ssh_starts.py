@@ -168,6 +168,20 @@ def test_a_laptop_that_is_closed_keeps_no_node_waiting(sshd, script, tmp_path):
         assert [int(line.split()[1]) for line in lines] == list(range(5000))
 
 
+def test_a_detached_run_on_hosts_goes_on_without_its_launcher_and_is_followed(sshd, script, tmp_path):
+    path = script("while not (FOLDER / 'go').exists():\n    time.sleep(0.02)\nprint('done', NODE, flush=True)")
+    where = {"XDG_STATE_HOME": str(tmp_path)}
+    _, errors = finish(begin(sshd, "--detach", path, own_session=True, **where))
+    (name,) = re.findall(r"^(\S+) goes on; ", errors, re.MULTILINE)
+    follower = launching.begin("attach", name, **where)
+    pids = wait_for_pids(tmp_path, 2, follower)
+    assert all(map(alive, pids))
+    (tmp_path / "go").touch()
+    output, _ = finish(follower)
+    assert {"[one] done 0", "[two] done 1"} <= set(output.splitlines())
+    wait_until_gone(pids)
+
+
 def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_shows_it(sshd, script):
     path = script(
         "lines = [p.read_bytes() for p in Path('/proc').glob('[0-9]*/cmdline')]\n"

@@ -230,7 +230,10 @@ class _Timed:
     """``thing`` as it is, but for the methods whose begin and end are told."""
 
     def __init__(self, thing: Any, told: Mapping[str, Callable[[float, float], None]]):
-        self._thing, self._told = thing, told
+        vars(self).update(_thing=thing, _told=told)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._thing, name, value)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._thing, name)

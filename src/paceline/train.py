@@ -176,8 +176,9 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
             if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
                 pace.save(wait=False)
             if batch.ends_epoch:
+                sums = tally.sums()
                 accuracy = pace.evaluate(test)
-                result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **tally.sums()}
+                result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **sums}
                 pace.record.write("epoch", epoch=batch.epoch, **result)
                 console.print(f"{words}, test accuracy {accuracy:.1%}")
                 tally = Tally()

@@ -75,7 +75,7 @@ def plan(
 
     paceline plan -H hostA,hostB --what-if nodes=8,link=10gbit train.py
 
-    paceline plan --nodes 2 --link 1gbit --model alexnet
+    paceline plan --nodes 2 --link 1gbit --model alexnet --data ./photos
     """
     hosts = listed(named)
     if budget is not None and not budget > 0:

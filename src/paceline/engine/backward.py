@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from paceline.contract import FACTORS, Piece, Spec
 from paceline.engine.products import has_own_forward
@@ -106,6 +107,7 @@ class Pass:
     used: set[str] = field(default_factory=set)
     strays: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
+    later: set[int] = field(default_factory=set)  # that leave once all passes are over
     last: bool = False  # the last micro-batch: what is complete now leaves
     places: set[int] = field(default_factory=set)  # of the parameters' memory, once a factor has asked
     ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
@@ -116,18 +118,19 @@ def _uses(tensor: Tensor) -> int:
 
 
 @cache
-def _own_uses() -> int:
-    """Of a gradient's memory that is nobody else's, as a hook finds it."""
+def _own_uses() -> tuple[int, int]:
+    """Of a gradient's memory that is nobody else's: after the passes, and as a hook finds it."""
     leaf, seen = torch.zeros(1, requires_grad=True), list[int]()
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))  # type: ignore[no-untyped-call]
     with torch.enable_grad():
         (leaf * leaf).backward()  # type: ignore[no-untyped-call]
-    return seen[0]
+    assert leaf.grad is not None
+    return _uses(leaf.grad), seen[0]
 
 
-def _shared(grad: Tensor) -> bool:
+def _shared(grad: Tensor, early: bool) -> bool:
     """Whether other tensors lie in its memory: of ``x + bias`` with one row, both gradients are the same one."""
-    return _uses(grad) > _own_uses()
+    return _uses(grad) > _own_uses()[early]
 
 
 class Backward:
@@ -143,7 +146,8 @@ class Backward:
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
         self._hooks: list[Any] = []
-        self._watches: list[Any] = []
+        self._watches: dict[str, Any] = {}
+        self._firsts: dict[nn.Module, int] = {}  # our forward hook's number, by layer
         self.watch()
         for spec in self.specs:
             for module in factored.get(spec.names[0], ()):
@@ -160,22 +164,23 @@ class Backward:
                         prepend=True,  # a user's hook may change the output: that is not the layer's
                     )
                 )
+                self._firsts[module] = self._hooks[-1].id
 
     def watch(self, early: bool = True) -> None:
         """Whether pieces leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
-        for hook in self._watches:
+        for hook in self._watches.values():
             hook.remove()
-        self._watches = [
-            self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        self._watches = {
+            name: self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, spec=spec, name=name: self._arrived(spec, name)
             )
             for spec in self.specs
             for name in spec.names
             if early
-        ]
+        }
 
     def close(self) -> None:
-        for hook in (*self._hooks, *self._watches):
+        for hook in (*self._hooks, *self._watches.values()):
             hook.remove()
 
     def run(self, forms: Sequence[str], offer: Callable[[Piece], None], *computes: Callable[[], Tensor | None]) -> Pass:
@@ -190,11 +195,19 @@ class Backward:
                     state.ours = True
                     scalar.backward()  # type: ignore[no-untyped-call]
                     state.ours = False
+                    if not state.last:
+                        self._part()
         finally:
             self._pass = None
             for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
                 self.parameters[self.specs[index].names[0]].requires_grad_(True)
         return self._rest(state)
+
+    def _part(self) -> None:
+        """To gradients that lie in one memory, the next micro-batch would add each of its own twice."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, False):
+                parameter.grad = parameter.grad.clone()
 
     def take(self, forms: Sequence[str], offer: Callable[[Piece], None]) -> Pass:
         """Offers what is in every ``.grad``. It is dense: where factors were expected, it strays."""
@@ -216,6 +229,8 @@ class Backward:
         # another weight here, a transform other tensors: a stray, so it goes dense
         own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
         own = own or torch._C._are_functorch_transforms_active()
+        # a hook that was put before ours since hands it another output than the layer's
+        own = own or bool(_global_forward_hooks) or next(iter(module._forward_hooks)) != self._firsts[module]
         # the wire has 16 bits for the factors of layers that are computed in as many
         own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
         if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
@@ -256,6 +271,8 @@ class Backward:
                 f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
             )
         call.left = left.detach()
+        if not state.last:  # the next micro-batch may write over both: into a parameter's .grad, into the same input
+            call.left, call.right = call.left.clone(), call.right.clone()
         calls = state.calls[spec.index]
         if state.last and all(c.left is not None for c in calls):
             self._emit(state, spec)
@@ -277,7 +294,9 @@ class Backward:
                 f"use_reentrant=False"
             )
         ready.add(name)
-        if len(ready) == len(spec.names):
+        if next(reversed(self.parameters[name]._post_accumulate_grad_hooks)) != self._watches[name].id:
+            state.later.add(spec.index)  # who comes after us may change it still
+        if len(ready) == len(spec.names) and spec.index not in state.later:
             self._emit(state, spec, early=True)
 
     def _emit(self, state: Pass, spec: Spec, early: bool = False) -> None:
@@ -288,8 +307,8 @@ class Backward:
             state.offer(self._factors(state, spec))
             return
         grads = [self._grad(name) for name in spec.names]
-        if early and len(grads) == 1 and grads[0] is not None and _shared(grads[0]):
-            grads = [grads[0].clone()]  # which is added up in place, while backward still reads the other
+        if len(grads) == 1 and grads[0] is not None and _shared(grads[0], early):
+            grads = [grads[0].clone()]  # which is added up in place, while others still read theirs
         state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
         whole = [
             torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad

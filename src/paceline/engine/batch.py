@@ -58,6 +58,12 @@ def leaves(batch: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in leaves(part)]
 
 
+def filled(batch: Any) -> Any:
+    """The batch, or None where it has tensors and none of them holds anything: a mean over no rows is no number."""
+    tensors = leaves(batch)
+    return None if tensors and not any(leaf.numel() for leaf in tensors) else batch
+
+
 def count(batch: Any) -> int:
     """Its rows. Raises ValueError for a batch without tensors that have rows."""
     for leaf in leaves(batch):

@@ -117,13 +117,9 @@ class Engine(contract.Engine):
             self.late_s = max(self.late_s, -left_s)
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
-        """As long as an update by dense gradients takes, and multiplying out everyone's factors."""
-        line, seconds = self.timeline, self.timeline.update
-        for piece in agreement.pieces:
-            if piece.left is not None and (rows := line.factor_rows[piece.spec.index]):
-                seconds += line.products[piece.spec.index] * len(piece.left) / rows
+        rows = {piece.spec.index: len(piece.left) for piece in agreement.pieces if piece.left is not None}
         self._due = time.perf_counter()
-        self._wait(seconds)
+        self._wait(self.timeline.updating(rows))
         return True
 
     def run(self, batch: Any) -> NoReturn:

@@ -29,6 +29,7 @@ from torch import nn
 from paceline import contract, quota
 from paceline.contract import Ballot, Piece
 from paceline.engine import cores, sequential
+from paceline.engine.batch import filled
 from paceline.engine.crew import CrewError
 from paceline.engine.dice import Dice, seeds
 from paceline.engine.everyone import Circle, Everyone
@@ -80,6 +81,7 @@ class Engine(sequential.Engine):
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         self._check_parameters()
         self._follow()
+        batch = filled(batch)
         for one in self.twins:
             one._num_held = self._num_held  # the optimizer is the model's
         gather = _Gather(self.num_replicas, offer)
@@ -111,6 +113,11 @@ class Engine(sequential.Engine):
             for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
                 raise error  # the first, unless it is another's
         return Ballot.merge([one.result() for one in rides])
+
+    def rollback(self, kept: Any) -> None:
+        super().rollback(kept)
+        for one in self.twins:
+            one._inputs.restore()
 
     def sync_norm(self, link: contract.Link | None) -> None:
         everyone = Everyone(None, link)

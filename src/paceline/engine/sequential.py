@@ -22,9 +22,10 @@ from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
 from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, counted, divisible, judged, leaves, mapped, samples, split, target
+from paceline.engine.batch import call, counted, divisible, filled, judged, leaves, mapped, samples, split, target
 from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
+from paceline.engine.inputs import Inputs
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
@@ -47,6 +48,7 @@ class Engine(contract.Engine):
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
         self._norms: list[tuple[Layers, Everyone]] = []
+        self._inputs = Inputs()
 
     def open(
         self,
@@ -111,11 +113,10 @@ class Engine(contract.Engine):
             return batch, self.forward(self.model, batch)
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
-        start = time.perf_counter()
+        start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
         ballot = Ballot()
-        if batch is None:
-            self.settle()
+        self._inputs.keep(batch)
 
         def compute(part: Any) -> Tensor:
             with self._later.reading():
@@ -139,7 +140,10 @@ class Engine(contract.Engine):
         parts = [] if batch is None else self._split(batch, self.accumulate)
         num_rows = samples(parts[0], self.held) if len(parts) == 1 else None
         with self._in_step(batch is not None):
+            if batch is None:
+                self.settle()  # where those with rows do: what it raises, everyone raises within
             state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
+        self._inputs.look()
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
@@ -296,6 +300,7 @@ class Engine(contract.Engine):
         for table, name, buffer, old in buffers:
             table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
         randomness.set_state(random)
+        self._inputs.restore()
 
     def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()

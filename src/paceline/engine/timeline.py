@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,19 @@ class Timeline:
     def total(self, forms: Sequence[str]) -> float:
         """Forward, backward and the update by one node's own rows."""
         backward = sum(dict(self.backward[form])[i] for i, form in enumerate(forms))
-        products = sum(s for s, form in zip(self.products, forms, strict=True) if form == FACTORS)
-        return sum(s for _, s in self.forward) + backward + self.update + products
+        own = {i: self.factor_rows[i] for i, form in enumerate(forms) if form == FACTORS}
+        return sum(s for _, s in self.forward) + backward + self.updating(own)
+
+    def updating(self, rows: Mapping[int, int]) -> float:
+        """Where these pieces come as factors of so many rows, of all nodes, and the others dense: as `probe.line`."""
+        own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
+        alone = sum(self.products[i] for i in own)
+        if self.factored_update:
+            pairs = zip(self.specs, self.factor_rows, strict=True)
+            possible = sum(spec.numel for spec, most in pairs if spec.linear and spec.fits(most))
+            share = min(1.0, sum(self.specs[i].numel for i in own) / max(1, possible))
+            alone = share * (self.factored_update - self.update)
+        return self.update + alone + sum(self.products[i] * (rows[i] / own[i] - 1) for i in own)
 
     def to_json(self) -> str:
         pieces = [

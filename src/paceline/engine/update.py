@@ -82,7 +82,8 @@ def finish(
         if rule.clip is not None:
             factor *= min(1.0, rule.clip / (norm + 1e-6))
     if factor != 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
+        _part(dense, factored)
+        torch._foreach_mul_([p.grad for p in dense if p.grad is not None], factor)
     optimizer.step()
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for one in factored:
@@ -90,6 +91,29 @@ def finish(
         if group is not None:
             _step(one, optimizer.state[one.parameter], group, factor)
     return True, norm
+
+
+def _part(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
+    """What is scaled in place has its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
+    factors = [side for one in factored for side in (one.left, one.right)]
+    grads = [p.grad for p in dense if p.grad is not None]
+    if len({each.untyped_storage().data_ptr() for each in (*grads, *factors)}) == len(grads) + len(factors):
+        return
+    spans = [(*_span(each), False, each) for each in factors]
+    spans += [(*_span(p.grad), True, p) for p in dense if p.grad is not None]
+    taken = 0
+    for start, end, is_dense, each in sorted(spans, key=lambda span: span[:3]):
+        if start < taken and is_dense and each.grad is not None:
+            each.grad = each.grad.clone()
+        taken = max(taken, end)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which its values lie."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from paceline import contract
 from paceline.contract import Ballot, Piece, Spec
 from paceline.engine import batch as batches
 from paceline.engine import cores, randomness, sequential
-from paceline.engine.batch import count, divisible
+from paceline.engine.batch import count, divisible, filled
 from paceline.sums import Span, add_up
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
@@ -72,7 +72,7 @@ class Engine(sequential.Engine):
         self._span, self._step = seat.span if seat.virtual else (0, self.num_shares), step
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
-        start, (first, last) = time.perf_counter(), self._span
+        start, (first, last), batch = time.perf_counter(), self._span, filled(batch)
         if batch is not None:
             divisible(batch, self.held)
         self.held = None  # of the whole

@@ -159,10 +159,11 @@ class _Ward:
         """Each has an address of its own, and listens there."""
         if not (names := self._well):
             return
+        nccls = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
         where = address or self.told[names[0]]["address"] or "127.0.0.1"
         same = {
             "meeting": where,
-            "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME") or (nccls and f"={nccls}"),
             "secret": secrets.token_hex(32),
         }
 

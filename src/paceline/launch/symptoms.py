@@ -126,7 +126,8 @@ def resolve(name: str) -> dict[str, Any]:
 def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
     """Where ``meeting`` is, seen from here, and this host's own address, as a run would take it.
 
-    That is the one from which packets leave for the meeting, or the ``interface``'s, where one is named.
+    That is the one from which packets leave for the meeting, or the ``interface``'s, where one is named: gloo's, or,
+    after a "=", NCCL's, which may be a pattern and counts where it is one of this host's.
     """
     there = resolve(meeting)
     if "error" in there:
@@ -134,6 +135,8 @@ def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
             "error": f"{meeting!r} is no name that is known there ({there['error']}); give an address with --address"
         }
     address = there["address"]
+    if interface.startswith("="):
+        interface = interface[1:] if interface[1:] in cards() else ""
     if interface:
         addresses = cards().get(interface, {}).get("addresses", [])
         if not addresses:

@@ -242,7 +242,7 @@ class Link(contract.Link):
         row_bytes = tensor.itemsize * math.prod(tensor.shape[1:])
         # side by side, so that who joins them need not copy
         parts = list(torch.split(tensor.new_empty((sum(rows), *tensor.shape[1:])), rows))
-        if self.quick and self.size == 2 and tensor.device.type == "cpu" and sum(rows) * row_bytes >= LARGE_BYTES:
+        if self.quick and self.size == 2 and sum(rows) * row_bytes >= LARGE_BYTES:
             # gloo's gather copies all of it twice, and a broadcast goes straight into its place
             parts[self.rank].copy_(tensor)
             ways = [(part, rank) for rank, part in enumerate(parts) if part.numel()]

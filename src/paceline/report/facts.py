@@ -14,6 +14,7 @@ from paceline.report.run import Run
 from paceline.report.table import table
 
 NUM_WARM_UP = 3  # steps left out of the throughput, where there are enough
+EMULATED = "Emulated: every layer waited as long as it once took, and nothing was trained; bytes and waits are real."
 NUM_LAST = 20  # steps whose mean is the final loss of a run without epochs
 
 
@@ -62,7 +63,7 @@ def facts(run: Run) -> dict[str, str]:
         "exposed communication": "" if math.isnan(exposed_s) else f"{quantity(exposed_s, 's')}, {100 * share:.0f} %",
         "time": quantity(run.time_s, "s"),
         "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
-        "engine": str(run.join.get("engine", "")),
+        "engine": str(run.join.get("engine", "")) + ", emulated" * bool(run.join.get("emulated")),
         "nodes": str(run.join.get("num_nodes", "")),
         "exchange": _exchange(run),
         "global batch": str(run.join.get("batch_size", "")),
@@ -85,6 +86,8 @@ def lead(runs: Sequence[Run]) -> str:
     """What is to be known first: the choice and its reason, and hints."""
     words: dict[str, list[str]] = {}  # the same words once, whoever they are about
     for run in runs:
+        if run.join.get("emulated"):
+            words.setdefault(f'<p class="hint">{{}}{EMULATED}</p>', []).append(run.name)
         if run.plan.get("chosen"):
             reason = f", {run.plan['reason']}" if run.plan.get("reason") else ""
             chosen = f"<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}."

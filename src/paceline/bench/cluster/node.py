@@ -114,6 +114,7 @@ def run(race: Race, desk: Desk) -> dict[str, Any]:
 def run_phase(players: list[Player], phase: Phase, limit_s: float, desk: Desk) -> dict[str, Any]:
     start = time.perf_counter()
     laps: dict[str, Any] = {player.entry.name: {"turns": [], "seconds": [], "sent": []} for player in players}
+    worst = torch.zeros(2, dtype=torch.float64)  # (a step's seconds, those since the start), of the slowest node
     for turn in range(-phase.warm_up, phase.turns):
         desk.stay()
         for player in players:

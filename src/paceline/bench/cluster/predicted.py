@@ -29,7 +29,7 @@ from paceline.bench.finding import Finding, Show
 from paceline.engine.sequential import Engine
 from paceline.engine.timeline import record
 from paceline.probe.line import Line
-from paceline.probe.overlap import predict
+from paceline.probe.overlap import Wire, predict
 from paceline.probe.wire import Wires, measure
 
 
@@ -86,13 +86,18 @@ def late(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def predictions(cell: Cell, show: Show) -> dict[str, float]:
     """Seconds per step at each rate."""
+    lines, among = measured(cell, show)
+    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in cell.rates}
+
+
+def measured(cell: Cell, show: Show) -> tuple[list[Line], Wire]:
+    """A step of each node, and the wire between them where its rate is not limited."""
     show(f"{cell.model} b{cell.rows} on {cell.nodes} nodes: recording a step of each, and the wire")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps([cell.model, cell.rows]))
         said = drive(cell.nodes, ["-m", __name__], Path(folder), SETUP_S, show, cell.delay_ms)
     lines = [Line.of(one["timeline"], absorbs=True) for one in said]
-    among = Wires.of(said[0]["wires"]).among(range(cell.nodes))
-    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in cell.rates}
+    return lines, Wires.of(said[0]["wires"]).among(range(cell.nodes))
 
 
 def main(folder: str) -> None:

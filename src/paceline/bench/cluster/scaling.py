@@ -10,15 +10,18 @@ bytes per second that went through say so.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
+from paceline.bench.cluster import predicted
 from paceline.bench.cluster.heat import Pace, run
+from paceline.bench.cluster.namespaces import bits_per_s
 from paceline.bench.cluster.race import Entry, Phase, Race, Result
 from paceline.bench.cluster.work import Work
 from paceline.bench.finding import Finding, Show
@@ -26,6 +29,8 @@ from paceline.contract import DENSE
 from paceline.engine.sequential import Engine
 from paceline.engine.timeline import Timeline, record
 from paceline.probe import fresh
+from paceline.probe.line import Line
+from paceline.probe.overlap import Wire, predict
 
 # model, rows, the most nodes (memory: a node of the largest takes 2 GiB)
 MODELS = (("alexnet", 32, 16), ("vgg16", 8, 8), ("resnet50v2", 8, 32), ("gpt2-size@256", 1, 8))
@@ -46,6 +51,7 @@ def curves(
     rates: tuple[str | None, ...] = RATES,
 ) -> Iterator[Finding]:
     """Emulated: 4 models on 2 to 32 nodes at 1 and 10 Gbit/s, computing ten times as fast as a core; 60 minutes."""
+    _, wire = predicted.measured(predicted.Cell("tiny", 4, 2, ()), show)
     for model, batch, most in models:
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             show(f"recording a step of {model} b{batch}")
@@ -61,7 +67,7 @@ def curves(
                 )
                 phases = tuple(Phase(rate, TURNS, WARM_UP) for rate in rates)
                 race = Race("nothing", line.rows, count, entries, phases, LIMIT_S)
-                curve += _points(run(race, pace, show, (file, dense)), line)
+                curve += _points(run(race, pace, show, (file, dense)), line, {"paceline": file, "dense": dense}, wire)
         what = f"EMULATED: {model} b{batch} per node, 1 to {max(n for n in nodes if n <= most)} nodes"
         yield Finding("scaling", what, "see below", "-", True, "\n".join([*HEAD, *curve]))
 
@@ -78,28 +84,31 @@ def of_sums(pace: Pace, show: Show) -> Iterator[Finding]:
 
 HEAD = (
     f"Emulated compute, {FASTER:g} times as fast as a core; real exchange and wire. `dense` is the same replay with "
-    "all gradients dense, as DDP sends them.",
+    "all gradients dense, as DDP sends them; predicted is for nodes with cores of their own.",
     "",
-    "| nodes | link | contender | rows/s | efficiency | MB per node and step | Gbit/s through all cables |",
-    "|---|---|---|---|---|---|---|",
+    "| nodes | link | contender | rows/s | predicted | efficiency | MB per node and step | Gbit/s through all cables |",
+    "|---|---|---|---|---|---|---|---|",
 )
 
 
 def _alone(line: Timeline) -> str:
     alone_s = line.total([DENSE] * len(line.specs)) / FASTER
-    return f"| 1 | - | recorded, {FASTER:g} times as fast | {line.rows / alone_s:.2f} | 1.00 | 0 | 0 |"
+    return f"| 1 | - | recorded, {FASTER:g} times as fast | {line.rows / alone_s:.2f} | - | 1.00 | 0 | 0 |"
 
 
-def _points(got: Result, line: Timeline) -> Iterator[str]:
+def _points(got: Result, line: Timeline, files: Mapping[str, Path], wire: Wire) -> Iterator[str]:
     race, alone_s = got.race, line.total([DENSE] * len(line.specs))
     for number, phase in enumerate(race.phases):
         for entry in race.entries:
             lap = got.laps[number][entry.name]
             megabytes = got.megabytes(number, entry.name)
             through = 8e-3 * megabytes * race.nodes / lap.step_s
+            replayed = Line.of(json.loads(files[entry.name].read_text()), absorbs=True).scaled(1 / FASTER)
+            bits = bits_per_s(phase.rate) if phase.rate else None
+            expected = predict([replayed] * race.nodes, wire.with_line(bits)).per_s
             yield (
                 f"| {race.nodes} | {phase.rate or 'no limit'} | {entry.name} | {got.rate(number, entry.name):.2f} | "
-                f"{alone_s / FASTER / lap.step_s:.2f} | {megabytes:.2f} | {through:.2f} |"
+                f"{expected:.2f} | {alone_s / FASTER / lap.step_s:.2f} | {megabytes:.2f} | {through:.2f} |"
             )
 
 

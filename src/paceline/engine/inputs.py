@@ -1,0 +1,46 @@
+"""A step's batch as it was before: a model may change its input in place, and the step may be computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.engine.batch import leaves
+
+
+class Inputs:
+    """Copies only as long as nobody knows that a model leaves its inputs as they are, which the first step shows."""
+
+    def __init__(self) -> None:
+        self._change: bool | None = None
+        self._kept: list[tuple[Tensor, int, Tensor | None]] = []
+
+    def keep(self, batch: Any) -> None:
+        tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # those have no version
+        copy = self._change is not False
+        self._kept = [(leaf, leaf._version, leaf.detach().clone() if copy else None) for leaf in tensors]
+
+    def look(self) -> None:
+        """After the passes."""
+        changed = any(leaf._version != version for leaf, version, _ in self._kept)
+        if self._kept:
+            self._change = bool(self._change) or changed
+        if not changed:
+            self._kept = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Raises ValueError for a batch that was changed as none before it was."""
+        kept, self._kept = self._kept, []
+        for leaf, version, was in kept:
+            if leaf._version == version:
+                continue
+            if was is None:
+                self._change = True
+                raise ValueError(
+                    "the model changed its input in place, which it had not in the steps before, and this step must be "
+                    "computed again on the input as it was; clone it in forward, or change it out of place"
+                )
+            leaf.copy_(was)
