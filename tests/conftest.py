@@ -58,6 +58,7 @@ another_model_is_refused_by_name
 any_shape.py::test_several_processes[two nodes-
 are_those_of_one_process[processes:3-
 between_processes[trained2
+but_while_all_others_wait[False
 chaos.py::test_a_stopped_node_is_given_up
 chaos.py::test_every_class_of_fault_is_outlived
 chaos.py::test_of_two_parts_one_goes_on
@@ -73,6 +74,9 @@ ends_the_node_and_leaves_nothing[local rank 1]
 equal_one_process[processes:3-1
 equals_one_process[3-sockets]
 every_process_of_every_node[1.0]
+examples.py::test_two_processes[own_loop]
+fault_has_struck[20000
+fault_has_struck[30000
 fault_has_struck[40000
 fault_has_struck[50000
 fault_has_struck[60000
@@ -87,8 +91,10 @@ has_left_and_one_that_fails_has_died[raise
 has_too_little_memory
 held_together[threads]
 interrupts.py::test_two_processes_stopped_twice
+is_rank_0s_in_every_process[processes:2-2-4
 join_ends_nothing[settle1
 join_ends_nothing[spread1
+kept_apart.py::test_a_refused_folder_ends_all_processes[fixed
 leaves_nothing[local rank 2
 mpi.py::test_declared_bytes
 mpi.py::test_two_processes_on_each
@@ -133,6 +139,7 @@ test_a_node_of_one_process_and_one_of_two_come_together
 test_a_plan_over_three_real_hosts
 test_a_row_that_was_never_run
 test_a_script_that_ends_early
+test_a_silent_host_a_hung_login
 test_all_but_one_come_back
 test_cable.py::
 test_emulated_compute_is_labelled
@@ -147,6 +154,7 @@ test_law[torch-4-
 test_memories.py::test_another_number_of_nodes_owes_as_much[processes
 test_memories.py::test_two_nodes_go_on_bit_for_bit[processes
 test_nodes_of_several_processes_come_together
+test_nodes_that_average_now_and_then_stop
 test_nodes_that_compute_in_unlike_rows
 test_one_process_stopped_twice
 test_torchrun_starts_it
@@ -162,6 +170,7 @@ what_differs[clip
 what_differs[model
 where_mpirun_lets_it[0-sockets
 where_mpirun_lets_it[1-shared memory]
+who_is_lost[plain
 whom_it_lost[cable of rank 1-tls
 """.strip().splitlines()
 
