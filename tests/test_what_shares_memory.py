@@ -1,15 +1,19 @@
 """Gradients, factors and inputs that lie in the same memory count as those of plain PyTorch do, which never adds up."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.module_tracker import ModuleTracker
 
 import ranks
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.contract import DENSE, FACTORS
 from paceline.engine.backward import ALONE_BYTES, Backward
 from paceline.engine.sequential import Engine
+from paceline.engine.update import Factored, part
 from paceline.link.memory import world
 
 EXACT = 1e-12  # float64, a few steps: only the order of additions differs
@@ -147,6 +151,36 @@ def test_an_input_that_is_changed_for_the_first_time_in_a_step_to_be_computed_ag
     rank = Rank(world(1)[0], build(Later), OPTIMIZERS["sgd"], loss=by_word, batch=4)
     rank.train(some(1, 4))
     kept, rank.model.late = rank.engine.snapshot(), True
-    rank.engine.gradient(some(1, 4)[0], 0.25, rank.exchange.forms(), lambda piece: None)
-    with pytest.raises(ValueError, match="changed its input in place, which it had not in the steps before"):
-        rank.engine.rollback(kept)
+    data = some(1, 4)[0]
+    rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda piece: None)
+    rank.engine.rollback(kept)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="changed its input in place, which it had not in the steps before"):
+            rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda piece: None)
+    rank.engine.gradient(some(1, 4)[0], 0.25, rank.exchange.forms(), lambda piece: None)  # another batch may come
+
+
+def test_a_gradient_that_holds_a_layers_factor_in_its_memory_is_parted():
+    """Whichever begins first."""
+    memory = torch.ones(4, 8)
+    whole, inside = nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(3, 8))
+    whole.grad, left = memory, memory[1:]
+    part([whole], [Factored(inside, left, torch.ones(3, 8))])
+    whole.grad.mul_(2.0)
+    assert torch.equal(left, torch.ones(3, 8))
+
+
+def test_a_tracker_of_torchs_own_sends_no_layer_dense():
+    rank = Rank(world(1)[0], build(Positioned), OPTIMIZERS["sgd"], loss=by_word, batch=4)
+    with ModuleTracker():
+        rank.train(some(2, 4))
+    assert FACTORS in rank.exchange.forms()
+
+
+def test_copies_of_a_layer_and_tables_without_hooks_still_compute():
+    rank = Rank(world(1)[0], build(Positioned), OPTIMIZERS["sgd"], loss=by_word, batch=4)
+    rank.train(some(1, 4))
+    x = torch.ones(2, IN, dtype=torch.float64)
+    assert torch.equal(copy.copy(rank.model.first)(x), rank.model.first(x))
+    rank.model.first._forward_hooks.clear()
+    rank.train(some(1, 4))

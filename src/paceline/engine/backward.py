@@ -29,6 +29,11 @@ LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it 
 BUCKET_BYTES = 4 << 20
 
 
+def _only_looks(hook: Any) -> bool:
+    """Torch's own trackers of modules change nothing."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Also a forward of one object alone may compute something else."""
     return type(module).forward is nn.Linear.forward and not has_own_forward(module)
@@ -224,16 +229,19 @@ class Backward:
 
     def _enter(self, spec: Spec, module: nn.Linear) -> None:
         weight, state = module.weight, self._pass
+        if state is None:
+            return
         hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
         # a user's hook waits for the weight's gradient, another forward makes it differently, functional_call puts
         # another weight here, a transform other tensors: a stray, so it goes dense
         own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
         own = own or torch._C._are_functorch_transforms_active()
         # a hook that was put before ours since hands it another output than the layer's
-        own = own or bool(_global_forward_hooks) or next(iter(module._forward_hooks)) != self._firsts[module]
+        own = own or next(iter(module._forward_hooks), None) != self._firsts.get(module, -1)
+        own = own or not all(map(_only_looks, _global_forward_hooks.values()))
         # the wire has 16 bits for the factors of layers that are computed in as many
         own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
-        if state and state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
+        if state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
             state.hidden.add(spec.index)
 

@@ -59,9 +59,9 @@ def leaves(batch: Any) -> list[Tensor]:
 
 
 def filled(batch: Any) -> Any:
-    """The batch, or None where it has tensors and none of them holds anything: a mean over no rows is no number."""
-    tensors = leaves(batch)
-    return None if tensors and not any(leaf.numel() for leaf in tensors) else batch
+    """The batch, or None where it has tensors and none of them has a row: a mean over no rows is no number."""
+    lengths = [len(leaf) for leaf in leaves(batch) if leaf.dim()]
+    return None if lengths and not any(lengths) else batch
 
 
 def count(batch: Any) -> int:

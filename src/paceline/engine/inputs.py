@@ -16,9 +16,18 @@ class Inputs:
     def __init__(self) -> None:
         self._change: bool | None = None
         self._kept: list[tuple[Tensor, int, Tensor | None]] = []
+        self._spoiled: set[tuple[int, int]] = set()
 
     def keep(self, batch: Any) -> None:
+        """Raises ValueError for a batch that comes again, was changed as none before it was, and so was not copied."""
+        self.drop()
         tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # those have no version
+        if self._spoiled and not self._spoiled.isdisjoint(map(_mark, tensors)):
+            raise ValueError(
+                "the model changed its input in place, which it had not in the steps before, and this step must be "
+                "computed again on the input as it was; clone it in forward, or change it out of place"
+            )
+        self._spoiled = set()
         copy = self._change is not False
         self._kept = [(leaf, leaf._version, leaf.detach().clone() if copy else None) for leaf in tensors]
 
@@ -28,19 +37,22 @@ class Inputs:
         if self._kept:
             self._change = bool(self._change) or changed
         if not changed:
-            self._kept = []
+            self.drop()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Raises ValueError for a batch that was changed as none before it was."""
-        kept, self._kept = self._kept, []
-        for leaf, version, was in kept:
-            if leaf._version == version:
-                continue
-            if was is None:
+        for leaf, version, was in self._kept:
+            if leaf._version != version and was is not None:
+                leaf.copy_(was)
+            elif leaf._version != version:
                 self._change = True
-                raise ValueError(
-                    "the model changed its input in place, which it had not in the steps before, and this step must be "
-                    "computed again on the input as it was; clone it in forward, or change it out of place"
-                )
-            leaf.copy_(was)
+                self._spoiled.add(_mark(leaf))
+        self.drop()
+
+    def drop(self) -> None:
+        self._kept = []
+
+
+def _mark(leaf: Tensor) -> tuple[int, int]:
+    """What it holds: another slice of the same memory has its version, too."""
+    return (leaf.untyped_storage().data_ptr(), leaf._version) if leaf.layout == torch.strided else (id(leaf), -1)

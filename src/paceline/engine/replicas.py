@@ -64,10 +64,11 @@ class Engine(sequential.Engine):
         for one in twins:
             self.twins.append(sequential.Engine())
             self.twins[-1].numerics, self.twins[-1].forward = self.numerics, self.forward
-            self.twins[-1].accumulate = self.accumulate
+            self.twins[-1].accumulate, self.twins[-1]._keeps = self.accumulate, False
             self.twins[-1].open(one, optimizer, loss, metric)
         _, self.num_threads = cores.share(0, 1, cpus, allowed=allowed)
         super().open(model, optimizer, loss, metric)
+        self._keeps = False
         self.riders = [
             ThreadPoolExecutor(1, f"paceline replica {i}", _settle, (part, self.num_threads_each))
             for i, (part, _) in enumerate(parts)
@@ -82,6 +83,7 @@ class Engine(sequential.Engine):
         self._check_parameters()
         self._follow()
         batch = filled(batch)
+        self._inputs.keep(batch)  # once, of the whole: some of it every replica is given
         for one in self.twins:
             one._num_held = self._num_held  # the optimizer is the model's
         gather = _Gather(self.num_replicas, offer)
@@ -112,12 +114,8 @@ class Engine(sequential.Engine):
             errors = [error for one in rides if (error := one.exception())]
             for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
                 raise error  # the first, unless it is another's
+        self._inputs.look()
         return Ballot.merge([one.result() for one in rides])
-
-    def rollback(self, kept: Any) -> None:
-        super().rollback(kept)
-        for one in self.twins:
-            one._inputs.restore()
 
     def sync_norm(self, link: contract.Link | None) -> None:
         everyone = Everyone(None, link)

@@ -29,7 +29,7 @@ from paceline.engine.inputs import Inputs
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
-from paceline.engine.update import Factored, finish, multiply, refuse_closures, takes_factors
+from paceline.engine.update import Factored, finish, multiply, part, refuse_closures, takes_factors
 
 HASH_VALUES = 1 << 12  # at least, of each step
 HASH_STEPS = 1000  # in which every value has been looked at
@@ -48,7 +48,7 @@ class Engine(contract.Engine):
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
         self._norms: list[tuple[Layers, Everyone]] = []
-        self._inputs = Inputs()
+        self._inputs, self._keeps = Inputs(), True
 
     def open(
         self,
@@ -116,7 +116,8 @@ class Engine(contract.Engine):
         start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
         ballot = Ballot()
-        self._inputs.keep(batch)
+        if self._keeps:
+            self._inputs.keep(batch)
 
         def compute(part: Any) -> Tensor:
             with self._later.reading():
@@ -143,7 +144,8 @@ class Engine(contract.Engine):
             if batch is None:
                 self.settle()  # where those with rows do: what it raises, everyone raises within
             state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
-        self._inputs.look()
+        if self._keeps:
+            self._inputs.look()
         ballot.finite = math.isfinite(ballot.loss_sum)
         return self._voted(ballot, state, start)
 
@@ -270,6 +272,8 @@ class Engine(contract.Engine):
                 parameter = self.backward.parameters[name]
                 parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
+        if (rule.scale != 1.0 or rule.clip is not None) and any(piece.grads is not None for piece in agreement.pieces):
+            part(dense, factored)  # what nobody has added up lies where autograd has put it
         return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
     def _by_factors(
@@ -287,6 +291,7 @@ class Engine(contract.Engine):
         dense.append(parameter)
 
     def snapshot(self) -> Any:
+        self._inputs.drop()  # of the step before
         buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for module in self._modules

@@ -82,8 +82,7 @@ def finish(
         if rule.clip is not None:
             factor *= min(1.0, rule.clip / (norm + 1e-6))
     if factor != 1.0 and grads:
-        _part(dense, factored)
-        torch._foreach_mul_([p.grad for p in dense if p.grad is not None], factor)
+        torch._foreach_mul_(grads, factor)
     optimizer.step()
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for one in factored:
@@ -93,18 +92,18 @@ def finish(
     return True, norm
 
 
-def _part(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
-    """What is scaled in place has its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
+def part(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
+    """What is scaled in place gets its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
     factors = [side for one in factored for side in (one.left, one.right)]
-    grads = [p.grad for p in dense if p.grad is not None]
+    held = [p for p in dense if p.grad is not None]
+    grads = [p.grad for p in held if p.grad is not None]
     if len({each.untyped_storage().data_ptr() for each in (*grads, *factors)}) == len(grads) + len(factors):
         return
-    spans = [(*_span(each), False, each) for each in factors]
-    spans += [(*_span(p.grad), True, p) for p in dense if p.grad is not None]
-    taken = 0
-    for start, end, is_dense, each in sorted(spans, key=lambda span: span[:3]):
-        if start < taken and is_dense and each.grad is not None:
-            each.grad = each.grad.clone()
+    others, taken = list(map(_span, factors)), 0
+    for (start, end), parameter in sorted(zip(map(_span, grads), held, strict=True), key=lambda pair: pair[0]):
+        if start < taken or any(start < its_end and its_start < end for its_start, its_end in others):
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()
         taken = max(taken, end)
 
 

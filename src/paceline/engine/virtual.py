@@ -61,6 +61,7 @@ class Engine(sequential.Engine):
         self.num_shares = num_shares
         self.num_threads = num_threads or len(cores.physical(os.sched_getaffinity(0)))
         self._span, self._step = (0, num_shares), 0
+        self._keeps = False  # each share is a copy
 
     def place(self, seat: Any, step: int) -> None:
         super().place(seat, step)
