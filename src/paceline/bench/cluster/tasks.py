@@ -49,8 +49,8 @@ def table(task: str, got: Result) -> Finding:
 
 
 def apart(task: str, entry: Entry, ours: Entry, race: Race, pace: Pace, show: Show) -> Iterator[Finding]:
-    """A race of these two alone, where ``entry`` can run here: beside Horovod all others are slower, since its thread
-    asks a thousand times a second whether there is something to send, in their turns too."""
+    """A race of these two alone, where ``entry`` can run here: Horovod's thread asks a thousand times a second whether
+    there is something to send, in the others' turns too."""
     if why := peers.lacking(entry.way):
         yield Finding(task, f"{entry.name} is not raced: {why}", "-", "-", True)
         return
