@@ -287,6 +287,16 @@ def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines)
 
 
 @needs_machines
+@pytest.mark.parametrize("named", ["lo", "=lo"])
+def test_nccl_s_interface_is_told_to_every_host(two_machines, monkeypatch, named):
+    """A run would go by it: here nowhere, since all look for each other at home."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", named)
+    found = json.loads(doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--json", code=1))
+    assert [told["place"]["address"] for told in found["hosts"].values()] == ["127.0.0.1"] * 2
+
+
+@needs_machines
 def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
     with refuse_calls(two_machines.cluster, 0, caller=1):
         said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, code=1)

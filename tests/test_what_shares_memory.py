@@ -13,7 +13,7 @@ from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.contract import DENSE, FACTORS
 from paceline.engine.backward import ALONE_BYTES, Backward
 from paceline.engine.sequential import Engine
-from paceline.engine.update import Factored, part
+from paceline.engine.update import Factored, separate
 from paceline.link.memory import world
 
 EXACT = 1e-12  # float64, a few steps: only the order of additions differs
@@ -165,7 +165,7 @@ def test_a_gradient_that_holds_a_layers_factor_in_its_memory_is_parted():
     memory = torch.ones(4, 8)
     whole, inside = nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(3, 8))
     whole.grad, left = memory, memory[1:]
-    part([whole], [Factored(inside, left, torch.ones(3, 8))])
+    separate([whole], [Factored(inside, left, torch.ones(3, 8))])
     whole.grad.mul_(2.0)
     assert torch.equal(left, torch.ones(3, 8))
 

@@ -29,7 +29,7 @@ from paceline.engine.inputs import Inputs
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
-from paceline.engine.update import Factored, finish, multiply, part, refuse_closures, takes_factors
+from paceline.engine.update import Factored, finish, multiply, refuse_closures, separate, takes_factors
 
 HASH_VALUES = 1 << 12  # at least, of each step
 HASH_STEPS = 1000  # in which every value has been looked at
@@ -273,7 +273,7 @@ class Engine(contract.Engine):
                 parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
         if (rule.scale != 1.0 or rule.clip is not None) and any(piece.grads is not None for piece in agreement.pieces):
-            part(dense, factored)  # what nobody has added up lies where autograd has put it
+            separate(dense, factored)  # what nobody has added up lies where autograd has put it
         return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
     def _by_factors(

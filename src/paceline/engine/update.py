@@ -92,7 +92,7 @@ def finish(
     return True, norm
 
 
-def part(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
+def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
     """What is scaled in place gets its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
     factors = [side for one in factored for side in (one.left, one.right)]
     held = [p for p in dense if p.grad is not None]
