@@ -173,10 +173,12 @@ def test_a_detached_run_on_hosts_goes_on_without_its_launcher_and_is_followed(ss
     where = {"XDG_STATE_HOME": str(tmp_path)}
     _, errors = finish(begin(sshd, "--detach", path, own_session=True, **where))
     (name,) = re.findall(r"^(\S+) goes on; ", errors, re.MULTILINE)
-    follower = launching.begin("attach", name, **where)
-    pids = wait_for_pids(tmp_path, 2, follower)
-    assert all(map(alive, pids))
-    (tmp_path / "go").touch()
+    try:
+        follower = launching.begin("attach", name, **where)
+        pids = wait_for_pids(tmp_path, 2, follower)
+        assert all(map(alive, pids))
+    finally:
+        (tmp_path / "go").touch()  # whatever happens, it ends
     output, _ = finish(follower)
     assert {"[one] done 0", "[two] done 1"} <= set(output.splitlines())
     wait_until_gone(pids)
