@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import zstandard
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,7 +14,7 @@ from paceline.exchange.choice import QUICK_S, Choice
 from paceline.exchange.packed import joined
 from paceline.exchange.wire import SPAN
 from paceline.find import parse
-from paceline.packing import HEAD, SLOW_S, fits, pack, unpack
+from paceline.packing import HEAD, SLOW_S, WHOLE, fits, pack, unpack
 from test_forms_by_seconds import Late, Slow
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -81,10 +82,19 @@ def test_a_view_of_other_memory_is_packed_as_it_reads():
     assert same(unpack(pack(x), torch.float32), x)
 
 
-@pytest.mark.parametrize("spoil", [lambda p: p[:9], lambda p: p[:-5], lambda p: torch.cat([p[:25], p[25:] ^ 0xFF])])
+@pytest.mark.parametrize(
+    "spoil", [lambda p: p[:9], lambda p: p[:-5], lambda p: p[:-4999], lambda p: torch.cat([p[:25], p[25:] ^ 0xFF])]
+)
 def test_what_is_damaged_is_an_error(spoil):
     with pytest.raises(ValueError, match=r"are no packed torch\.float32"):
         unpack(spoil(pack(noise(5000))), torch.float32)
+
+
+def test_a_code_of_more_numbers_than_are_told_is_an_error_before_it_takes_memory():
+    coded = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    told = HEAD.pack(WHOLE, 10, len(coded)) + coded + bytes(30)
+    with pytest.raises(ValueError, match=f"a code of {1 << 20} bytes for 10 numbers"):
+        unpack(torch.frombuffer(bytearray(told), dtype=torch.uint8), torch.float32)
 
 
 class Seen(nn.Module):

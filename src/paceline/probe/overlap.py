@@ -27,7 +27,7 @@ from paceline.probe.line import DENSE, FACTORS, Line, Part, Ways
 
 VOTE_BYTES = 1024  # of a ballot
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
-SLOW_S, PACKING_S = 4e-8, 4e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
+SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
 NORM_BYTES = 8  # of a value that batch norm adds up
 PAUSE_S = 0.2  # after which TCP begins anew: the least time-out of Linux
 WINDOW_BYTES = 10 * 1448  # that it begins with
