@@ -256,6 +256,7 @@ def script(tmp_path):
     [
         (["train", "--model", "alexnett"], r"named 'alexnett'; known: .*; did you mean 'alexnet'\?"),
         (["run", "missing.py"], r"no script at 'missing\.py'; give the path"),
+        (["run", "--codecs", "half", __file__], r"no option '--codecs' here: --help lists"),
         (["run", "--engine", "proceses:2", "SCRIPT"], r"named 'proceses'; known: .*; did you mean 'processes'\?"),
         (["run", "--engine", "threads:many", "SCRIPT"], r"many"),
         (["run", "--engine", "threads:count=2", "SCRIPT"], r"count.*; it accepts: num_threads"),

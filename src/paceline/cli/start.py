@@ -339,6 +339,10 @@ def check_script(command: list[str]) -> None:
     if command[0] == "-m":
         if len(command) < 2:
             raise ValueError("-m needs a module name, as in: paceline run -m package.module")
+    elif command[0].startswith("-") and not Path(command[0]).is_file():
+        raise ValueError(
+            f"no option {command[0]!r} here: --help lists those there are; options of a script stand behind its path"
+        )
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
 
