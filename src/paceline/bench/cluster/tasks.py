@@ -26,6 +26,7 @@ OURS_IMAGES = Entry("paceline", row=IMAGES)
 LIMIT_IMAGES = Entry("none-channels_last", "none", IMAGES)
 OUR_LIMIT = Entry("none-paceline", "none-paceline", IMAGES)
 DDP_IMAGES = Entry("ddp-channels_last", "ddp", IMAGES)
+AHEAD = Entry("paceline-forward", row=IMAGES, environment=FORWARD)
 OURS_ROUNDED = Entry("paceline-bf16", row=ROUNDED, options={"codec": "half"})
 LIMIT_ROUNDED = Entry("none-bf16", "none", ROUNDED)
 TUNED = Entry("ddp-tuned", "ddp-tuned", ROUNDED)
@@ -61,8 +62,8 @@ def apart(task: str, entry: Entry, ours: Entry, race: Race, pace: Pace, show: Sh
         yield Finding(task, f"{where(got, phase)}: {ours.name} over {entry.name}, apart", ratio, "-", True)
 
 
-def steady(entry: Entry, most: int = 10**6) -> Entry:
-    return dataclasses.replace(entry, block=BLOCK, most=most)
+def steady(entry: Entry, most: int = 10**6, block: int = BLOCK) -> Entry:
+    return dataclasses.replace(entry, block=block, most=most)
 
 
 def slow(entry: Entry, most: int) -> Entry:
@@ -122,9 +123,8 @@ def elastic(pace: Pace, show: Show) -> Iterator[Finding]:
 def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
     """AlexNet, 32 rows per node, 100 Mbit/s, backward and forward overlapped: 9 minutes, 12 with Horovod."""
     task = "alexnet-100mbit"
-    forward = Entry("paceline-forward", row=IMAGES, environment=FORWARD)
     powersgd = Entry("ddp-powersgd", "ddp-powersgd", IMAGES)
-    entries = *map(steady, (LIMIT_IMAGES, powersgd, OURS_IMAGES, forward)), slow(DDP_IMAGES, 6)
+    entries = *map(steady, (LIMIT_IMAGES, powersgd, OURS_IMAGES, AHEAD)), slow(DDP_IMAGES, 6)
     race = Race("alexnet", 32, 2, entries, (Phase("100mbit", 8, 1),), 500.0)
     got = run(race, pace, show)
     yield table(task, got)
@@ -132,7 +132,7 @@ def alexnet_100mbit(pace: Pace, show: Show) -> Iterator[Finding]:
     yield faster(task, got, 0, best, "ddp-powersgd", 1.0)
     yield faster(task, got, 0, best, "ddp-channels_last", 17.0)
     yield light(task, got, 0, "paceline", 13.0)
-    yield from apart(task, slow(HOROVOD, 3), steady(forward), race, pace, show)
+    yield from apart(task, slow(HOROVOD, 3), steady(AHEAD), race, pace, show)
 
 
 def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
@@ -150,16 +150,14 @@ def rounded(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
     """VGG16, 8 rows per node, 1 Gbit/s and 100 Mbit/s, where DDP needs 48 s for a step: 18 minutes, 21 with Horovod."""
-    limit, ours = (dataclasses.replace(entry, block=3) for entry in (LIMIT_IMAGES, OURS_IMAGES))
-    race = Race("vgg16", 8, 2, (limit, slow(DDP_IMAGES, 3), ours), (Phase("1gbit", 7, 1),), 400.0)
+    entries = steady(LIMIT_IMAGES, block=3), slow(DDP_IMAGES, 3), steady(OURS_IMAGES, block=3)
+    race = Race("vgg16", 8, 2, entries, (Phase("1gbit", 7, 1),), 400.0)
     got = run(race, pace, show)
     yield table("vgg16", got)
     yield faster("vgg16", got, 0, "paceline", "none-channels_last", 0.93)
     # a training never waits for its last sums but once, a turn does: of 12 steps, so that it is little of each
-    forward = Entry("paceline-forward", row=IMAGES, environment=FORWARD)
-    long = (dataclasses.replace(entry, block=12) for entry in (LIMIT_IMAGES, forward))
-    slowly = Race("vgg16", 8, 2, (*long, slow(DDP_IMAGES, 3)), (Phase("100mbit", 5, 1),), 1000.0)
-    got = run(slowly, pace, show)
+    entries = steady(LIMIT_IMAGES, block=12), steady(AHEAD, block=12), slow(DDP_IMAGES, 3)
+    got = run(Race("vgg16", 8, 2, entries, (Phase("100mbit", 5, 1),), 1000.0), pace, show)
     yield table("vgg16", got)
     yield faster("vgg16", got, 0, "paceline-forward", "none-channels_last", 0.93)
     yield faster("vgg16", got, 0, "paceline-forward", "ddp-channels_last", 7.0)
@@ -168,8 +166,7 @@ def vgg16(pace: Pace, show: Show) -> Iterator[Finding]:
 
 def resnet(pace: Pace, show: Show) -> Iterator[Finding]:
     """ResNet50V2, 8 rows of 128x128 per node, nothing to factor, 1 Gbit/s and 100 Mbit/s: 22 minutes."""
-    forward = Entry("paceline-forward", row=IMAGES, environment=FORWARD)
-    entries = tuple(map(steady, (LIMIT_IMAGES, DDP, DDP_IMAGES, TUNED, OURS_IMAGES, forward, OURS_ROUNDED)))
+    entries = tuple(map(steady, (LIMIT_IMAGES, DDP, DDP_IMAGES, TUNED, OURS_IMAGES, AHEAD, OURS_ROUNDED)))
     phases = Phase("1gbit", 10, 1), Phase("100mbit", 4, 1)
     got = run(Race("resnet50v2@128", 8, 2, entries, phases, 2400.0), pace, show)
     yield table("resnet", got)
