@@ -12,7 +12,7 @@ import pytest
 from near import ON, Near
 from paceline import cli
 from paceline.launch import check as checking
-from paceline.launch import snapshot, ssh
+from paceline.launch import doctor, snapshot, ssh
 from paceline.launch.calls import MOST_BYTES, hear, kill
 from paceline.launch.check import check
 from paceline.launch.hosts import parse
@@ -175,6 +175,29 @@ def test_a_doctor_that_is_ended_leaves_nothing(near):
         process.terminate()
         assert process.wait(30) == 143
     assert not os.path.exists(f"/proc/{(near.home / 'pid').read_text().strip()}")
+
+
+def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, monkeypatch):
+    """A process that was starting when SIGTERM came stayed: the doctor ended only those it knew of by then."""
+    ward, begun, ended = doctor._Ward(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
+
+    def slow(*given):
+        begun.set()
+        assert closing.wait(60)
+        ended.append(visit := Visit(*given))
+        return visit
+
+    closing, shutdown = threading.Event(), ward._crowd.shutdown
+    monkeypatch.setattr(doctor, "Visit", slow)
+    # by then it has ended those that it knows of
+    monkeypatch.setattr(ward._crowd, "shutdown", lambda: (closing.set(), shutdown()))
+    coming = threading.Thread(target=ward.come)
+    coming.start()
+    assert begun.wait(60)
+    ward.close()
+    coming.join(60)
+    assert ended[0]._process.returncode is not None
+    assert "ended" in ward.told["a"]["fault"]
 
 
 def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tmp_path):

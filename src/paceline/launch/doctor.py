@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -104,6 +105,7 @@ class _Ward:
         self.hurried: list[tuple[int, str]] = []  # what no time was left for, and how heavy that weighs
         self._coming: list[Future[None]] = []
         self._here: list[str] = []
+        self._lock, self._over = threading.Lock(), False
 
     @property
     def took_s(self) -> float:
@@ -137,7 +139,7 @@ class _Ward:
 
         def ask(host: Host) -> None:
             try:
-                self._visits[host.name] = visit = Visit(host, self._way, self._alone)
+                visit = self._begin_visit(host)
                 told: dict[str, Any] = self._ask(host.name, "tell", OVER_S, folder=self._way.folder)
                 self.told[host.name] = {**told, **_clock(visit, self._begin + OVER_S)}
             except (ConnectionError, TimeoutError) as error:
@@ -148,6 +150,16 @@ class _Ward:
             if len(self._well) < 2:
                 wait(self._coming, until_s - self.took_s)
             self._here = [name for name, told in self.told.items() if told]
+
+    def _begin_visit(self, host: Host) -> Visit:
+        """Raises ConnectionError where `close`, which ends all that have begun, has been called meanwhile."""
+        visit = Visit(host, self._way, self._alone)
+        with self._lock:
+            if not self._over:
+                self._visits[host.name] = visit
+                return visit
+        visit.close(0.0)
+        raise ConnectionError("the examination was ended")
 
     def linger(self) -> None:
         """For who is late."""
@@ -233,7 +245,8 @@ class _Ward:
             self.told[name]["software"] = answer
 
     def close(self) -> None:
-        visits, end = list(self._visits.values()), time.monotonic() + CLOSE_S
+        with self._lock:
+            self._over, visits, end = True, list(self._visits.values()), time.monotonic() + CLOSE_S
         for visit in visits:
             visit.hang_up()
         for visit in visits:
