@@ -57,6 +57,7 @@ RULES = {
     "handover": ("members", "resume", "seating", "data.order", "engine.*", "elastic.*"),
     "following": ("contract", "handover", "engine.batch"),
     "welcome": ("contract", "compare", "handover", "following"),
+    "wrapped": (),
     "frozen": ("contract",),
     "buffers": ("contract",),
     "entry": ("handover", "following", "interrupt"),
@@ -74,6 +75,7 @@ RULES = {
         *(
             "own",
             "once",
+            "wrapped",
             "compare",
             "evaluate",
             "saving",
@@ -89,7 +91,7 @@ RULES = {
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
-        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap", "members"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap", "members", "wrapped"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch.measure": ("plan", "find", "world", "link.chosen", "probe.*", "launch.*"),

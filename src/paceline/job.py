@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class Job:
     """``loss(output, target)`` is a mean over rows, (sum, weight) where rows do not count alike, or a dict of means.
 
     None takes the output's own ``loss``. ``batch_size`` is global: over all nodes. ``metric(output, target)`` is a
-    sum over rows. ``most_rows``: of this node. Raises ValueError, all faults at once.
+    sum over rows. ``most_rows``: of this node. ``found``: faults that were seen before. Raises ValueError, all at once.
     """
 
     model: torch.nn.Module
@@ -37,11 +37,12 @@ class Job:
     forward: Callable[..., Any] | None = None
     shares: str | tuple[float, ...] = "measured"
     most_rows: int | None = None
+    found: InitVar[Sequence[str]] = ()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, found: Sequence[str]) -> None:
         model: Any = self.model  # what was given, whatever it was declared as
         optimizer: Any = self.optimizer
-        faults = []
+        faults = list(found)
         if not isinstance(model, torch.nn.Module):
             faults.append(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):

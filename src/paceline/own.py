@@ -71,7 +71,7 @@ class OwnLoop:
 
     def rows(self, batch: Any) -> Any:
         pace, step = self.pace, self._step
-        self._refuse_sync()
+        self._refuse()
         if step and step.begun:
             raise ValueError(
                 "rows() was called before update() took what backward() had added: update after every batch, and add "
@@ -85,7 +85,7 @@ class OwnLoop:
         return None if share is None else batches.mapped(share, lambda tensor: tensor.to(device))
 
     def backward(self, loss: Any, rows: int | None) -> None:
-        self._refuse_sync()
+        self._refuse()
         step = self._step = self._step or OwnStep(self._given(), rows)
         if not step.begun:
             self._forget()
@@ -99,7 +99,7 @@ class OwnLoop:
         self._clip = norm
 
     def update(self) -> float:
-        self._refuse_sync()
+        self._refuse()
         pace = self.pace
         step = self._step or OwnStep(self._given(), 0)
         if not step.begun and (step.rows or pace.world.size == 1):
@@ -128,7 +128,9 @@ class OwnLoop:
     def _given(self) -> feed.Given:
         return feed.Given(None, float(self.pace.job.batch_size))
 
-    def _refuse_sync(self) -> None:
+    def _refuse(self) -> None:
+        if self.pace.wrappers:
+            self.pace.wrappers.refuse_own_loop()
         if self.pace.job.batch_norm == "sync":
             raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
 

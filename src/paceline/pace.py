@@ -50,6 +50,7 @@ from paceline.world import World
 if TYPE_CHECKING:
     from paceline.link.late import Late
     from paceline.report.usage import Usage
+    from paceline.wrapped import Wrappers
 
 MOST_LOSSES = 16  # during one evaluation
 
@@ -434,6 +435,7 @@ class Pace:
 
     over = False  # it has left the others
     row = ""  # the plan's row that this run obeys
+    wrappers: Wrappers | None = None  # around or inside of the model that `join` was given
 
     def restore(self, folder: str | os.PathLike[str] | None = None) -> bool:
         """Goes on from the newest whole checkpoint of a run, or from one checkpoint. False if there is none.
@@ -517,6 +519,8 @@ class Pace:
     def _leave(self, reason: str, wait: bool = True) -> Exception | None:
         """Once nothing is being written any more; what could not be."""
         self.over = True
+        if self.wrappers:
+            self.wrappers.restore()
         if self._interrupt:
             self._interrupt.close()
         if self._live:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline import balance, contract, members
+from paceline import balance, contract, members, wrapped
 from paceline import overlap as overlaps
 from paceline.contract import LinkError, NotFinite
 from paceline.elastic.claim import CheckpointError
@@ -64,7 +64,8 @@ def join(
 ) -> Pace:
     """Joins this process to the training: alone, or one of many, with the same script.
 
-    model, optimizer    yours, and they stay so: any nn.Module, any torch.optim optimizer but LBFGS
+    model, optimizer    yours, and they stay so: any nn.Module, any torch.optim optimizer but LBFGS; of a model in
+                        DistributedDataParallel or DataParallel the module inside is trained
     loss                ``loss(output, target)``: a mean over rows, a (sum, weight), or a dict of means; None: the
                         output's own ``.loss``. With a parameter named ``batch`` it sees the whole batch
     batch_size          global: over all processes and nodes
@@ -96,6 +97,7 @@ def join(
     if shares is None:
         shares = os.environ.get("PACELINE_SHARES", "measured")
     batch_size *= clock.times()
+    given, model = model, wrapped.inside(model)
     job = Job(
         model,
         optimizer,
@@ -111,6 +113,7 @@ def join(
         forward,
         balance.wanted(shares),
         most_rows,
+        wrapped.faults(given, optimizer) if isinstance(given, torch.nn.Module) else (),
     )
     world = World.of_environment()
     hidden = _encrypted(encrypt)
@@ -172,8 +175,16 @@ def join(
             link = find("link", kind, world.node, world.num_nodes, world.host, world.port, next(_joins))
     if link:
         link = choose(link, adding)
-    pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
-    pace.row = row
+    wrappers = wrapped.Wrappers(given)
+    try:
+        pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
+    except BaseException:
+        wrappers.restore()
+        raise
+    pace.row, pace.wrappers = row, wrappers
+    if wrappers.found and pace.leader:
+        print(f"paceline: {wrappers.words}", file=sys.stderr)
+        pace.record.write("hint", text=wrappers.words)
     _here[:] = [*(each for each in _here if not each.over), pace]
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
