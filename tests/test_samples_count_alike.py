@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, SubsetRandomSampler
 import launching
 import paceline
 import ranks
-from nodes import IN, OPTIMIZERS, OUT, Rank, Whole, build, gap, reference, rows
+from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.compare import compare_data, data_facts
 from paceline.data import images
 from paceline.data.feed import batches
@@ -139,19 +139,6 @@ def test_samples_that_a_collate_fn_leaves_out_do_not_count(how):
 )
 def test_how_many_samples_a_batch_has(batch, dealt, many):
     assert samples(batch, dealt) == many
-
-
-def test_a_step_of_which_nothing_counts_changes_nothing():
-    x, y = rows(24, 1)
-    model = build()
-
-    def work(link):
-        rank = Rank(link, model, OPTIMIZERS["sgd"])
-        rank.loop.step(Whole((x, torch.full_like(y, -100))))
-        return rank.state()
-
-    for state in ranks.run(2, work):
-        assert gap(state, model.state_dict()) == 0.0
 
 
 def test_a_loss_that_is_a_sum_is_refused():

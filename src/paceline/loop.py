@@ -18,7 +18,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.balance import Balance, Change
-from paceline.contract import Agreement, Ballot, Engine, Exchange, LinkError, NotFinite, Piece, Rule, Verdict
+from paceline.contract import (
+    Agreement,
+    Ballot,
+    Engine,
+    Exchange,
+    LinkError,
+    NoGradient,
+    NotFinite,
+    Piece,
+    Rule,
+    Verdict,
+)
 from paceline.drift import Drift
 from paceline.report.record import Record
 from paceline.scaler import Scaler
@@ -67,7 +78,7 @@ class Loop:
         self.follows = False  # likewise: one of them is given what all have, beside the steps
 
     def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
-        """One step on a global batch. Raises LinkError, naming who lost whom where, and NotFinite."""
+        """One step on a global batch. Raises LinkError, naming who lost whom where, NotFinite and NoGradient."""
         start, self._spent = time.perf_counter(), dict[str, float]()
         self.whereabouts.begin(self.num_steps)
         sent_bytes = self.exchange.link.sent_bytes
@@ -125,6 +136,9 @@ class Loop:
         together = self.exchange.consensus == "step"
         if not ballot.finite and not self.scaler.can_shrink:
             raise self._lost(batch, ballot, kept, "loss")
+        if agreement.verdict is Verdict.APPLY and (nothing := _trains_nothing(ballot, together)):
+            self.engine.rollback(kept)
+            raise NoGradient(f"step {self.num_steps} trains nothing: {nothing}. Weights are those before the step")
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
@@ -215,3 +229,21 @@ class Loop:
             f"{ballot.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
             f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
         )
+
+
+def _trains_nothing(ballot: Ballot, together: bool) -> str:
+    """Why, or nothing. A process whose rows do not count is no reason; where all have none, or no weight, it is.
+
+    ``together``: the ballot is everyone's.
+    """
+    if ballot.constant or (together and ballot.weight and 1 not in ballot.used):
+        return (
+            "the loss does not require grad, or no trainable parameter is part of it; look for torch.no_grad(), "
+            "set_grad_enabled(False), inference_mode(), .detach() and .item() before it, and for frozen parameters"
+        )
+    if together and not ballot.weight:
+        return (
+            "nothing in the global batch counts: every process's weight is 0; look at the masks, the ignored targets "
+            "and the weights of classes, or leave such a batch out on all processes"
+        )
+    return ""

@@ -21,7 +21,7 @@ class OwnStep:
         self.begun, self.start = False, time.perf_counter()
 
     def add(self, loss: Any, rows: int | None, loss_scale: float) -> Tensor:
-        """What to call backward on. ``loss``: a mean over ``rows``, or (sum, weight)."""
+        """What to call backward on, if it has a gradient. ``loss``: a mean over ``rows``, or (sum, weight)."""
         rows = self.rows if rows is None else rows
         if isinstance(loss, tuple):
             total, weight = loss[0], float(loss[1])
@@ -89,7 +89,10 @@ class OwnLoop:
         step = self._step = self._step or OwnStep(self._given(), rows)
         if not step.begun:
             self._forget()
-        step.add(loss, rows, self.pace.loop.scaler.scale).backward()  # type: ignore[no-untyped-call]
+        scaled = step.add(loss, rows, self.pace.loop.scaler.scale)
+        # without a gradient torch refuses it here; of several processes, all do so in `update`
+        if scaled.requires_grad or self.pace.world.size == 1:
+            scaled.backward()  # type: ignore[no-untyped-call]
 
     def clip(self, norm: float) -> None:
         if not norm > 0:

@@ -17,7 +17,7 @@ import torch
 
 from paceline import balance, contract, members, wrapped
 from paceline import overlap as overlaps
-from paceline.contract import LinkError, NotFinite
+from paceline.contract import LinkError, NoGradient, NotFinite
 from paceline.elastic.claim import CheckpointError
 from paceline.engine import heap
 from paceline.engine.numerics import parse_row
@@ -288,7 +288,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         show.failed = True  # type: ignore[attr-defined]
         if getattr(error, "told", False):
             return  # another process of this run prints the same words
-        if isinstance(error, LinkError | NotFinite | CheckpointError):
+        if isinstance(error, LinkError | NotFinite | NoGradient | CheckpointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         elif hook is sys.__excepthook__:
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))

@@ -32,6 +32,10 @@ class NotFinite(FloatingPointError):
     """Raised by every process, with the same words: a step's loss or gradient has no value."""
 
 
+class NoGradient(RuntimeError):
+    """Raised by every process, with the same words: a step's loss trains nothing."""
+
+
 class Verdict(enum.Enum):
     APPLY = "apply"  # everyone agreed: update
     REDO = "redo"  # as if the step had never been; the same global batch again
@@ -109,6 +113,7 @@ class Ballot:
 
     ok: bool = True
     finite: bool = True
+    constant: bool = False  # the loss here is not 0, and no trainable parameter is a part of it
     loss_sum: float = 0.0
     metric_sum: float = 0.0
     samples: int = 0  # whose gradient this is, where they were dealt
@@ -135,12 +140,13 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<??ddIddddddqB?I?IIIIIII")
+    _HEAD = struct.Struct("<???ddIddddddqB?I?IIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
             self.ok,
             self.finite,
+            self.constant,
             self.loss_sum,
             self.metric_sum,
             self.samples,
@@ -207,6 +213,7 @@ class Ballot:
         return Ballot(
             ok=all(b.ok for b in ballots),
             finite=all(b.finite for b in ballots),
+            constant=any(b.constant for b in ballots),
             loss_sum=sum(b.loss_sum for b in ballots),
             metric_sum=sum(b.metric_sum for b in ballots),
             samples=sum(b.samples for b in ballots),
@@ -230,6 +237,11 @@ class Ballot:
             # the last to come to a meeting waits for nobody: its time is that of the wire
             took=tuple(min(column) for column in zip(*(b.took for b in ballots), strict=True)),
         )
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Of one process: what it found of its whole share."""
+        return bool(self.weight and self.loss_sum) and 1 not in self.used
 
 
 class Coming:

@@ -93,10 +93,16 @@ class Engine(sequential.Engine):
         compute = [super().gradient, *(one.gradient for one in self.twins)]
         device = self.weights[0].device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        grads, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
         def ride(i: int, seed: int) -> Ballot:
             try:
-                with torch.autocast(device, dtype, enabled), Dice(seed):  # the caller's, which is its thread's
+                # the caller's modes, which are its thread's
+                with (
+                    torch.autocast(device, dtype, enabled),
+                    torch.inference_mode() if inferring else torch.set_grad_enabled(grads),
+                    Dice(seed),
+                ):
                     return compute[i](parts[i], scale, forms, lambda piece: gather.offer(i, piece))
             except BaseException:
                 self._circle.give_up()
@@ -115,7 +121,9 @@ class Engine(sequential.Engine):
             for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
                 raise error  # the first, unless it is another's
         self._inputs.look()
-        return Ballot.merge([one.result() for one in rides])
+        ballot = Ballot.merge([one.result() for one in rides])
+        ballot.constant = ballot.trains_nothing
+        return ballot
 
     def sync_norm(self, link: contract.Link | None) -> None:
         everyone = Everyone(None, link)

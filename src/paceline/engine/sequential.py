@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, Piece, Rule, Window
+from paceline.contract import FACTORS, Agreement, Ballot, NoGradient, Piece, Rule, Window
 from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
@@ -126,6 +126,8 @@ class Engine(contract.Engine):
                     value, times, weight, terms = judged(self.loss, output, part, num_rows)
             ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
+            if self._norms and not value.requires_grad:  # the others wait for its part in the middle of backward
+                raise _without_gradient()
             if ballot.terms and tuple(terms) != self.terms:
                 raise ValueError(
                     f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
@@ -184,6 +186,7 @@ class Engine(contract.Engine):
     def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
         ballot.hash = self._hash()
         ballot.used = bytes(name in state.used for name in self.names)
+        ballot.constant = ballot.trains_nothing
         ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
         ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
         ballot.seconds = time.perf_counter() - start
@@ -353,6 +356,15 @@ class Engine(contract.Engine):
         for layers, everyone in self._norms:
             layers.restore()
             everyone.close()
+
+
+def _without_gradient() -> NoGradient:
+    error = NoGradient(
+        "the loss does not require grad, and with batch_norm='sync' every process with rows takes part in backward: "
+        "look for torch.no_grad(), .detach() and .item() before it; where nothing counts, return 0 * output.sum()"
+    )
+    error.told = False  # type: ignore[attr-defined]
+    return error
 
 
 def num_held(optimizer: torch.optim.Optimizer) -> int:

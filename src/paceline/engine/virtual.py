@@ -100,6 +100,7 @@ class Engine(sequential.Engine):
         self.rollback(after)
         randomness.set_state(kept[1])
         ballot, nothing = Ballot.merge(ballots), (0.0, 0.0, 0.0)
+        ballot.constant = ballot.trains_nothing
         said = [(each.loss_sum, each.metric_sum, each.weight) for each in ballots[: last - first]]
         ballot.shares = (*[nothing] * first, *said, *[nothing] * (self.num_shares - last))
         ballot.seconds = time.perf_counter() - start
