@@ -36,6 +36,7 @@ def num_right(output, batch):
     return (output.logits.argmax(1) == batch["labels"]).sum()
 
 
+model.train()  # from_pretrained() returns a model in eval mode, which would train without dropout
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 # without a loss, the model is called with the whole dict, and its output's own .loss is taken

@@ -32,6 +32,7 @@ from paceline.job import Job
 from paceline.link.ledger import Ledger
 from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
+from paceline.modes import asleep
 from paceline.once import alone
 from paceline.own import OwnLoop
 from paceline.probe import shelf
@@ -303,6 +304,8 @@ class Pace:
             from paceline import examined  # what it needs, training does not
 
             batch = examined.answer(self, batch, gradient)
+        if self.job.model.training is not self._mode:
+            self._look_at_mode()
         if self._entry:
             raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
         if self._welcome:
@@ -335,6 +338,22 @@ class Pace:
         if ballot.stop or ballot.hung:
             self._end(ballot.stop or HANGUP)
         return loss
+
+    _mode: bool | None = None  # the model's, in the last step
+    _told_mode = False
+
+    def _look_at_mode(self) -> None:
+        """Before the first step, and where the mode has changed since the last; it is said once."""
+        self._mode = self.job.model.training
+        if (
+            self.leader
+            and not self._told_mode
+            and not self.watched
+            and (text := asleep(self.job.model, self.num_steps))
+        ):
+            self._told_mode = True
+            print(f"paceline: {text}", file=sys.stderr)
+            self.record.write("hint", text=text)
 
     def backward(self, loss: Any, rows: int | None = None) -> None:
         """For a loop of your own: adds the gradient of ``loss``, a mean over this process's rows or (sum, weight).
