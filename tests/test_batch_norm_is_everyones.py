@@ -241,13 +241,13 @@ def test_a_process_whose_layer_sees_no_rows_adds_nothing():
 
     def total(vector):
         sums.append(vector)
-        elsewhere = [1.0, float(vector[1]), *([6.0] if len(vector) == 9 else []), *[3.0] * 6]
+        elsewhere = [1.0, float(vector[1]), *([0.1, 6.0] if len(vector) == 10 else []), *[3.0] * 6]
         return vector + torch.tensor(elsewhere, dtype=torch.float64)
 
     Layers(layer).convert(total)
     x = torch.zeros(0, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     layer(x).sum().backward()
-    assert [vector[2:].tolist() for vector in sums] == [[0.0] * 7, [0.0] * 6]
+    assert [vector[2:].tolist() for vector in sums] == [[0.1, *[0.0] * 7], [0.0] * 6]
     assert torch.allclose(layer.running_mean, torch.full((3,), 0.05, dtype=torch.float64))
     assert layer.weight.grad.tolist() == [0.0] * 3
 

@@ -20,6 +20,7 @@ RULES = {
     "contract": ("values",),
     "find": (),
     "job": (),
+    "norms": (),
     "balance": (),
     "schedule": (),
     "sums": (),
@@ -46,7 +47,7 @@ RULES = {
     "codec*": ("contract", "codec.*"),
     "data*": ("contract", "data.*"),
     "report*": ("contract", "report.*"),
-    "probe*": ("contract", "find", "job", "probe.*"),
+    "probe*": ("contract", "find", "job", "norms", "probe.*"),
     "own": ("contract", "data.feed", "engine.batch"),
     "once": ("elastic.claim",),
     "compare": ("contract", "job", "engine.numerics", "data.pictures"),
@@ -69,8 +70,8 @@ RULES = {
     "overlap": ("contract", "job", "engine.shares"),
     "plan": ("contract", "find", "job", "probe.*", "report.record"),
     "evaluate": ("contract", "data.*", "engine.batch"),
-    "seating": ("contract", "job", "world", "balance", "data.order"),
-    "examined": ("data.*", "engine.*", "probe.*"),
+    "seating": ("contract", "job", "norms", "world", "balance", "data.order"),
+    "examined": ("norms", "data.*", "engine.*", "probe.*"),
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *(

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data import feed
 from paceline.engine import batch as batches_
 from paceline.engine import timeline
 from paceline.engine.numerics import PRECISION
 from paceline.engine.shares import division
+from paceline.norms import over_batches
 from paceline.probe import clock, examine, layers
 
 
@@ -83,7 +83,7 @@ def _ways(pace: Any) -> dict[str, Any]:
     wide = PRECISION[pace.engine.numerics.precision] or weights
     codec = getattr(exchange, "codec", None)
     everyones = pace.job.batch_norm == "sync"
-    norms = [m.num_features for m in pace.job.model.modules() if everyones and isinstance(m, _BatchNorm)]
+    norms = [getattr(m, "num_features", 0) for m in over_batches(pace.job.model).values() if everyones]
     return {
         "factors": exchange.factors,
         "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,

@@ -98,6 +98,16 @@ class Job:
                         f"--plan sequential or threads:k, one node, accumulate=1"
                     )
 
+    def check_norms(self) -> None:
+        """Raises ValueError for layers that would normalise over each process's, or replica's, own samples unasked."""
+        synced = [name for name, m in self.model.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+        if synced and self.batch_norm == "local":
+            raise ValueError(
+                f"join: layer {synced[0]!r} is a SyncBatchNorm, which asks torch.distributed for all statistics, and "
+                f"batch_norm='local' means each process's own: give batch_norm='sync', which covers it on any device, "
+                f"or use torch.nn.BatchNorm"
+            )
+
     def _parameter_faults(self) -> list[str]:
         if any(torch.nn.parameter.is_lazy(each) for each in (*self.model.parameters(), *self.model.buffers())):
             return [

@@ -84,8 +84,11 @@ class Pace:
             if isinstance(job.loss, torch.nn.Module):  # weights of classes
                 job.loss.to(getattr(torch, self.witness.dtype))
         engine.open(job.model, job.optimizer, job.loss, job.metric)
-        if world.size > 1 or job.accumulate > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1:
+        several = world.size > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1
+        if several or job.accumulate > 1:
             job.check_divided()
+        if several:
+            job.check_norms()
         self.leader = world.node == 0 and world.local_rank == 0 and not world.late
         said: dict[str, str] = {}
         if link:

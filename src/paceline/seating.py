@@ -6,12 +6,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from paceline.balance import Balance, fair
 from paceline.contract import Engine, Exchange, Regroup
 from paceline.data.order import Seat
 from paceline.job import Job
+from paceline.norms import over_batches
 from paceline.world import World
 
 LEAST = 2  # rows, where batches are normalised
@@ -112,4 +111,4 @@ def _least(seat: Seat, job: Job, engine: Engine) -> int:
 
 def normalises(job: Job) -> bool:
     """Each pass by its own rows."""
-    return job.batch_norm == "local" and any(isinstance(each, _BatchNorm) for each in job.model.modules())
+    return job.batch_norm == "local" and bool(over_batches(job.model))

@@ -128,9 +128,10 @@ class Engine(sequential.Engine):
     def sync_norm(self, link: contract.Link | None) -> None:
         everyone = Everyone(None, link)
         self._circle.beyond, self._around = everyone.total, everyone.step
-        for i, model in enumerate([self.model, *(one.model for one in self.twins)]):
-            layers = Layers(model)
+        for i, one in enumerate([self, *self.twins]):
+            layers = Layers(one.model)
             layers.convert(partial(self._circle.total, i), everyone.inside)
+            one._norms_of_all = layers.computing
             self._norms.append((layers, everyone))
         everyone.hear = self._norms[0][0].hear
 

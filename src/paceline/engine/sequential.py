@@ -47,6 +47,7 @@ class Engine(contract.Engine):
         self._turn, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
+        self._norms_of_all: Callable[[], AbstractContextManager[None]] = nullcontext
         self._norms: list[tuple[Layers, Everyone]] = []
         self._inputs, self._keeps = Inputs(), True
 
@@ -120,7 +121,7 @@ class Engine(contract.Engine):
             self._inputs.keep(batch)
 
         def compute(part: Any) -> Tensor:
-            with self._later.reading():
+            with self._norms_of_all(), self._later.reading():
                 part, output = self.run(part)
                 with self.numerics.forward(self.device):
                     value, times, weight, terms = judged(self.loss, output, part, num_rows)
@@ -346,7 +347,7 @@ class Engine(contract.Engine):
     def _sum_norms(self, everyone: Everyone) -> None:
         layers = Layers(self.model)
         layers.convert(everyone.total, everyone.inside)
-        everyone.hear, self._in_step = layers.hear, everyone.step
+        everyone.hear, self._in_step, self._norms_of_all = layers.hear, everyone.step, layers.computing
         self._norms.append((layers, everyone))
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import contract
+from paceline.norms import over_batches
 from paceline.probe import shelf
 from paceline.probe.copies import Copies
 from paceline.probe.layers import Layers, autocast, now, part, shapes, typical
@@ -189,8 +190,7 @@ class _Examination:
             job.rows,
             self.device,
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
-            job.batch_norm == "local"
-            and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in job.model.modules()),
+            job.batch_norm == "local" and bool(over_batches(job.model)),
             self.updates.can_fuse(),
             sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
             gradients,
