@@ -150,6 +150,76 @@ def test_all_faults_of_a_job_are_told_at_once():
     assert all(re.search(said, str(raised.value)) for _, said in first.values())
 
 
+SLIPS = {
+    "batch_size": (None, r"batch_size .* got None"),
+    "seed": (1.5, r"seed is an int, got 1\.5"),
+    "clip": (0, r"clip .* got 0"),
+    "loss": (torch.nn.CrossEntropyLoss, r"loss .*the class CrossEntropyLoss itself; make one of it"),
+    "scheduler": (torch.optim.lr_scheduler.StepLR, r"scheduler .*the class StepLR itself; make one of it"),
+    "precision": ("int4", r"precision .* got 'int4'"),
+    "batch_norm": ("global", r"batch_norm .* got 'global'"),
+    "accumulate": (0, r"accumulate .* got 0"),
+    "engine": ("thread:2", r"no engine named 'thread'.*did you mean 'threads'"),
+    "exchange": ("allreduced", r"no exchange named 'allreduced'"),
+    "codec": ("topk:keep=2", r"0 < keep <= 1"),
+    "overlap": ("sideways", r"overlap is one of backward, forward, got 'sideways'"),
+    "shares": ("most", r"shares are .* got 'most'"),
+    "keep": (0, r"keep is .* got 0"),
+    "reproducible": ("yes", r"reproducible is .* got 'yes'"),
+    "encrypt": ("tls", r"encrypt is .* got 'tls'"),
+    "folder": (3, r"folder is a path or None, got 3"),
+    "most_rows": (0, r"most_rows .* got 0"),
+    "metric": (torch.nn.L1Loss, r"metric .*the class L1Loss itself"),
+    "optimizer": (torch.optim.SGD, r"optimizer .*the class SGD itself"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_a_fault_that_join_can_see_is_told_before_anything_begins(name):
+    """Story: seed=1.5 and a scheduler's class ended in tracebacks of torch's insides, some steps later."""
+    model = torch.nn.Linear(2, 1)
+    value, said = SLIPS[name]
+    words = {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss": print, "batch_size": 4}
+    with pytest.raises(ValueError, match=rf"^join: .*{said}"):
+        paceline.join(model, **{**words, name: value})
+
+
+def test_twenty_faults_at_once_are_all_named():
+    model = torch.nn.Linear(2, 1, device="meta")
+    with pytest.raises(ValueError, match=r"^join: .*on the meta device") as raised:
+        paceline.join(model, **{name: value for name, (value, _) in SLIPS.items()})
+    assert [name for name, (_, said) in SLIPS.items() if not re.search(said, str(raised.value))] == []
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: torch.jit.script(torch.nn.Linear(2, 1)), r"the model is a torch\.jit\.ScriptModule"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 1))),
+            r"layer '1' is a torch\.jit\.ScriptModule",
+        ),
+        (lambda: torch.nn.Linear(2, 1, device="meta"), r"2 of the model's tensors, 'weight' the first, .* meta device"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1, device="meta", affine=False)),
+            r"3 of the model's tensors, '1\.running_mean' the first",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.script's own
+def test_a_model_that_cannot_be_trained_here_is_told_why(model, said):
+    built = model()
+    with pytest.raises(ValueError, match=rf"^join: .*{said}"):
+        paceline.join(built, torch.optim.SGD(built.parameters(), 0.1), print, batch_size=4)
+
+
+@pytest.mark.parametrize("place", ["scheduler", "precision"])
+def test_a_grad_scaler_that_is_passed_is_told_to_stay_out(place):
+    with pytest.raises(ValueError, match=r"'fp16' scales the loss by itself"):
+        job(**{place: torch.amp.GradScaler("cpu")})
+
+
 def test_an_optimizer_of_another_model_and_a_model_without_parameters_are_told():
     other = torch.nn.Linear(2, 1)
     with pytest.raises(ValueError, match="holds 2 parameters of another model"):

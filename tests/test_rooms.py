@@ -60,6 +60,7 @@ RULES = {
     "welcome": ("contract", "compare", "handover", "following"),
     "wrapped": (),
     "modes": (),
+    "asked": ("contract", "find", "balance", "overlap", "world", "wrapped", "engine.numerics"),
     "frozen": ("contract",),
     "buffers": ("contract",),
     "entry": ("handover", "following", "interrupt"),
@@ -94,7 +95,8 @@ RULES = {
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
-        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap", "members", "wrapped"),
+        *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap", "members"),
+        *("asked", "wrapped"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch.measure": ("plan", "find", "world", "link.chosen", "probe.*", "launch.*"),

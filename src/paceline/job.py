@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -43,22 +44,45 @@ class Job:
         model: Any = self.model  # what was given, whatever it was declared as
         optimizer: Any = self.optimizer
         faults = list(found)
-        if not isinstance(model, torch.nn.Module):
-            faults.append(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        whole = isinstance(model, torch.nn.Module)
+        if not whole:
+            faults.append(f"model must be a torch.nn.Module, got {_named(model)}")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            faults.append(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            faults.append(f"optimizer must be a torch.optim.Optimizer, got {_named(optimizer)}")
         if isinstance(optimizer, torch.optim.LBFGS):
             faults.append("LBFGS computes the loss several times per step, which a step here does not; use another")
         if isinstance(optimizer, torch.optim.SparseAdam):
             faults.append("SparseAdam takes sparse gradients alone, and here they are added up dense; use Adam")
+        faults += self._function_faults()
+        faults += self._number_faults()
+        faults += _schedule_faults(self.scheduler)
+        if whole:
+            faults += _model_faults(model)
+        if whole and isinstance(optimizer, torch.optim.Optimizer):
+            faults += self._parameter_faults()
+        if faults:
+            raise ValueError("join: " + "; ".join(faults))
+
+    def _function_faults(self) -> list[str]:
+        faults = []
         functions: tuple[tuple[str, Any], ...] = (
             ("loss", self.loss),
             ("metric", self.metric),
             ("forward", self.forward),
         )
         for name, function in functions:
-            if function is not None and not callable(function):
-                faults.append(f"{name} must be callable{AS[name]}, got {type(function).__name__}")
+            of_layers = isinstance(function, type) and issubclass(function, torch.nn.Module)
+            if function is not None and (of_layers or not callable(function)):
+                faults.append(f"{name} must be callable{AS[name]}, got {_named(function)}")
+        if type(self.loss).__module__ == torch.nn.MSELoss.__module__ and getattr(self.loss, "reduction", "") == "sum":
+            faults.append(
+                "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
+                "rows: use reduction='mean', and a learning rate as many times as large"
+            )
+        return faults
+
+    def _number_faults(self) -> list[str]:
+        faults = []
         counts: tuple[tuple[str, Any], ...] = (
             ("batch_size is the global batch,", self.batch_size),
             ("accumulate is", self.accumulate),
@@ -67,24 +91,19 @@ class Job:
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 faults.append(f"{name} an int >= 1, got {count!r}")
-        if type(self.loss).__module__ == torch.nn.MSELoss.__module__ and getattr(self.loss, "reduction", "") == "sum":
-            faults.append(
-                "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
-                "rows: use reduction='mean', and a learning rate as many times as large"
-            )
+        seed: Any = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, Integral):
+            faults.append(f"seed is an int, got {seed!r}")
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             faults.append(f"clip is a global norm > 0 or None, got {self.clip!r}")
         if self.precision not in (None, "fp32", "bf16", "fp16"):
-            faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}")
+            scales = "; 'fp16' scales the loss by itself" if isinstance(self.precision, torch.amp.GradScaler) else ""
+            faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}{scales}")
         if self.batch_norm not in ("local", "sync"):
             faults.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
         if self.batch_norm == "sync" and self.accumulate != 1:
             faults.append("batch_norm='sync' is over the whole global batch, which accumulate > 1 never sees at once")
-        faults += _schedule_faults(self.scheduler)
-        if not faults:
-            faults += self._parameter_faults()
-        if faults:
-            raise ValueError("join: " + "; ".join(faults))
+        return faults
 
     def check_divided(self) -> None:
         """Raises ValueError for what rows change by being looked at: each part of them would have other weights."""
@@ -109,28 +128,52 @@ class Job:
             )
 
     def _parameter_faults(self) -> list[str]:
-        if any(torch.nn.parameter.is_lazy(each) for each in (*self.model.parameters(), *self.model.buffers())):
-            return [
-                "the model has lazy layers, whose sizes the first batch shows: call it on a batch, under "
-                "torch.no_grad(), before join() and before its optimizer is made"
-            ]
+        faults = []
         mine = {id(p) for p in self.model.parameters()}
-        foreign = sum(id(p) not in mine for group in self.optimizer.param_groups for p in group["params"])
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
         of_loss = {id(p) for p in self.loss.parameters()} if isinstance(self.loss, torch.nn.Module) else set()
-        if any(id(p) in of_loss - mine for group in self.optimizer.param_groups for p in group["params"]):
-            return [
+        if any(id(p) in of_loss - mine for p in held):
+            faults.append(
                 "the optimizer holds parameters of the loss, which nobody would add up: make them the model's, as in "
                 "model.criterion = loss before its optimizer is made"
-            ]
-        if foreign:
-            return [f"the optimizer holds {foreign} parameters of another model; build it from this one"]
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        if not sum(p.numel() for p in trainable):
-            return ["the model has no trainable parameter"]
-        devices = sorted({str(p.device) for p in self.model.parameters()})
-        if len(devices) > 1:
-            return [f"the model lies on several devices ({', '.join(devices)}); move it to one"]
-        return []
+            )
+        if foreign := sum(id(p) not in mine | of_loss for p in held):
+            faults.append(f"the optimizer holds {foreign} parameters of another model; build it from this one")
+        return faults
+
+
+def _named(given: Any) -> str:
+    """What was given, for an error; of a class that it must be made first."""
+    if not isinstance(given, type):
+        return type(given).__name__
+    return f"the class {given.__name__} itself; make one of it: {given.__name__}(...)"
+
+
+def _model_faults(model: torch.nn.Module) -> list[str]:
+    values = [*model.named_parameters(), *model.named_buffers()]
+    faults = [
+        f"{f'layer {name!r}' if name else 'the model'} is a torch.jit.ScriptModule, whose layers cannot be watched: "
+        f"give the module that it was made of; `+compile` behind the engine's name compiles that"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.jit.ScriptModule)
+    ][:1]
+    if any(torch.nn.parameter.is_lazy(each) for _, each in values):
+        faults.append(
+            "the model has lazy layers, whose sizes the first batch shows: call it on a batch, under "
+            "torch.no_grad(), before join() and before its optimizer is made"
+        )
+    if meta := [name for name, each in values if each.is_meta]:
+        faults.append(
+            f"{len(meta)} of the model's tensors, {meta[0]!r} the first, are on the meta device and have no values: "
+            f"model.to_empty(device='cpu'), then fill or load them, before its optimizer is made"
+        )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not any(torch.nn.parameter.is_lazy(p) or p.numel() for p in trainable):
+        faults.append("the model has no trainable parameter")
+    devices = sorted({str(p.device) for p in model.parameters() if not p.is_meta})
+    if len(devices) > 1:
+        faults.append(f"the model lies on several devices ({', '.join(devices)}); move it to one")
+    return faults
 
 
 def _schedule_faults(scheduler: Any) -> list[str]:
@@ -140,6 +183,9 @@ def _schedule_faults(scheduler: Any) -> list[str]:
         return [
             "ReduceLROnPlateau needs a metric: do not pass it, call scheduler.step(pace.evaluate(...)) after each epoch"
         ]
-    if not callable(getattr(scheduler, "step", None)) or not hasattr(scheduler, "state_dict"):
-        return [f"scheduler must be a torch.optim.lr_scheduler, got {type(scheduler).__name__}"]
+    if isinstance(scheduler, torch.amp.GradScaler):
+        return ["scheduler is a GradScaler: leave it out, precision='fp16' scales the loss by itself"]
+    steps = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
+    if isinstance(scheduler, type | torch.optim.Optimizer) or not steps:
+        return [f"scheduler must be a torch.optim.lr_scheduler, got {_named(scheduler)}"]
     return []

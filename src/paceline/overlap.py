@@ -13,13 +13,19 @@ from paceline.job import Job
 ACCEPTED = ("backward", "forward")
 
 
+def given(asked: str | None) -> str:
+    """``asked``: None: PACELINE_OVERLAP, else "backward". Raises ValueError."""
+    said = os.environ.get("PACELINE_OVERLAP") or "backward" if asked is None else asked
+    if said not in ACCEPTED:
+        raise ValueError(f"join: overlap is one of {', '.join(ACCEPTED)}, got {said!r}")
+    return said
+
+
 def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exchange) -> str:
-    """``asked``: None: PACELINE_OVERLAP, else "backward". Raises ValueError with every reason against "forward"."""
-    given = os.environ.get("PACELINE_OVERLAP") or "backward" if asked is None else asked
-    if given not in ACCEPTED:
-        raise ValueError(f"join: overlap is one of {', '.join(ACCEPTED)}, got {given!r}")
-    if given == "backward":
-        return given
+    """As `given`. Raises ValueError with every reason against "forward"."""
+    chosen = given(asked)
+    if chosen == "backward":
+        return chosen
     numerics = getattr(engine, "numerics", None)
     against = []
     if not engine.ahead:
@@ -32,7 +38,7 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
         against.append(f"clip={job.clip:g} needs the norm of the whole gradient before any weight changes")
     if getattr(numerics, "precision", "fp32") == "fp16":
         against.append("fp16 scales the loss and may skip a step only when all of its gradient is there: use bf16")
-    if given not in exchange.overlaps:
+    if chosen not in exchange.overlaps:
         against.append("the exchange has nothing that arrives later: use 'allreduce'")
     if not splits(job.optimizer):
         against.append(
@@ -41,7 +47,7 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
         )
     if against:
         raise ValueError(f"join: overlap='forward' lets weights change one by one, and {'; '.join(against)}")
-    return given
+    return chosen
 
 
 def _is_closed(module: torch.nn.Module) -> bool:

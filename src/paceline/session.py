@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline import balance, contract, members, wrapped
+from paceline import asked, balance, contract, members, wrapped
 from paceline import overlap as overlaps
 from paceline.contract import LinkError, NoGradient, NotFinite
 from paceline.elastic.claim import CheckpointError
@@ -96,13 +96,22 @@ def join(
     """
     if shares is None:
         shares = os.environ.get("PACELINE_SHARES", "measured")
-    batch_size *= clock.times()
+    words: dict[str, Any] = {
+        "engine": engine,
+        "exchange": exchange,
+        "codec": codec,
+        "shares": shares,
+        "overlap": overlap,
+        "keep": keep,
+    }
+    words |= {"reproducible": reproducible, "encrypt": encrypt, "folder": folder}
+    found = asked.faults(model, optimizer, words)
     given, model = model, wrapped.inside(model)
     job = Job(
         model,
         optimizer,
         loss,
-        batch_size,
+        batch_size * clock.times() if isinstance(batch_size, int) else batch_size,
         clip,
         seed,
         metric,
@@ -111,10 +120,11 @@ def join(
         scheduler,
         batch_norm,
         forward,
-        balance.wanted(shares),
+        "measured" if found else balance.wanted(shares),
         most_rows,
-        wrapped.faults(given, optimizer) if isinstance(given, torch.nn.Module) else (),
+        found,
     )
+    batch_size = job.batch_size
     world = World.of_environment()
     hidden = _encrypted(encrypt)
     secret_of_environment()  # what this process starts from now on need not know it
@@ -131,32 +141,13 @@ def join(
     if parts[0].num_shares and exchange == "allreduce":
         exchange, parts = "tree", (parts[0], find("exchange", "tree"), parts[2])
     parts[0].seed = seed
-    if world.local_size > 1 and chosen != f"processes:{world.local_size}":
-        raise ValueError(
-            f"{world.local_size} processes were started on this node (LOCAL_WORLD_SIZE), but the engine is {chosen!r}; "
-            f"use 'processes:{world.local_size}', or start one process per node"
-        )
-    if codec != "none" and not parts[1].uses_codec:
-        what = "gradients" if parts[1].consensus == "step" else "weights"
-        raise ValueError(
-            f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use 'none'"
-        )
     parts[0].numerics = dataclasses.replace(numerics, precision=precision) if precision else numerics
     parts[0].accumulate = accumulate
     if forward:
         parts[0].forward = forward
     parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
-    if world.least and (parts[1].overlap == "forward" or parts[1].consensus != "step"):
-        raise ValueError(
-            f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
-            f"use overlap='backward' and an exchange that agrees each step, such as allreduce; got "
-            f"{parts[1].overlap!r} and {exchange!r}"
-        )
-    if parts[0].numerics.precision == "fp16" and codec not in ("none", "half"):
-        raise ValueError(
-            f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
-            f"or codec 'none'"
-        )
+    if against := asked.clashes(world, chosen, parts[0].numerics.precision, parts[1], exchange, codec):
+        raise ValueError(f"join: {'; '.join(against)}")
     late: Any = None
     if world.late and world.local_rank == 0:
         from paceline.link.late import Late  # which only some need
@@ -232,15 +223,15 @@ def _encrypted(asked: bool | None) -> bool:
 def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
     """PACELINE_LINK, else "tls" where all is encrypted, else "mpi" where mpirun started one process per node and a
     model on the CPU, else "torch"."""
-    asked = os.environ.get("PACELINE_LINK")
+    said = os.environ.get("PACELINE_LINK")
     if hidden:
-        if asked not in (None, "", "tls"):
-            raise ValueError(f"PACELINE_LINK={asked!r} does not encrypt, as asked for; unset it, or use tls")
+        if said not in (None, "", "tls"):
+            raise ValueError(f"PACELINE_LINK={said!r} does not encrypt, as asked for; unset it, or use tls")
         return "tls"
-    if asked:
-        if asked not in LINKS:
-            raise ValueError(f"PACELINE_LINK={asked!r} is no link between nodes; use {', '.join(LINKS)}, or unset it")
-        return asked
+    if said:
+        if said not in LINKS:
+            raise ValueError(f"PACELINE_LINK={said!r} is no link between nodes; use {', '.join(LINKS)}, or unset it")
+        return said
     started = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
     possible = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if started == (str(world.node), str(world.num_nodes)) and possible and importlib.util.find_spec("mpi4py"):
