@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from paceline.launch.local import free_port
+
 PROGRAMS = "munged", "slurmctld", "slurmd", "srun", "sinfo"
 WHERE = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -48,7 +50,7 @@ class Slurm:
         return self
 
     def _configure(self) -> None:
-        name, ports = socket.gethostname().split(".")[0], [_free_port() for _ in range(3)]
+        name, ports = socket.gethostname().split(".")[0], [free_port() for _ in range(3)]
         nodes = "".join(
             f"NodeName=n{i} NodeHostname={name} NodeAddr=127.0.0.1 Port={ports[i]} CPUs={os.cpu_count()}\n"
             for i in (1, 2)
@@ -107,8 +109,3 @@ class Slurm:
                 process.kill()
                 process.wait()
         self._temporary.cleanup()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

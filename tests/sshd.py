@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import paceline
+from paceline.launch.local import free_port
 
 HERE = Path(__file__).parent
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -39,15 +40,17 @@ class Sshd:
         for name in ("host", "user", "other", "hung"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         self._silent = socket.create_server(("127.0.0.1", 0))
-        self.port, self._asking, self._either = _free_port(), _free_port(), _free_port()
+        self.port, self._asking, self._either = free_port(), free_port(), free_port()
         self._configure()
         command = [str(SSHD), "-D", "-E", str(self.folder / "log"), "-f", str(self.folder / "sshd_config")]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         self.ssh = f"ssh -F {self.folder / 'config'}"
         end = time.monotonic() + 10
-        while subprocess.run([*self.ssh.split(), "one", "true"], capture_output=True, check=False).returncode:
-            assert self.process.poll() is None, (self.folder / "log").read_text()
-            assert time.monotonic() < end, "sshd does not answer"
+        trying = [*self.ssh.split(), "one", "true"]
+        while (tried := subprocess.run(trying, capture_output=True, text=True, check=False)).returncode:
+            told = f"sshd does not answer: {tried.stderr}{(self.folder / 'log').read_text()}"
+            assert self.process.poll() is None, told
+            assert time.monotonic() < end, told
             time.sleep(0.05)
         return self
 
@@ -72,7 +75,7 @@ class Sshd:
             f"Host asking\n  Port {self._asking}\nHost hung\n  IdentityFile {self.folder}/hung\n"
             f"Host either\n  Port {self._either}\n  IdentityFile {self.folder}/other\n"
             f"Host stranger\n  UserKnownHostsFile /dev/null\nHost changed\n  UserKnownHostsFile {self.folder}/wrong\n"
-            f"Host locked\n  IdentityFile {self.folder}/other\nHost shut\n  Port {_free_port()}\n"
+            f"Host locked\n  IdentityFile {self.folder}/other\nHost shut\n  Port {free_port()}\n"
             f"Host silent\n  Port {self._silent.getsockname()[1]}\nHost nowhere\n  HostName nowhere.invalid\n"
             f"Host * !locked !either !hung\n  IdentityFile {self.folder}/user\n"
             f"Host *\n  HostName 127.0.0.1\n  Port {self.port}\n  User {getpass.getuser()}\n  IdentitiesOnly yes\n"
@@ -88,8 +91,3 @@ class Sshd:
         self.process.wait(10)
         self._silent.close()
         self._temporary.cleanup()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

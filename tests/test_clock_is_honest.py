@@ -13,9 +13,11 @@ import time
 import psutil
 import pytest
 
-from launching import launch
+from launching import HERE, launch
+from paceline.probe import clock
 from paceline.probe.clock import FEWEST_STEPS, MAX_STEPS, MIN_STEPS, PATIENCE, TIMED_S, WARM_UP_STEPS, Stopwatch
 from paceline.probe.trial import _whole, measure
+from waiting import VirtualTime
 
 SLEEP_S = 0.01
 SHORT_S = TIMED_S / MIN_STEPS  # agreed seconds per step for which MIN_STEPS steps are enough
@@ -42,14 +44,17 @@ def report(tmp_path):
     return tmp_path / "trial.json"
 
 
-def test_a_sleeping_step_is_measured_as_it_sleeps(report):
+@pytest.fixture
+def hours(monkeypatch):
+    monkeypatch.setattr(clock, "time", VirtualTime())
+    return clock.time
+
+
+def test_a_sleeping_step_is_measured_as_it_sleeps(report, hours):
     """The warm-up sleeps ten times longer, and must not be seen."""
     watch = Stopwatch(report)
-    tick_until_stopped(watch, SHORT_S, lambda step: time.sleep(SLEEP_S * (10 if step < WARM_UP_STEPS else 1)))
-    steps_s = json.loads(report.read_text())["steps_s"]
-    assert SLEEP_S <= statistics.median(steps_s) < 3 * SLEEP_S
-    assert min(steps_s) >= SLEEP_S
-    assert len(steps_s) == MIN_STEPS
+    tick_until_stopped(watch, SHORT_S, lambda step: hours.sleep(SLEEP_S * (10 if step < WARM_UP_STEPS else 1)))
+    assert json.loads(report.read_text())["steps_s"] == [pytest.approx(SLEEP_S)] * MIN_STEPS
 
 
 def test_steps_and_samples_of_the_warm_up_are_not_counted(report):
@@ -61,18 +66,17 @@ def test_steps_and_samples_of_the_warm_up_are_not_counted(report):
     assert said["peak_bytes"] > 2**20
 
 
-def test_a_pause_between_steps_is_not_a_step(report):
+def test_a_pause_between_steps_is_not_a_step(report, hours):
     """Evaluating or saving takes time, too; after it the next step is counted anew."""
     watch = Stopwatch(report)
 
     def work(step):
-        time.sleep(10 * SLEEP_S)
+        hours.sleep(10 * SLEEP_S)
         watch.resume()
-        time.sleep(SLEEP_S)
+        hours.sleep(SLEEP_S)
 
     tick_until_stopped(watch, SHORT_S, work)
-    steps_s = json.loads(report.read_text())["steps_s"]
-    assert SLEEP_S <= statistics.median(steps_s) < 3 * SLEEP_S
+    assert json.loads(report.read_text())["steps_s"] == [pytest.approx(SLEEP_S)] * MIN_STEPS
 
 
 @pytest.mark.parametrize("wanted", [8, 16, 128, 1024])
@@ -89,29 +93,27 @@ def test_long_steps_are_few_and_one_of_them_is_warm_up_enough(agreed_s):
     assert steps == 1 + max(FEWEST_STEPS, -(-PATIENCE * TIMED_S // agreed_s))
 
 
-def test_processes_with_different_clocks_stop_at_the_same_step(report):
+def test_processes_with_different_clocks_stop_at_the_same_step(report, hours):
     """Both are told the same agreed seconds; what their own clocks say is three times apart."""
     leader, follower = Stopwatch(report), Stopwatch(None)
     stopped = [
-        tick_until_stopped(watch, lambda step: 0.05 * (1 + step % 3), lambda _, nap_s=nap_s: time.sleep(nap_s))
+        tick_until_stopped(watch, lambda step: 0.05 * (1 + step % 3), lambda _, nap_s=nap_s: hours.sleep(nap_s))
         for watch, nap_s in ((leader, SLEEP_S / 2), (follower, 3 * SLEEP_S / 2))
     ]
     assert stopped[0] == stopped[1]
     assert WARM_UP_STEPS + MIN_STEPS < stopped[0] < WARM_UP_STEPS + MAX_STEPS
-    assert statistics.median(follower.steps_s) > 1.5 * statistics.median(leader.steps_s)
+    assert statistics.median(follower.steps_s) == pytest.approx(3 * statistics.median(leader.steps_s))
 
 
-def test_between_averages_nobody_stops_and_every_step_costs_its_part_of_them(report):
+def test_between_averages_nobody_stops_and_every_step_costs_its_part_of_them(report, hours):
     """All hear of each other in every fourth step, which takes longer by that."""
     steps = tick_until_stopped(
         Stopwatch(report),
         lambda step: SHORT_S if step % 4 == 3 else None,
-        lambda step: time.sleep(SLEEP_S * (4 if step % 4 == 3 else 1)),
+        lambda step: hours.sleep(SLEEP_S * (4 if step % 4 == 3 else 1)),
     )
     assert steps == 4 + MIN_STEPS
-    steps_s = json.loads(report.read_text())["steps_s"]
-    assert len(steps_s) == MIN_STEPS
-    assert 7 * SLEEP_S / 4 <= min(steps_s) <= max(steps_s) < 3 * SLEEP_S
+    assert json.loads(report.read_text())["steps_s"] == [pytest.approx(7 * SLEEP_S / 4)] * MIN_STEPS
 
 
 def test_a_script_that_ends_between_averages_is_told_with_all_its_steps(report):
@@ -149,7 +151,7 @@ def test_without_a_trial_there_is_no_clock(monkeypatch):
     assert Stopwatch.of_environment(leader=True) is None
 
 
-def test_a_long_step_is_extrapolated_from_parts_of_its_batch(report):
+def test_a_long_step_is_extrapolated_from_parts_of_its_batch(report, hours):
     """A step that sleeps 20 ms and 1 ms a row, seen at 16 and 32 rows of 64."""
     watch = Stopwatch(report, timed_s=0.1, shrinks=True)
     rows = []
@@ -157,7 +159,7 @@ def test_a_long_step_is_extrapolated_from_parts_of_its_batch(report):
     def train():
         while True:
             rows.append(watch.part(64))
-            time.sleep(0.02 + 0.001 * rows[-1])
+            hours.sleep(0.02 + 0.001 * rows[-1])
             watch.tick(float(rows[-1]), 0.05)
 
     with pytest.raises(SystemExit):
@@ -165,35 +167,38 @@ def test_a_long_step_is_extrapolated_from_parts_of_its_batch(report):
     assert set(rows) == {16, 32}
     step_s, spread_s, whole = _whole(json.loads(report.read_text()))
     assert whole == 64
-    assert step_s == pytest.approx(0.084, rel=0.15)
-    assert 0 <= spread_s < 0.05
+    assert step_s == pytest.approx(0.084)
+    assert spread_s == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("whole", [1, 2, 3, 4, 7, 8, 9])
-def test_a_small_batch_is_not_passed_off_as_a_part_of_it(report, whole):
+def test_a_small_batch_is_not_passed_off_as_a_part_of_it(report, whole, hours):
     """Story: a batch of 3 was measured by steps of one row."""
     watch, seen = Stopwatch(report, timed_s=0.1, shrinks=True), set()
 
     def train():
         while True:
             seen.add(rows := watch.part(whole))
-            watch.last -= 0.02 + 0.001 * rows
+            hours.sleep(0.02 + 0.001 * rows)
             watch.tick(float(rows), 0.05)
 
     with pytest.raises(SystemExit):
         train()
     step_s, _, rows = _whole(json.loads(report.read_text()))
-    assert (step_s, rows) == (pytest.approx(0.02 + 0.001 * whole, rel=0.2), whole)
+    assert (step_s, rows) == (pytest.approx(0.02 + 0.001 * whole), whole)
     assert min(seen) >= min(2, whole), "batch norm needs two rows"
     assert whole < 4 or max(seen) < whole
 
 
 SLEEPS = f"""
-import sys, time
-from paceline.probe.clock import Stopwatch
-watch = Stopwatch.of_environment(leader=True)
+import sys
+sys.path.append({str(HERE)!r})
+from paceline.probe import clock
+from waiting import VirtualTime
+clock.time = VirtualTime()
+watch = clock.Stopwatch.of_environment(leader=True)
 for step in range(int(sys.argv[1])):
-    time.sleep({SLEEP_S} * (1 + step % 2))
+    clock.time.sleep({SLEEP_S} * (1 + step % 2))
     watch.tick(8, 0.1)
 if len(sys.argv) > 2:
     sys.exit(sys.argv[2])
@@ -213,7 +218,7 @@ def test_a_sleeping_script_is_measured_as_it_sleeps(script):
     """Through the command, in a process of its own: median, notch, samples per second."""
     trial = measure([script(SLEEPS), "1000"], "sequential")
     assert not trial.error
-    assert SLEEP_S <= trial.step_s < 6 * SLEEP_S
+    assert {round(step_s / SLEEP_S, 6) for step_s in trial.steps_s} == {1, 2}
     assert trial.step_s == statistics.median(trial.steps_s)
     assert trial.per_s == pytest.approx(8 / trial.step_s)
     assert SLEEP_S / 8 < trial.spread_s < 3 * SLEEP_S  # every other step is twice as long
@@ -287,13 +292,14 @@ for _ in range(3):
     watch.tick(1, 0.01)
 together(1)
 watch.write()
+if leader:
+    os.wait()  # until both have written
 """
 
 
 def test_memory_that_processes_share_is_counted_once(report, script):
     """Two processes on the same 64 MiB, one of them with 32 MiB of its own."""
     subprocess.run([sys.executable, script(SHARES), str(report)], check=True, timeout=60)
-    time.sleep(0.2)
     peaks = [json.loads(path.read_text())["peak_bytes"] / 2**20 for path in (report, report.with_name("trial.json.1"))]
     assert 64 + 32 <= sum(peaks) < 64 + 32 + 60, "64 MiB were counted twice, or not at all"
     assert peaks[0] - peaks[1] > 24

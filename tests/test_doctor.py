@@ -24,6 +24,7 @@ from sshd import Sshd, unavailable
 LIMIT_S = 10.0
 HURRIED, BUSY = "no time was left for ", "busy with other tests: no time was left for healthy hosts"
 START_S = 5.0  # of Python, and of the command line's imports
+OUR_HOMES = {os.environ["XDG_CACHE_HOME"]}  # of processes that this one starts here, and on its hosts
 needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
 needs_machines = pytest.mark.skipif(
     bool(machines.unavailable()), reason=machines.unavailable() or "machines can be made here"
@@ -51,18 +52,21 @@ def doctor(*words, code=0, **more):
 
 
 def wait_until_nothing_is_left(limit_s=5.0):
-    """What a doctor starts, here or on a host, has this in its command line."""
+    """What a doctor of these tests starts, here or on a host, has this in its command line; others are left alone."""
     end = time.monotonic() + limit_s
     while left := [
-        pid for pid in Path("/proc").glob("[0-9]*") if b"exec(source.read(int(source.readline())))" in words(pid)
+        pid
+        for pid in Path("/proc").glob("[0-9]*")
+        if b"exec(source.read(int(source.readline())))" in read(pid, "cmdline")
+        and any(home.encode() in read(pid, "environ") for home in OUR_HOMES)
     ]:
-        assert time.monotonic() < end, [words(pid) for pid in left]
+        assert time.monotonic() < end, [read(pid, "cmdline") for pid in left]
         time.sleep(0.05)
 
 
-def words(pid):
+def read(pid, what):
     try:
-        return (pid / "cmdline").read_bytes()
+        return (pid / what).read_bytes()
     except OSError:
         return b""
 
@@ -90,6 +94,7 @@ def in_the_way(found):
 @pytest.fixture(scope="module")
 def sshd():
     with Sshd() as server:
+        OUR_HOMES.add(str(server.folder))
         yield server
 
 
@@ -255,6 +260,7 @@ def test_nccl_s_pattern_is_no_interface_that_is_missing(sshd, monkeypatch):
 @pytest.fixture(scope="module")
 def two_machines():
     with Machines(2, rate="100mbit") as two:
+        OUR_HOMES.add(str(two.folder))
         yield two
 
 

@@ -189,7 +189,9 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours(point):
 
 def test_a_knock_that_tcp_joins_to_itself_neither_meets_itself_nor_keeps_rank_0_out(monkeypatch):
     """Story: the port was one of those that connections leave from; a rank came first, and got it for its own end."""
-    port, connect, sources = free_port(), socket.create_connection, []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # as it is given to any connection: `free_port` would keep it from them
+    connect, sources = socket.create_connection, []
 
     def by_chance(address, timeout):
         source = address if len(sources) < 3 else None

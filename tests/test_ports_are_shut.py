@@ -1,18 +1,22 @@
-"""A port that a library leaves open is closed when all have come, and the library does not notice."""
+"""A port that a library leaves open is closed when all have come; one that a server will open is kept for it."""
 
 import contextlib
 import os
 import select
 import socket
+import struct
 import threading
 import time
 
 import pytest
 
 from paceline.find import find
+from paceline.launch import local
 from paceline.launch.local import free_port
 from paceline.link.cable import sockets
 from paceline.link.ports import shut_after
+
+IP_LOCAL_PORT_RANGE = 51  # of Linux 6.3: the ports that the kernel may choose from, low and high, for this socket
 
 
 def listening():
@@ -81,3 +85,28 @@ def test_gloo_leaves_no_port_open():
     link.lane("another")
     assert set(listening().values()) - before == {port}  # the meeting point
     link.close()
+
+
+def test_a_free_port_is_given_to_nobody_but_who_names_it():
+    """Story: the launcher closed the port that it had found, and rank 0 opened it three seconds later, when torch was
+    imported. Now and then another program had been given it in between, and the run ended before it began."""
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for name, given in (("bind", ("", 0)), ("bind", ("127.0.0.1", 0)), ("connect", server.getsockname())):
+            with socket.socket() as line, contextlib.suppress(OSError):  # an older kernel does not know the option
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                line.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
+                with pytest.raises(OSError, match=r"in use|Cannot assign"):
+                    getattr(line, name)(given)
+    for address in ("127.0.0.1", ""):
+        with socket.create_server((address, port)), socket.create_connection(("127.0.0.1", port)):
+            pass
+
+
+def test_ports_are_kept_for_the_last_that_asked():
+    before = set(sockets())
+    ports = [free_port() for _ in range(2 * local.MOST_KEPT)]
+    assert len(set(ports[-local.MOST_KEPT :])) == local.MOST_KEPT
+    assert len(set(sockets()) - before) <= local.MOST_KEPT

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from paceline.launch.again import Again, Child
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
+MOST_KEPT = 64  # ports, for those who start run after run
 AGAIN_S = 0.3  # in which a signal that comes again is the same one
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_kept = deque[int]()  # descriptors of `free_port`
 
 
 def num_processes(engine: str) -> int:
@@ -41,8 +44,19 @@ def num_processes(engine: str) -> int:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A TCP port for a server that another process will open, seconds later.
+
+    A socket that is bound but does not listen keeps it here until this process ends: the kernel gives the port to
+    nobody who asks for any, and a server that names it may open it (with SO_REUSEADDR, as all servers do).
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = int(kept.getsockname()[1])
+        _kept.append(kept.detach())
+    if len(_kept) > MOST_KEPT:
+        os.close(_kept.popleft())
+    return port
 
 
 def once(act: Callable[[int], object]) -> Callable[[int, object], None]:
