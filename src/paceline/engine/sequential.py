@@ -26,6 +26,7 @@ from paceline.engine.batch import call, counted, divisible, filled, judged, leav
 from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.inputs import Inputs
+from paceline.engine.layout import Layout
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
@@ -78,7 +79,7 @@ class Engine(contract.Engine):
         # walking through a model costs more than a small step does
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
-        self._num_held = num_held(optimizer)
+        self._num_held, self._layout = num_held(optimizer), Layout(model)
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
@@ -171,6 +172,7 @@ class Engine(contract.Engine):
                     "gradients; add them to model and optimizer before joining"
                 )
             self._num_held = now
+        self._layout.check()
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()

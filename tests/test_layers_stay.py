@@ -1,0 +1,151 @@
+"""A layer or a parameter that takes another's place after join() is an error at the next step, which names it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import paceline
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(4, 8), nn.BatchNorm1d(8, affine=False), nn.ReLU()
+        self.rest = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.head = nn.Linear(3, 3)
+        self.still = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.head(self.rest(self.act(self.norm(self.first(x))))) * self.still
+
+
+BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
+
+
+def put(where, name, value):
+    setattr(where, name, value)
+
+
+CHANGES = {
+    "a layer": (lambda m: m.rest.__setitem__(2, nn.Linear(8, 3)), r"layer \(Linear\) 'rest\.2' is another one now"),
+    "one of buffers alone": (
+        lambda m: put(m, "norm", nn.BatchNorm1d(8, affine=False)),
+        r"layer \(BatchNorm1d\) 'norm' is another one now",
+    ),
+    "a parameter": (
+        lambda m: put(m.first, "weight", nn.Parameter(m.first.weight.detach())),
+        r"parameter 'first\.weight' is another one now",
+    ),
+    "one that does not train": (
+        lambda m: put(m, "still", nn.Parameter(2 * m.still.detach(), requires_grad=False)),
+        r"parameter 'still' is another one now",
+    ),
+    "behind torch's back": (
+        lambda m: m.first._parameters.update(bias=nn.Parameter(torch.zeros(8))),
+        r"parameter 'first\.bias' is another one now",
+    ),
+    "another shape": (
+        lambda m: put(m.first.bias, "data", torch.zeros(1)),
+        r"parameter 'first\.bias' has shape \(1,\), and had \(8,\)",
+    ),
+    "a part of it": (
+        lambda m: put(m.first.weight, "data", m.first.weight.data[:1]),
+        r"parameter 'first\.weight' has shape \(1, 4\), and had \(8, 4\)",
+    ),
+    "a new layer": (lambda m: m.rest.append(nn.Linear(3, 3)), r"layer \(Linear\) 'rest\.3' is new"),
+    "a new parameter": (
+        lambda m: m.head.register_parameter("scale", nn.Parameter(torch.ones(3))),
+        r"parameter 'head\.scale' is new",
+    ),
+    "one layer less": (lambda m: m.rest.__delitem__(2), r"layer \(Linear\) 'rest\.2' is gone"),
+    "one parameter less": (lambda m: put(m.head, "bias", None), r"parameter 'head\.bias' is gone"),
+    "tied": (
+        lambda m: put(m.rest[0], "weight", m.head.weight),
+        r"parameter 'rest\.0\.weight' is another one now",
+    ),
+    "two of them changed": (
+        lambda m: put(m.rest, "_modules", {**m.rest._modules, "0": m.rest[2], "2": m.rest[0]}),
+        "now",
+    ),
+    "parametrized": (lambda m: parametrizations.weight_norm(m.head), r"parameter 'head\.\w+.* is new"),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "replicas:2"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_replaced_after_joining_is_told_by_name(what, engine):
+    """Story: model[2] = nn.Linear(...) after join(): each node kept its own random layer to the end."""
+    change, said = CHANGES[what]
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine=engine) as pace:
+        pace.step(BATCH)
+        change(model)
+        with pytest.raises(ValueError, match=f"the model was changed after join.*{said}.*before join"):
+            pace.step(BATCH)
+
+
+def test_a_layer_that_the_first_forward_pass_makes_is_told():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), None
+
+        def forward(self, x):
+            self.last = self.last or nn.Linear(8, 3)
+            return self.last(self.first(x))
+
+    model = Late()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine="sequential") as pace:
+        pace.step(BATCH)
+        with pytest.raises(ValueError, match=r"layer \(Linear\) 'last' is new"):
+            pace.step(BATCH)
+
+
+def test_in_a_loop_of_ones_own_too():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, batch_size=6, engine="sequential") as pace:
+        model.head = nn.Linear(3, 3)
+        pace.backward(F.cross_entropy(model(BATCH[0]), BATCH[1]), rows=6)
+        with pytest.raises(ValueError, match=r"layer \(Linear\) 'head' is another one now"):
+            pace.update()
+
+
+UNCHANGED = {
+    "other values": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "other memory": lambda m: put(m.first.weight, "data", m.first.weight.detach().clone()),
+    "another activation": lambda m: put(m, "act", nn.GELU()),
+    "a layer that holds nothing": lambda m: m.rest.append(nn.Dropout(0.0)),
+    "pruned": lambda m: prune.l1_unstructured(m.head, "weight", amount=2),
+    "another mode": lambda m: m.eval(),
+    "frozen": lambda m: m.first.requires_grad_(False),
+    "hooked": lambda m: m.first.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("what", UNCHANGED)
+def test_what_keeps_every_parameter_trains_on(what):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine="sequential") as pace:
+        pace.step(BATCH)
+        UNCHANGED[what](model)
+        before = model.rest[0].weight.detach().clone()
+        pace.step(BATCH)
+        pace.step(BATCH)
+        assert not torch.equal(model.rest[0].weight, before)
+
+
+def test_after_closing_a_changed_model_may_join_again():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine="sequential") as pace:
+        pace.step(BATCH)
+    model.head = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine="sequential") as pace:
+        pace.step(BATCH)
