@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import paceline
+from launching import launch, small
 
 
 class Net(nn.Module):
@@ -149,3 +150,50 @@ def test_after_closing_a_changed_model_may_join_again():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, optimizer, F.cross_entropy, batch_size=6, engine="sequential") as pace:
         pace.step(BATCH)
+
+
+def join(model, **words):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return paceline.join(model, optimizer, F.cross_entropy, **{"batch_size": 6, "engine": "sequential", **words})
+
+
+@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2"])
+def test_a_model_is_trained_by_one_join_at_a_time(engine):
+    """Story: under processes:2 the first one's memory was replaced: "was given other memory"."""
+    model = Net()
+    with join(model, engine=engine) as pace:
+        for second in (model, nn.Sequential(model, nn.ReLU()), model.rest, nn.parallel.DataParallel(model)):
+            with pytest.raises(
+                ValueError, match=r"^join: parameter '[\w.]+' is trained by another join.*close that first"
+            ):
+                join(second)
+        with join(Net()) as other:  # as a generator and a discriminator are
+            other.step(BATCH)
+        pace.step(BATCH)
+    with join(model, engine=engine) as pace:
+        pace.step(BATCH)
+
+
+def test_after_an_error_in_its_block_a_model_may_join_again():
+    model = Net()
+    with pytest.raises(RuntimeError, match="of the user's"), join(model):
+        raise RuntimeError("of the user's")
+    with join(model) as pace:
+        pace.step(BATCH)
+
+
+def test_between_processes_a_model_is_trained_by_one_join_at_a_time_and_again_after_it(tmp_path):
+    body = (
+        "    import pytest",
+        "    with pytest.raises(ValueError, match='trained by another join'):",
+        "        paceline.join(model, optimizer, torch.nn.functional.cross_entropy, batch_size=8)",
+        "    batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)",
+        "    losses = [pace.step(batch) for _ in range(2)]",
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)",
+        "with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, batch_size=8) as pace:",
+        "    losses += [pace.step(batch) for _ in range(2)]",
+        "assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4, losses",
+    )
+    script = small(tmp_path)
+    script.write_text("\n".join([script.read_text().rstrip(), *body, ""]))
+    launch(str(script), engine="processes:2")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,9 +16,18 @@ from paceline.world import World
 MOST_SHARES = 256
 
 
-def faults(model: Any, optimizer: Any, words: Mapping[str, Any]) -> list[str]:
-    """Of all that does not need a sound job to be looked at. ``words``: arguments of `join` by name."""
+def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
+    """Of all that does not need a sound job to be looked at. ``words``: arguments of `join` by name.
+
+    ``joined``: the models that this process trains already.
+    """
     found = wrapped.faults(model, optimizer) if isinstance(model, nn.Module) else []
+    taken = {id(each) for other in joined for each in other.parameters() if each.requires_grad}
+    if isinstance(model, nn.Module) and (twice := [n for n, p in model.named_parameters() if id(p) in taken]):
+        found.append(
+            f"parameter {twice[0]!r} is trained by another join() that is not closed; close that first (pace.close(), "
+            f"or the end of its with block), or give all losses to one: pace.backward(loss) may be called several times"
+        )
 
     def look(check: Callable[..., Any], *given: Any) -> None:
         try:

@@ -457,6 +457,7 @@ class Pace:
             return None if self.watched else self._saving.save(run, wait)
 
     over = False  # it has left the others
+    broken = False  # a step lost them: its model may join again
     row = ""  # the plan's row that this run obeys
     wrappers: Wrappers | None = None  # around or inside of the model that `join` was given
 

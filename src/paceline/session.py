@@ -105,7 +105,8 @@ def join(
         "keep": keep,
     }
     words |= {"reproducible": reproducible, "encrypt": encrypt, "folder": folder}
-    found = asked.faults(model, optimizer, words)
+    joined = [pace.job.model for pace in _here if not pace.over and not pace.broken]
+    found = asked.faults(model, optimizer, words, joined)
     given, model = model, wrapped.inside(model)
     job = Job(
         model,
