@@ -7,13 +7,12 @@ from contextlib import contextmanager
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def unavailable():
-    """Why no browser can be driven here; empty if one can."""
-    if importlib.util.find_spec("playwright") is None:
-        return "playwright is not installed here"
-    if not any(map(shutil.which, NAMES)):
-        return f"none of {', '.join(NAMES)} is installed here"
-    return ""
+def lacks():
+    """Of what drives a browser, what is not here, and why."""
+    return {
+        "playwright": "" if importlib.util.find_spec("playwright") else "it is not installed here",
+        "chromium": "" if any(map(shutil.which, NAMES)) else f"none of {', '.join(NAMES)} is installed here",
+    }
 
 
 @contextmanager

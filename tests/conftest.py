@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+import needs
 
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
@@ -195,6 +199,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             missed -= met
     config.stash[MISSED] = sorted(missed)
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))  # stable: the order within a file stays
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, so that its reasons stand above this line
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[Any]:
+    result = yield
+    skipped = terminalreporter.getreports("skipped")
+    if line := needs.summary(report.longrepr[2] for report in skipped if isinstance(report.longrepr, tuple)):
+        terminalreporter.write_line(line, yellow=True)
+    return result
 
 
 def pytest_unconfigure() -> None:

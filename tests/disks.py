@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from needs import want
 
 
 @contextlib.contextmanager
@@ -17,9 +17,9 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
     try:
         done = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=10)
     except FileNotFoundError:
-        pytest.skip("there is no mount command")
+        want(mounts="there is no mount command")
     if done.returncode:
-        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
+        want(mounts=f"cannot mount a small disk here: {done.stderr.strip()}")
     try:
         yield folder
     finally:

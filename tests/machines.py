@@ -9,19 +9,22 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from cluster import Cluster
 from cluster import unavailable as no_cluster
 
+from needs import needs
 from paceline.bench.chaos import machines
-from paceline.bench.chaos.machines import do, unavailable
+from paceline.bench.chaos.machines import do
 from paceline.bench.cluster import namespaces
 from paceline.bench.cluster.delay import CLONE
+from sshd import unavailable as no_sshd
 
-__all__ = ["Machines", "left_behind", "needs_cluster", "needs_tun", "refuse_calls", "unavailable"]
+__all__ = ["Machines", "left_behind", "needs_cluster", "needs_machines", "needs_tun", "refuse_calls"]
 HERE = Path(__file__).parent
-needs_cluster = pytest.mark.skipif(bool(no := no_cluster()), reason=no or "clusters can be made here")  # asked once
-needs_tun = pytest.mark.skipif(not os.access(CLONE, os.R_OK | os.W_OK), reason=f"{CLONE} cannot be opened here")
+_no_cluster = no_cluster()  # asked once
+needs_cluster = needs(namespaces=_no_cluster)
+needs_machines = needs(sshd=no_sshd(), namespaces=_no_cluster)
+needs_tun = needs(tun="" if os.access(CLONE, os.R_OK | os.W_OK) else f"{CLONE} cannot be opened here")
 
 
 def left_behind(pid: int | None = None) -> set[str]:

@@ -21,9 +21,8 @@ import pytest
 import torch
 from cluster import Cluster
 
-import machines
 from disks import tmpfs
-from machines import needs_cluster
+from machines import needs_cluster, needs_machines
 from paceline.bench.chaos import faults, many, tally, training
 from paceline.bench.chaos.__main__ import chosen, main
 from paceline.bench.chaos.faults import CLASSES, ENDING, LOSING, Fault, strike
@@ -33,7 +32,6 @@ from paceline.bench.chaos.ordeal import LEAST, Outcome
 
 CLONE_NEWNET = 0x40000000
 CABLES = {faults.CABLE: (1,), faults.ONE_WAY: (1,), faults.PAIR: (1, 0), faults.PARTITION: (1,)}
-needs_machines = pytest.mark.skipif(bool(no := machines.unavailable()), reason=no or "machines can be made here")
 STEPS = 4
 LOSSES, WEIGHTS = training.undisturbed(STEPS)
 

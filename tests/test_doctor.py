@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import machines
-from machines import Machines, refuse_calls
+from machines import Machines, needs_machines, refuse_calls
+from needs import needs
 from paceline.launch import symptoms
 from paceline.launch.doctor import examine
 from paceline.launch.findings import IN_THE_WAY
@@ -25,10 +25,7 @@ LIMIT_S = 10.0
 HURRIED, BUSY = "no time was left for ", "busy with other tests: no time was left for healthy hosts"
 START_S = 5.0  # of Python, and of the command line's imports
 OUR_HOMES = {os.environ["XDG_CACHE_HOME"]}  # of processes that this one starts here, and on its hosts
-needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
-needs_machines = pytest.mark.skipif(
-    bool(machines.unavailable()), reason=machines.unavailable() or "machines can be made here"
-)
+needs_sshd = needs(sshd=unavailable())
 
 
 def doctor(*words, code=0, **more):

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from launching import launch
+from needs import want
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # whether what was printed says that something was learnt
@@ -44,7 +45,7 @@ def alone(monkeypatch, capsys):
 
     def run(name, *arguments):
         if name not in HERE:
-            pytest.skip("transformers is not installed")
+            want(transformers="it is not installed")
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         said = capsys.readouterr()
@@ -75,7 +76,7 @@ def test_alone(name, alone):
 @pytest.mark.parametrize("name", LEARNS)
 def test_two_processes(name, two_processes):
     if name not in HERE:
-        pytest.skip("transformers is not installed")
+        want(transformers="it is not installed")
     check(name, two_processes[name])
 
 

@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 
-import pytest
 from cluster import Cluster
 
 import launching
 from machines import needs_cluster
+from needs import needs
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.route import Door, complaint, own_address, resolve
@@ -25,7 +25,7 @@ def missing() -> str:
     return "this machine has no ::1"
 
 
-needs_ipv6 = pytest.mark.skipif(bool(missing()), reason=missing() or "IPv6 is here")
+needs_ipv6 = needs(ipv6=missing())
 
 
 @needs_ipv6

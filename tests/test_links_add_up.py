@@ -17,6 +17,7 @@ import torch
 
 import mpirun
 import ranks
+from needs import want
 from paceline.contract import LinkError
 from paceline.find import find, module, names
 from paceline.launch.local import free_port
@@ -323,8 +324,7 @@ def over_loopback(link, size):
 
 def under_mpirun(link, size):
     """The same, started by mpirun, which says what all of them print."""
-    if reason := mpirun.unavailable():
-        pytest.skip(reason)
+    want(mpi=mpirun.unavailable())
     command = mpirun.command(size, __file__, link, size, 0)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

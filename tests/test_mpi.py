@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from torch import nn
 import mpirun
 from launching import JOINED, assert_as_four_here, environment
 from machines import needs_cluster
+from needs import needs
 from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
 from paceline import session
 from paceline.link import library, mpi
@@ -28,7 +28,7 @@ from test_faults import wait_for, wait_until_gone
 
 DEADLINE_S = 10.0
 WRAP = mpirun.SCRIPTS / "under_mpirun.py"
-needs_mpi = pytest.mark.skipif(bool(mpirun.unavailable()), reason=mpirun.unavailable() or "mpirun is here")
+needs_mpi = needs(mpi=mpirun.unavailable())
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -138,10 +138,7 @@ def test_a_rank_that_left_early_is_named_to_those_who_wait_for_it():
 
 
 @needs_mpi
-@pytest.mark.skipif(
-    bool(os.getuid()) or not (shutil.which("unshare") and shutil.which("ip")),
-    reason="a loopback card of one's own needs root, unshare and ip",
-)
+@needs_cluster
 def test_declared_bytes_are_those_on_the_wire():
     command = mpirun.command(4, WRAP, mpirun.SCRIPTS / "sent_by_mpi.py", way="sockets")
     inside = ["unshare", "-n", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", *command]

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
+from needs import needs
 from paceline.launch.check import check
 from paceline.launch.hosts import Way, parse
 from paceline.launch.packages import imported, lacking, needed
 from sshd import Sshd, unavailable
 
-needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+needs_sshd = needs(sshd=unavailable())
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import records
-from browser import opened, unavailable
+from browser import lacks, opened
+from needs import want
 from paceline.report import page
 from paceline.report.record import read
 from paceline.report.run import load
@@ -279,8 +280,7 @@ def test_words_and_curves_can_be_seen_by_everybody(name):
 
 @pytest.fixture(scope="module")
 def chrome():
-    if unavailable():
-        pytest.skip(unavailable())
+    want(**lacks())
     with opened() as browser:
         yield browser
 

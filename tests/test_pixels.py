@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from needs import module
 from paceline.data import decode as decoding
 from paceline.data.decode import decode
 from photographs import photo
@@ -37,7 +38,7 @@ def test_photographs_stand_upright(tmp_path, kind, way):
 
 
 def test_with_and_without_simplejpeg_pixels_are_nearly_the_same(tmp_path, monkeypatch):
-    pytest.importorskip("simplejpeg")
+    module("simplejpeg")
     for size in ((500, 375), (2100, 1100)):
         data = photo(tmp_path / "a.jpg", 3, size, quality=90).read_bytes()
         fast = decode(data).astype(int)

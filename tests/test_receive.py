@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from needs import want
 from paceline.launch import receive, snapshot
 from sending import SHA, ask, lay, tree
 
@@ -27,7 +28,7 @@ def test_a_full_disk_there_is_one_line(work, tmp_path):
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", small]
     if os.getuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
+        want(mounts="file systems cannot be mounted here")
     try:
         (work / "big").write_bytes(os.urandom(3 << 20))
         told = ask(small, [snapshot.take(work)[0][0].said()])

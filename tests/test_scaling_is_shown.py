@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from browser import opened, unavailable
+from browser import lacks, opened
+from needs import needs
 from paceline.probe.sheet import Plan, Row
 from paceline.probe.teams import Team
 from paceline.report import page
@@ -121,7 +122,7 @@ def test_one_run_says_what_it_sent_and_did_not_hide(folders, tmp_path):
     assert "sent per step" not in one
 
 
-@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "a browser is here")
+@needs(**lacks())
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_it_fits_phones_and_desks_by_day_and_night(folders, tmp_path, colours):
     page.write(folders, tmp_path / "report.html")

@@ -11,13 +11,14 @@ import pytest
 
 import launching
 from launching import finish
+from needs import needs
 from paceline.launch import snapshot
 from paceline.launch.hosts import Way, parse
 from paceline.launch.send import send
 from sending import lay
 from sshd import Sshd, unavailable
 
-needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+needs_sshd = needs(sshd=unavailable())
 
 
 @pytest.fixture(scope="module")

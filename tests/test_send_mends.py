@@ -9,14 +9,13 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
+from needs import needs
 from paceline.launch import receive, snapshot
 from paceline.launch import send as sender
 from paceline.launch.hosts import parse
 from sending import ask, tree
 
-needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git on this machine")
+needs_git = needs(git="" if shutil.which("git") else "there is no git on this machine")
 
 
 def one(name, content):

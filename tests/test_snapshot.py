@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from needs import needs
 from paceline.launch import snapshot
 from sending import lay
 
-needs_git = pytest.mark.skipif(not shutil.which("git"), reason="there is no git on this machine")
+needs_git = needs(git="" if shutil.which("git") else "there is no git on this machine")
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import torch
 
 import slurm
 from launching import HERE, assert_as_four_here, environment, launch
+from needs import needs
 
-pytestmark = pytest.mark.skipif(bool(slurm.unavailable()), reason=slurm.unavailable() or "Slurm is here")
+pytestmark = needs(slurm=slurm.unavailable())
 JOINED = HERE / "scripts" / "joined.py"
 
 

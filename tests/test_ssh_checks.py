@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from needs import needs
 from paceline.launch import facts
 from paceline.launch import lines as lines_
 from paceline.launch.check import check, faults, unreachable
@@ -17,7 +18,7 @@ from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import Lines
 from sshd import Sshd, unavailable
 
-needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+needs_sshd = needs(sshd=unavailable())
 
 
 @pytest.fixture(scope="module")

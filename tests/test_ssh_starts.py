@@ -13,10 +13,11 @@ import torch
 
 import launching
 from launching import finish, launch
+from needs import needs
 from sshd import Sshd, unavailable
 from test_ipv6 import missing as no_ipv6
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+pytestmark = needs(sshd=unavailable())
 JOINED = str(Path(__file__).parent / "scripts" / "joined.py")
 DEADLINE_S = 20.0
 
@@ -83,7 +84,7 @@ def test_two_nodes_over_ssh_train_to_the_bits_of_two_nodes_here(sshd, tmp_path):
         assert all(torch.equal(far[key], near[key]) for key in near)
 
 
-@pytest.mark.skipif(bool(no_ipv6()), reason=no_ipv6() or "IPv6 is here")
+@needs(ipv6=no_ipv6())
 def test_hosts_may_be_ipv6_addresses(sshd, script):
     path = script("print(os.environ['MASTER_ADDR'], os.environ['PACELINE_HOST'])")
     client = f"{sshd.ssh} -o HostName=::1"

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from needs import want
 from paceline.cli.doctor import _host
 from paceline.launch import facts, symptoms
 
@@ -49,7 +50,7 @@ def test_openblas_says_its_version(tmp_path):
     libraries = list(Path(np.__file__).parents[1].glob("numpy.libs/*.so*"))
     blas = [path for path in libraries if "openblas" in path.name]
     if not blas:
-        pytest.skip("numpy has no OpenBLAS of its own here")
+        want(openblas="numpy has none of its own here")
     (tmp_path / "torch").mkdir()
     for path in libraries:
         shutil.copy(path, tmp_path / "torch")

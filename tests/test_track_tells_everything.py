@@ -9,6 +9,7 @@ import time
 import pytest
 
 import records
+from needs import module
 from paceline.report import track
 from paceline.report.record import Record, read
 from paceline.report.run import load
@@ -16,7 +17,9 @@ from paceline.report.run import load
 
 def curve(run, tag):
     """(step, value) as TensorBoard itself reads its files."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    module("tensorboard")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     found = accumulator.EventAccumulator(str(run / "tensorboard"))
     found.Reload()
     return [(scalar.step, scalar.value) for scalar in found.Scalars(tag)]
@@ -24,7 +27,7 @@ def curve(run, tag):
 
 def test_tensorboard_gets_what_the_record_has(tmp_path):
     run = records.whole(tmp_path / "run", num_steps=40)
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed here")
+    module("tensorboard")
     told = track.follow(run, "tensorboard")
     steps = [event for event in read(run) if event["event"] == "step"]
     assert curve(run, "step/loss") == [(event["step"], pytest.approx(event["loss"])) for event in steps]
@@ -49,7 +52,7 @@ def test_samples_are_counted_whatever_the_loss_divides_by(tmp_path, said, sample
 
 
 def test_steps_done_again_replace_those_before(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed here")
+    module("tensorboard")
     first, again = [records.step(n, loss=1.0) for n in range(6)], [records.step(n, loss=2.0) for n in range(3, 8)]
     run = records.write(tmp_path / "run", records.join(), *first, records.join(), *again)
     track.follow(run, "tensorboard")
@@ -57,7 +60,7 @@ def test_steps_done_again_replace_those_before(tmp_path):
 
 
 def test_a_live_run_is_followed_to_its_end(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed here")
+    module("tensorboard")
     record = Record(tmp_path / "run")
     told = []
     follower = threading.Thread(
@@ -76,7 +79,7 @@ def test_a_live_run_is_followed_to_its_end(tmp_path):
 
 
 def test_a_run_that_was_stopped_and_resumed_is_followed_to_its_last_end(tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed here")
+    module("tensorboard")
     run, end = tmp_path / "run", {"event": "end", "time": 1.0, "reason": "signal 2"}
     records.write(run, records.join(), records.step(0), end, records.join(), records.step(1), end)
     track.follow(run, "tensorboard", live=True, poll_s=0.02)
@@ -117,7 +120,7 @@ def test_a_run_that_was_killed_is_left_after_a_while(tmp_path):
 
 
 def test_mlflow_gets_what_the_record_has(tmp_path, monkeypatch):
-    pytest.importorskip("mlflow", reason="mlflow is not installed here")
+    module("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     run = records.whole(tmp_path / "run", num_steps=20, num_epochs=2)
@@ -136,7 +139,7 @@ print(*(f"{m.step}={m.value}" for m in client.get_metric_history(run.info.run_id
 
 
 def test_wandb_takes_a_run_offline(tmp_path):
-    pytest.importorskip("wandb", reason="wandb is not installed here")
+    module("wandb")
     run = records.whole(tmp_path / "run", num_steps=20, num_epochs=2)
     # a process of its own: wandb leaves threads and a service behind it until exit
     script = (

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from near import ON, Near
+from needs import needs
 from paceline import verify as verification
 from paceline.probe import witness
 from sshd import Sshd, unavailable
 
-needs_sshd = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
+needs_sshd = needs(sshd=unavailable())
 OWN_LOOP = str(Path(__file__).parent.parent / "examples" / "own_loop.py")
 
 TWICE = """
