@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 
-.PHONY: train test test-dear test-all chaos check laws format clean
+.PHONY: train test test-dear test-all chaos zoo check laws format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test-dear those that show on other numbers what others show"
 	@echo "make test-all both"
 	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"
+	@echo "make zoo     100 models on several nodes and processes against a plain loop; writes docs/zoo.md, ten minutes or so"
 	@echo "make check   format, lint and type check"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -34,6 +35,13 @@ test-all: $(VENV)/.ready
 
 chaos: $(VENV)/.ready
 	$(BIN)/python -m paceline.bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)
+
+$(VENV)/.zoo: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet -e '.[dev,zoo]' -c constraints.txt
+	@touch $@
+
+zoo: $(VENV)/.zoo
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python -m zoo --page docs/zoo.md
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
