@@ -96,7 +96,7 @@ RULES = {
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),
         *("report.*", "probe.*", "elastic.*", "plan", "pace", "world", "balance", "overlap", "members"),
-        *("asked", "wrapped"),
+        *("asked", "interrupt", "wrapped"),
     ),
     "predict": ("network", "data.*", "elastic.*", "models.*"),
     "launch.measure": ("plan", "find", "world", "link.chosen", "probe.*", "launch.*"),

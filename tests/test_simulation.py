@@ -12,6 +12,7 @@ from paceline.bench.simulated.tally import Tally, tally
 from paceline.bench.simulated.ways import WAYS
 from paceline.contract import LinkError
 from paceline.link.faults import CLASSES, LONG, PARTITION, Net
+from paceline.link.quorum import Found, decide
 from paceline.link.virtual import World
 
 COUNT = 300  # on a busy machine a schedule may take a tenth of a second
@@ -143,14 +144,18 @@ def met(net, size):
 def test_who_comes_too_late_to_a_meeting_is_told():
     net = Net(5, {})
     net.stall(1, 100.0)
-    assert met(net, 2) == {0: 1, 1: "rank 1 came too late: ranks [0] went on without it"}
+    assert met(net, 2) == {0: 1, 1: f"rank 1: end: {decide([Found.AHEAD]).why}"}
 
 
-def test_the_smaller_part_is_told_that_it_is():
+def test_the_smaller_part_waits_and_is_told_that_it_is():
     net = Net(5, {})
     net.stall(0, 100.0)
     net.stall(1, 100.0)
-    assert met(net, 3)[2].startswith("rank 2 is cut off from ranks [0, 1]")
+    assert met(net, 3) == dict.fromkeys(range(3), 3)
+    net = Net(5, {})
+    net.stall(0, 400.0)
+    net.stall(1, 400.0)
+    assert met(net, 3)[2].startswith("rank 2: restore: cut off from rank 0, rank 1")
 
 
 def test_one_is_played_again_with_its_history(capsys):

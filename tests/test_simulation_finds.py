@@ -1,6 +1,7 @@
 """The simulation can fail: mistakes are planted, one at a time, and each is found within a few schedules."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -9,11 +10,13 @@ from paceline.bench.simulated.play import play
 from paceline.bench.simulated.rank import Rank
 from paceline.bench.simulated.schedule import Schedule
 from paceline.bench.simulated.ways import WAYS
-from paceline.contract import Agreement, Ballot, LinkError, Verdict
+from paceline.contract import Agreement, Ballot, LinkError
+from paceline.contract import Verdict as Outcome
 from paceline.elastic.survive import Surviving
 from paceline.exchange import allreduce
-from paceline.link.assembly import Assembly
-from paceline.link.faults import DEATH, DELAY, PARTITION
+from paceline.link import assembly
+from paceline.link.faults import DEATH, DELAY, PARTITION, STALL
+from paceline.link.quorum import Decision, Found, Roll, Verdict
 from paceline.loop import Loop
 
 
@@ -66,7 +69,7 @@ def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monke
 
 def test_a_refused_step_that_is_not_taken_back(monkeypatch):
     """Planted: those who are left go on with the next batch."""
-    monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Verdict.SKIP))
+    monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Outcome.SKIP))
     assert found(struck(DEATH))
 
 
@@ -118,8 +121,21 @@ def test_a_codec_that_remembers_a_refused_step(monkeypatch):
 
 def test_both_parts_of_a_run_go_on(monkeypatch):
     """Planted: whoever does not hear the others goes on without them."""
-    monkeypatch.setattr(Assembly, "refusal", lambda self, going, missing: "")
+
+    def anyhow(found, minimum=1, names=()):
+        settled = Found.EXPECTED not in found
+        return Decision(Verdict.GO_ON if settled else Verdict.WAIT, quorum=settled)
+
+    monkeypatch.setattr(assembly, "decide", anyhow)
     assert found(struck(PARTITION))
+
+
+def test_a_part_trusts_that_those_it_did_not_hear_have_ended_before_they_continued(monkeypatch):
+    """Planted: what was silent once and has ended counts as if it had ended at once."""
+    after, schedules = Roll.after, struck(PARTITION, num_seeds=60, size=2) + struck(STALL, num_seeds=60, size=2)
+    assert not found(schedules)
+    monkeypatch.setattr(Roll, "after", lambda self, *given: replace(after(self, *given), suspects=frozenset()))
+    assert found(schedules)
 
 
 def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):

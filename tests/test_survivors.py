@@ -13,10 +13,12 @@ from paceline.contract import LinkError
 from paceline.link import survivors
 from paceline.link import torch as gloo
 from paceline.link.meeting_point import MeetingPoint
-from paceline.link.survivors import HERE, REFUSED, SILENT, Place, Survivors
+from paceline.link.quorum import HERE, SILENT, Found, decide
+from paceline.link.survivors import REFUSED, Place, Survivors
 from paceline.whereabouts import BACK_S, Whereabouts
 
 SECRET = b"of this run"
+WITHOUT = decide([Found.AHEAD]).why
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
     members = team(3)
     heirs = [members[rank].among([1, 2], 1) for rank in (1, 2)]
     start = time.monotonic()
-    assert meet(members, [0]) == {0: f"rank 0 of 3 on host0: {survivors.WITHOUT}"}
+    assert meet(members, [0]) == {0: f"rank 0 of 3 on host0: {WITHOUT}"}
     assert time.monotonic() - start < 5.0
     assert meet(heirs, [0, 1]) == dict.fromkeys(range(2), (2, [0, 1]))
 
@@ -106,7 +108,7 @@ def test_another_whom_they_went_on_without_is_told_by_any_of_them(team):
     first = members[0].places[0]
     members[2].places[0] = Apart(first.name, first.host, first.address, first.port)
     start = time.monotonic()
-    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {survivors.WITHOUT}"}
+    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {WITHOUT}"}
     assert time.monotonic() - start < 5.0
 
 
@@ -162,11 +164,12 @@ def test_a_number_is_never_used_again(team):
     assert members[0].generation == members[2].generation == 5
 
 
-def test_fewer_than_the_least_end_with_the_number(team):
+def test_fewer_than_the_minimum_form_a_generation_that_nodes_can_come_to(team):
+    """Story: they ended, and those that were started again found nobody."""
     members = team(3, least=2)
     for rank in (0, 1):
         members[rank].point.close()
-    assert "1 of 3 nodes are left, and at least 2 are asked for" in meet(members, [2])[2]
+    assert meet(members, [2]) == {2: (1, [2])}
 
 
 class Apart(Place):
@@ -201,6 +204,7 @@ def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_
     team, sides, on, apart, monkeypatch
 ):
     monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
+    monkeypatch.setenv("PACELINE_WAIT", "1")
     size = sum(map(len, sides))
     members = team(size)
     for side in sides:
@@ -216,7 +220,8 @@ def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_
         if rank in on:
             assert found[rank] == (1, on)
         else:
-            assert "the larger part of a run goes on" in found[rank]
+            assert "the larger part of a run continues" in found[rank]
+            assert found[rank].endswith("it waited 1 s for them (--wait), in vain")
 
 
 def test_a_link_that_outlives_its_nodes_waits_less_for_who_may_come_back(team):
@@ -234,3 +239,90 @@ def test_what_can_be_told_of_a_place(team):
     assert member.me.look() == HERE
     member.point.close()
     assert member.me.look() == REFUSED
+
+
+def cut(members, sides):
+    """Places of another side do not answer, until what this gives is called."""
+    parted = [True]
+
+    class Cut(Place):
+        def look(self):
+            return SILENT if parted[0] else super().look()
+
+    for side in sides:
+        for rank in side:
+            member = members[rank]
+            member.places = [
+                place if other in side else Cut(place.name, place.host, place.address, place.port)
+                for other, place in enumerate(member.places)
+            ]
+            member.me = member.places[rank]
+    return lambda: parted.__setitem__(0, False)
+
+
+def after(seconds, work):
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+
+
+def test_parts_of_which_none_may_continue_wait_and_continue_when_they_hear_each_other(team, monkeypatch):
+    """Story: each ended as soon as a switch had failed for some seconds."""
+    monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
+    members = team(3)
+    told = []
+    for member in members:
+        member.notice = told.append
+    after(2.0, cut(members, [[0], [1], [2]]))
+    assert meet(members, range(3)) == dict.fromkeys(range(3), (1, [0, 1, 2]))
+    assert sum("is cut off from" in words and "waits up to 600 s for them (--wait)" in words for words in told) == 3
+
+
+def test_one_that_is_cut_off_waits_and_ends_when_it_hears_that_the_others_continued(team, monkeypatch):
+    monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
+    members = team(3)
+    heal = cut(members, [[0, 1], [2]])
+    found = meet(members, range(2))
+    assert found == dict.fromkeys(range(2), (1, [0, 1]))
+    heirs = [members[rank].among([0, 1], 1) for rank in range(2)]
+    after(2.0, heal)
+    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {WITHOUT}"}
+    assert [heir.generation for heir in heirs] == [1, 1]
+
+
+@pytest.mark.parametrize("alone", [1, 2])
+def test_where_those_that_continued_have_ended_the_run_is_resumed_from_a_checkpoint(team, monkeypatch, alone):
+    """A and B commit without C, both end, C returns: its weights may be older than theirs."""
+    monkeypatch.setattr(survivors, "DOUBT_S", 0.5)
+    members = team(3)
+    others = [rank for rank in range(3) if rank != alone]
+    heal = cut(members, [others, [alone]])
+    meet(members, others)
+    for rank in others:
+        members[rank].among(others, 1)
+
+    def end():
+        heal()
+        for rank in others:
+            members[rank].point.close()
+
+    after(2.0, end)
+    with pytest.raises(LinkError, match=r"may have continued without this process, which stood still") as raised:
+        members[alone].meet()
+    assert raised.value.resumes
+
+
+def test_a_signal_ends_one_that_is_cut_off(team, monkeypatch):
+    monkeypatch.setattr(survivors, "DOUBT_S", 0.3)
+    members = team(2)
+    cut(members, [[0], [1]])
+
+    class Heard(Exception):
+        pass
+
+    def heard():
+        raise Heard
+
+    after(1.5, lambda: setattr(members[1], "glance", heard))
+    with pytest.raises(Heard):
+        members[1].meet()

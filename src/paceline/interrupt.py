@@ -13,6 +13,7 @@ from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANGUP = signal.SIGHUP
+RESUME_CODE = 75  # EX_TEMPFAIL, the exit code of a process that must not continue by itself: resume the run
 AGAIN_S = 0.3  # in which a signal that comes again is the same one
 
 

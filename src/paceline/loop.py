@@ -85,7 +85,7 @@ class Loop:
         try:
             agreement = self._step(batch, gradient or self.engine.gradient)
         except LinkError as error:
-            raise LinkError(f"{self.who} at step {self.num_steps}: {error}", error.peer) from error
+            raise LinkError(f"{self.who} at step {self.num_steps}: {error}", error.peer, error.resumes) from error
         ballot = agreement.ballot
         seconds = time.perf_counter() - start
         sent_bytes = self.exchange.link.sent_bytes - sent_bytes

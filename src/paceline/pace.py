@@ -403,7 +403,8 @@ class Pace:
                 yield
             except LinkError as error:
                 self.exchange.close()  # as in a step
-                raise LinkError(f"{self.loop.who}, {doing} at step {self.num_steps}: {error}", error.peer) from error
+                words = f"{self.loop.who}, {doing} at step {self.num_steps}: {error}"
+                raise LinkError(words, error.peer, error.resumes) from error
 
     # what must happen once, everywhere, or be counted once
 

@@ -23,6 +23,7 @@ from paceline.engine import heap
 from paceline.engine.numerics import parse_row
 from paceline.find import find, parse
 from paceline.find import module as find_module
+from paceline.interrupt import RESUME_CODE
 from paceline.job import Job
 from paceline.link.chosen import choose
 from paceline.link.collective import Collective
@@ -280,6 +281,9 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         show.failed = True  # type: ignore[attr-defined]
         if getattr(error, "told", False):
             return  # another process of this run prints the same words
+        if isinstance(error, LinkError) and error.resumes:
+            sys.stderr.write(f"paceline: {error}; exit code {RESUME_CODE}: resume from the newest checkpoint\n")
+            sys.exit(RESUME_CODE)  # which Python heeds here
         if isinstance(error, LinkError | NotFinite | NoGradient | CheckpointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         elif hook is sys.__excepthook__:

@@ -21,11 +21,14 @@ Window = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
 
 
 class LinkError(ConnectionError):
-    """A link is dead: rebuild it or end. Names the peer, where known."""
+    """A link is dead: rebuild it or end. Names the peer, where known.
 
-    def __init__(self, message: str, peer: int | None = None):
+    ``resumes``: this process may not continue from its own state; the run resumes from its newest checkpoint.
+    """
+
+    def __init__(self, message: str, peer: int | None = None, resumes: bool = False):
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.resumes = peer, resumes
 
 
 class NotFinite(FloatingPointError):

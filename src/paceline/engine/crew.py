@@ -25,6 +25,7 @@ MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
 
 
 HELLO = struct.Struct("<II")  # local rank, local size
+END, RESUME = ENDS = b"E", b"R"  # why all processes of the node end; with RESUME the run resumes from a checkpoint
 KINDS = {
     b"b": "a barrier",
     b"f": "the forms of pieces",
@@ -113,7 +114,7 @@ class Crew:
             wrong = f"two processes of this node say they are local rank {rank}"
         if wrong:
             with contextlib.suppress(OSError):
-                line.send(b"E" + wrong.encode())
+                line.send(END + wrong.encode())
             line.close()
             raise self._lost(f"{wrong}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
         self.lines[rank], self.pids[rank] = line, other_end(line)[0]
@@ -182,8 +183,8 @@ class Crew:
             why = "its process ended"
         if not message:
             raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
-        if message[:1] == b"E":
-            raise CrewError(message[1:].decode())
+        if message[:1] in ENDS:
+            raise CrewError(message[1:].decode(), resumes=message[:1] == RESUME)
         return message[:1], message[1:], files
 
     def _patiently(self, peer: int, doing: str, act: Callable[[], Any]) -> Any:
@@ -208,7 +209,7 @@ class Crew:
         line.settimeout(1.0)
         with contextlib.suppress(OSError):
             while message := line.recv(MESSAGE_BYTES):
-                if message[:1] == b"E":
+                if message[:1] in ENDS:
                     return message[1:].decode()
         return ""
 
@@ -287,13 +288,13 @@ class Crew:
     def say_why(self, error: BaseException) -> None:
         """Local rank 0 tells the others why it must end, so that they end with the same words."""
         if self.rank == 0:
-            self.give_up(str(error))
+            self.give_up(str(error), RESUME if getattr(error, "resumes", False) else END)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, kind: bytes = END) -> None:
         """Those at the other ends of this process's lines end with these words."""
         for line in self.lines.values():
             with contextlib.suppress(OSError):
-                line.send(b"E" + why.encode()[: MESSAGE_BYTES - 1])
+                line.send(kind + why.encode()[: MESSAGE_BYTES - 1])
 
     def share(self, num_bytes: int) -> memoryview:
         """Memory that all see, zero, and real only where written."""

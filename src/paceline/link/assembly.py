@@ -1,10 +1,8 @@
-"""Who goes on after a loss, in virtual time: by the rules of `link/survivors.py`.
+"""Membership after a failure in virtual time: as `link/survivors.py`, and by the same rule (`quorum`).
 
-    each        goes to the lowest that answers, and waits there; the one below whom nobody answers waits itself
-    who waits   until every other has come, or is gone for certain, or has been silent for long
-    goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
-
-*Laws*: two parts never both go on; whoever does not is told why.
+each        goes to the lowest that answers, and waits there; the one below which nobody answers waits itself
+it waits    until every other has come, or is gone for certain, or has been silent for long
+decision    `quorum.decide`; one that is cut off keeps looking for the others for WAIT_S
 """
 
 from __future__ import annotations
@@ -16,56 +14,67 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.contract import LinkError
+from paceline.link.quorum import HERE, Decision, Found, Roll, Verdict, decide
 from paceline.link.virtual import Place, World
 
-HERE, GONE, SILENT = "here", "gone", "silent"
 DOUBT_S = 6.0  # without an answer, before a member counts as silent
 LATE_S = 20.0  # for those who are alive: longer than who comes last may have been waiting in vain
 PAUSE_S = 2.0  # between two looks
-GIVE_UP_S = 300.0
+WAIT_S = 200.0  # for those that one is cut off from
+GIVE_UP_S = 600.0
 
 
 @dataclass(frozen=True)
-class Decision:
-    """``heir``: the next generation; None for whom there is none, and ``refusal`` says why."""
+class Told:
+    """``heir``: the next generation; None for whom there is none, for the reason that was decided."""
 
     heir: Any
-    refusal: str = ""
+    decision: Decision
 
 
 class Assembly:
-    """``look(one, other)``: what the one finds where the other is. ``found(ids)``: makes the next generation."""
+    """``look(one, other)``: what the one finds where the other is. ``found(ids)``: makes the next generation.
+    ``doubts(one)``: whether it has stood still, or heard nothing, for so long that all others may have continued."""
 
-    def __init__(self, world: World, look: Callable[[int, int], str], found: Callable[[Sequence[int]], Any]):
-        self.world, self.look, self.found = world, look, found
+    def __init__(
+        self,
+        world: World,
+        look: Callable[[int, int], str],
+        found: Callable[[Sequence[int]], Any],
+        doubts: Callable[[int], bool] = lambda one: False,
+    ):
+        self.world, self.look, self.found, self.doubts = world, look, found, doubts
         self.calls: defaultdict[int, set[int]] = defaultdict(set)  # by host: who waits there
-        self.said: dict[tuple[int, int], Decision] = {}  # by host, and to whom
+        self.said: dict[tuple[int, int], Told] = {}  # by host, and to whom
         self.num_gone = 0
         self.place: Place = []
 
-    def meet(self, me: int, ids: Sequence[int]) -> Decision:
-        """What was decided, among the members ``ids`` of the last generation. Raises LinkError."""
-        world, hosts_since, silent_since = self.world, math.inf, dict[int, float]()
-        doubted = set[int]()  # have been silent in this meeting: who is gone then may have gone on, and ended
+    def meet(self, me: int, ids: Sequence[int]) -> Any:
+        """The next generation, of members ``ids`` of the last one. Raises LinkError."""
+        world, hosts_since, cut_since = self.world, math.inf, math.inf
+        others = [other for other in ids if other != me]
+        roll: Roll[int] = Roll(frozenset(others) if self.doubts(me) else frozenset())
         end = world.clock + GIVE_UP_S
         while world.clock < end:
-            seen = {other: self.look(me, other) for other in ids if other != me}
-            seen |= {other: SILENT for other, how in seen.items() if how == GONE and other in doubted}
-            doubted = {other for other, how in seen.items() if how == SILENT}
-            host = min((other for other in seen if other < me and seen[other] == HERE), default=me)
+            roll = roll.after({other: self.look(me, other) for other in others}, self.calls[me], world.clock)
+            host = min((other for other in others if other < me and roll.seen[other] == HERE), default=me)
             if host == me:
                 hosts_since = min(hosts_since, world.clock)
-                silent_since = {o: silent_since.get(o, world.clock) for o, how in seen.items() if how == SILENT}
-                came = [other for other in seen if seen[other] != GONE and other in self.calls[me]]
-                missing = [other for other in seen if seen[other] != GONE and other not in came]
-                enough = all(world.clock - silent_since.get(other, world.clock) >= DOUBT_S for other in missing)
-                if enough or world.clock - hosts_since >= LATE_S:
-                    return self._decide(me, ids, came, missing)
+                late = world.clock - hosts_since >= LATE_S
+                found = {other: roll.found(other, self.calls[me], world.clock, DOUBT_S) for other in others}
+                found = {o: Found.SILENT if late and how is Found.EXPECTED else how for o, how in found.items()}
+                decision = decide([found.get(each, Found.CAME) for each in ids], names=[f"rank {each}" for each in ids])
+                if decision.verdict is not Verdict.WAIT:
+                    return self._decide(me, ids, found, decision)
+                cut_off = Found.EXPECTED not in found.values()
+                cut_since = min(cut_since, world.clock) if cut_off else math.inf
+                if world.clock - cut_since >= WAIT_S:
+                    return self._decide(me, ids, found, Decision(Verdict.RESTORE, why=f"{decision.why}; in vain"))
             else:
-                hosts_since, silent_since = math.inf, {}
+                hosts_since = math.inf
                 self.calls[host].add(me)
-            if decision := self._wait(me, host):
-                return decision
+            if told := self._wait(me, host):
+                return self._taken(me, told)
         raise LinkError(f"rank {me} met none of the others again within {GIVE_UP_S:.0f} s")
 
     def look_again(self) -> None:
@@ -73,7 +82,7 @@ class Assembly:
         self.num_gone += 1
         self.world.notify(self.place)
 
-    def _wait(self, me: int, host: int) -> Decision | None:
+    def _wait(self, me: int, host: int) -> Told | None:
         came, gone = len(self.calls[me]), self.num_gone
         self.world.notify(self.place)
 
@@ -83,26 +92,22 @@ class Assembly:
 
         self.world.wait(news, PAUSE_S, self.place)
         self.calls[host].discard(me)
-        return self._taken(me, self.said[host, me]) if (host, me) in self.said else None
+        return self.said.get((host, me))
 
-    def _decide(self, me: int, ids: Sequence[int], came: Sequence[int], missing: Sequence[int]) -> Decision:
-        going = sorted([me, *came])
-        refusal = self.refusal(going, missing)
-        decision = Decision(None if refusal else self.found(going), refusal)
-        without = Decision(None, refusal or f"came too late: ranks {going} went on without it")
+    def _decide(self, me: int, ids: Sequence[int], found: dict[int, Found], decision: Decision) -> Any:
+        going = sorted([me, *(other for other, how in found.items() if how is Found.CAME)])
+        told = Told(self.found(going) if decision.quorum else None, decision)
+        without = Told(None, decide([Found.AHEAD]) if decision.quorum else decision)
         for other in ids:
-            self.said[me, other] = decision if other in going else without
+            self.said[me, other] = told if other in going else without
         self.calls[me].clear()
         self.world.notify(self.place)
-        return self._taken(me, decision)
+        return self._taken(me, told)
 
-    def _taken(self, me: int, decision: Decision) -> Decision:
+    def _taken(self, me: int, told: Told) -> Any:
         """What others have said to it is of the past."""
         self.said = {key: said for key, said in self.said.items() if key[1] != me}
-        return decision
-
-    def refusal(self, going: Sequence[int], missing: Sequence[int]) -> str:
-        """Why they may not go on. Who is gone for certain counts for neither part."""
-        if len(going) < len(missing) or (len(going) == len(missing) and min(missing) < min(going)):
-            return f"is cut off from ranks {sorted(missing)}, of whom more are alive, or as many with the lowest rank"
-        return ""
+        if not told.decision.quorum:
+            words = f"rank {me}: {told.decision.verdict.value}: {told.decision.why}"
+            raise LinkError(words, resumes=told.decision.verdict is Verdict.RESTORE)
+        return told.heir

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.contract import LinkError
 from paceline.link import memory
-from paceline.link.assembly import GONE, HERE, SILENT, Assembly
+from paceline.link.assembly import Assembly
 from paceline.link.memory import Link
+from paceline.link.quorum import GONE, HERE, SILENT
 from paceline.link.virtual import Killed, World
 
 KINDS = ("death", "delay", "reorder", "duplicate", "stall", "partition", "one way")
@@ -54,6 +54,9 @@ class Cut:
     def parts(self, one: int, other: int) -> bool:
         return (one in self.away and other in self.to) or (one in self.to and other in self.away)
 
+    def touches(self, one: int) -> bool:
+        return one in self.away or one in self.to
+
     def holds(self, sender: int, receiver: int) -> bool:
         return self.parts(sender, receiver) and (sender in self.away or self.kind == PARTITION)
 
@@ -72,7 +75,7 @@ class Net(World):
         self.ended: set[int] = set()  # have left in peace
         self.hub_of: dict[int, Hub] = {}  # the last generation that each was in
         self.doubtful: dict[int, int] = {}  # who has stood still: the gradients to send before it is sure of the others
-        self.assembly = Assembly(self, self.look, self._found)
+        self.assembly = Assembly(self, self.look, self._found, self.doubts)
 
     def tell(self, words: str) -> None:
         self.history.append(f"{self.clock:10.4f}  {words}")
@@ -115,12 +118,12 @@ class Net(World):
         if any(self._felt(cut) for cut in self.cuts if cut.until > self.clock and cut.parts(one, other)):
             return SILENT
         if other in self.ended or other in self.dead - self.unheard:
-            return SILENT if self.doubts(one, other) else GONE
+            return GONE
         return SILENT if other in self.unheard or self.stands_still(other) else HERE
 
-    def doubts(self, one: int, other: int) -> bool:
-        """Whether the other may have gone on without the one, which stood still or heard nothing, and have ended."""
-        parted = any(cut.felt and cut.parts(one, other) and cut.until > self.hub_of[one].since for cut in self.cuts)
+    def doubts(self, one: int) -> bool:
+        """Whether it has stood still, or heard nothing of others, since its generation was formed."""
+        parted = any(cut.felt and cut.touches(one) and cut.until > self.hub_of[one].since for cut in self.cuts)
         return parted or bool(self.doubtful.get(one))
 
     def _found(self, ids: Sequence[int]) -> Hub:
@@ -255,9 +258,6 @@ class Hub(memory.Hub):
         if kind == STALL:
             self._stall(who)
         net.sleep(net.dice.uniform(*LATENCY_S))
-        decision = net.assembly.meet(who, self.ids)
-        if decision.refusal:
-            raise LinkError(f"rank {who} {decision.refusal}")
-        heir: Hub = decision.heir
+        heir: Hub = net.assembly.meet(who, self.ids)
         net.hub_of[who] = heir
         return heir, heir.ids.index(who)

@@ -27,7 +27,8 @@ from paceline.link.bulk import Bulk, reach
 from paceline.link.meeting import LATE, Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import Hiding, secret_of_environment
-from paceline.link.survivors import ANSWER, GUEST, HERE, JOIN_S, MEMBERS, NEW, SILENT, TURN_S, Place, Survivors
+from paceline.link.quorum import HERE, SILENT
+from paceline.link.survivors import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
 from paceline.link.ticket import Ticket
 from paceline.link.torch import Link
 from paceline.whereabouts import BACK_S, Whereabouts

@@ -1,17 +1,17 @@
-"""Who is left: after a loss the members meet at the lowest of them, who decides who goes on.
+"""Membership after a failure: the members of a generation rendezvous at the lowest of them, which decides (`quorum`).
 
 Each keeps a meeting point of its own from the beginning, and knows those of all others.
 
-    each        goes to the lowest rank that answers, and waits there; the one below whom nobody answers waits itself
-    who waits   until every other has come, or is gone (its machine has hung up for it), or silent (nothing answers
-                there, or is refused), or says that all went on without this one
-    goes on     who has come, where they are more than the silent ones; of two equal parts, that with the lowest rank
+    each        goes to the lowest rank that answers, and waits there; the one below which nobody answers waits itself
+    it waits    until every other has come, or is gone (its machine has hung up for it), or silent (nothing answers
+                there, or is refused), or says that all continued without this one
+    decision    `quorum.decide`: those who came form the next generation; or they are cut off, and keep looking for the
+                others (PACELINE_WAIT seconds); or this process ends, or the run resumes from a checkpoint
 
-A process that was killed is gone for certain, so one node of two goes on; where the cable between two was pulled, each
-is silent to the other, and the lower rank goes on. Who went on without this one may have ended as well, and looks like
-killed: so whoever was silent once stays it, as all do who are gone for one that has stood still or heard nothing.
+A process that was killed is gone for certain, so one node of two continues; where the cable between two was pulled,
+each is silent to the other, and the lower rank continues, while the other one waits for it.
 
-*Laws*: two parts of a run never both go on; all who go on know the same members and the same generation.
+*Laws*: two parts of a run never both continue; all who continue know the same members and the same generation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from paceline.contract import Guest, LinkError, Porter
 from paceline.link.bulk import Bulk, Hatch
 from paceline.link.meeting import Meeting, knock
 from paceline.link.meeting_point import MeetingPoint
+from paceline.link.quorum import GONE, HERE, SILENT, Decision, Found, Roll, Verdict, decide
 from paceline.link.ticket import publish
 from paceline.link.witness import HANG_UP_S, Witness
+from paceline.patience import wait_s
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
 GENERATION = "generation"  # of the members that are told
@@ -45,9 +47,8 @@ ASK_S = 0.5  # after which those who have not come are asked, again and again, w
 NOTICE_S = 10.0  # of a meeting, before people are told for whom it waits
 LATE_S = 300.0  # for those who are alive and may still be computing their step
 GLANCE_S, PAUSE_S = 0.02, 0.1
-HERE, GONE, REFUSED, SILENT = "here", "gone", "refused", "silent"
+REFUSED = "refused"  # what a look shows of a process that has ended, or that a firewall refuses for
 NEW = "new"  # in the name of who was none of the nodes before
-WITHOUT = "the others could not reach this node for a while, and went on without it; start it again"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Place:
         does not greet; who is refused may have ended, or a firewall refuses for it."""
         try:
             with knock(self.address, self.port, KNOCK_S) as line:
-                return HERE if line.recv(1) else SILENT
+                return HERE if line.recv(1) else REFUSED  # it hung up: its process is ending
         except (ConnectionRefusedError, ConnectionResetError):
             return REFUSED
         except OSError:
@@ -100,8 +101,11 @@ class Survivors(Porter):
         self._mentions_s = math.inf
         self._admits: Sequence[Guest] = ()
         self._still_s = 0.0
-        self._silent: dict[str, float] = {}  # in this meeting, since when
-        self._doubted: set[str] = set()  # in this meeting: have ended, perhaps after they went on without this one
+        self._roll: Roll[str] = Roll()  # what looks at the others have shown, since this generation was formed
+        self._called: set[str] = set()  # who has come to the rendezvous here
+        self.wait_s = wait_s()  # for which one that is cut off looks for the others
+        self._cut_s = math.inf  # since when it is
+        self.glance: Callable[[], None] = lambda: None  # while it is: raises where waiting is to end
         self.hatch: Hatch | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
@@ -118,23 +122,27 @@ class Survivors(Porter):
         places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
         rank = ranks.index(self.rank)
         heir = Survivors(rank, places, generation, self.point, self.secret, self.least, self._witness)
-        heir.hatch, heir.notice = self.hatch, self.notice
+        heir.hatch, heir.notice, heir.glance = self.hatch, self.notice, self.glance
         return heir
 
     def meet(self, admits: Sequence[Guest] = (), still_s: float = 0.0) -> tuple[Meeting, int, list[int]]:
-        """(the meeting of those who go on, their generation, their ranks here). Raises LinkError where this one, or
-        nobody, may go on. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``:
-        for how long it stood still just now, or heard nothing, while the others may have gone on, and ended."""
-        self._admits, self.came, self._still_s, self._silent, self._doubted = admits, [], still_s, {}, set()
-        token, end = secrets.token_hex(8), time.monotonic() + LATE_S
-        self._mentions_s = time.monotonic() + NOTICE_S
-        while time.monotonic() < end:
+        """(the meeting of those who continue, their generation, their ranks here). Raises LinkError where this one, or
+        nobody, may. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``: for how
+        long it stood still just now, or heard nothing, while the others may have continued, and ended."""
+        self._admits, self.came, self._still_s = admits, [], still_s
+        everyone = frozenset(place.name for place in self.places if place is not self.me)
+        self._roll = Roll(everyone if still_s else self._roll.suspects & everyone)
+        token, self._cut_s = secrets.token_hex(8), math.inf
+        begin_s = time.monotonic()
+        self._mentions_s = begin_s + NOTICE_S
+        while time.monotonic() < begin_s + LATE_S + self.wait_s:
             for place in self.places:
-                decided = self._decide(end) if place is self.me else self._ask(place, token)
+                decided = self._decide(begin_s + LATE_S) if place is self.me else self._ask(place, token)
                 if decided:
                     self.generation = decided["generation"]
                     if decided["refused"]:
-                        raise LinkError(f"{self}: {decided['refused']}")
+                        resumes = decided["verdict"] == Verdict.RESTORE.value
+                        raise LinkError(f"{self}: {decided['refused']}", resumes=resumes)
                     with contextlib.suppress(LinkError):  # who decided has died since: all meet again
                         return self._join(place, decided)
                 if decided or place is self.me:
@@ -144,6 +152,7 @@ class Survivors(Porter):
 
     def _join(self, host: Place, decided: dict[str, Any]) -> tuple[Meeting, int, list[int]]:
         ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
+        self._roll = self._roll.after({}, decided["names"], time.monotonic())
         self.came = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
         meeting = self._line(host, ranks.index(self.rank), len(ranks) + len(self.came))
         meeting.patience_s = JOIN_S
@@ -167,10 +176,10 @@ class Survivors(Porter):
 
     def _look_after(self, others: Sequence[Place]) -> None:
         """While waiting for those who were met a moment ago. Raises LinkError where one is gone by now."""
-        seen = self._look(others)
+        self._look(others)
         now = time.monotonic()
         for place in others:
-            if seen[place.name] == GONE or now - self._silent.get(place.name, now) > DOUBT_S:
+            if self._roll.found(place.name, (), now, DOUBT_S) is not Found.EXPECTED:
                 raise LinkError(f"{place.host} was met again and is gone")
 
     def _reach(self, name: str) -> Meeting:
@@ -194,7 +203,7 @@ class Survivors(Porter):
                     self._mention([place])
                     if time.monotonic() > ask_s:
                         if self._went_on(place):  # whoever decided cannot be reached from here
-                            return {"generation": self.generation, "refused": WITHOUT}
+                            return self._ends(decide([Found.AHEAD]))
                         ask_s = time.monotonic() + ASK_S
                     for key in (f"decided/{token}", f"without/{self.me.name}"):
                         if meeting.check([key]):
@@ -206,10 +215,11 @@ class Survivors(Porter):
                 meeting.close()
         return None
 
-    def _decide(self, end: float) -> dict[str, Any] | None:
-        """As the lowest that answers; None where a lower one answers after all."""
+    def _decide(self, late_s: float) -> dict[str, Any] | None:
+        """As the lowest that answers; None where a lower one answers after all. ``late_s``: until when those who answer
+        and do not come are waited for."""
         others = [place for place in self.places if place is not self.me]
-        ask_s = time.monotonic() + ASK_S
+        ask_s, ahead = time.monotonic() + ASK_S, set[str]()
         meeting = self._line(self.me, self.rank, len(self.places))
         try:
             while True:
@@ -218,24 +228,51 @@ class Survivors(Porter):
                 if any(seen[place.name] == HERE for place in self.places[: self.rank]):
                     return None
                 calls = {p.name: meeting.get(f"call/{p.name}") for p in others if meeting.check([f"call/{p.name}"])}
-                # who called and died is gone
-                came = [p for p in others if p.name in calls and seen[p.name] != GONE]
-                missing = [p for p in others if p not in came and seen[p.name] != GONE]
-                if all(now - self._silent.get(place.name, now) > DOUBT_S for place in missing) or now > end:
-                    return self._tell(meeting, came, missing, calls)
-                self._mention([place for place in missing if seen[place.name] == HERE])
+                self._called = set(calls)
+                self._roll = self._roll.after({}, calls, now)
+                found = [self._found(place, ahead, now, now > late_s) for place in self.places]
+                decision = decide(found, self.least, [self._name(place) for place in self.places])
+                if decision.quorum or decision.verdict in (Verdict.END, Verdict.RESTORE):
+                    return self._tell(meeting, found, decision, calls)
+                missing = [p for p, how in zip(self.places, found, strict=True) if how is Found.EXPECTED]
+                if not missing and self._has_waited(decision, now):
+                    why = f"{decision.why}; it waited {self.wait_s:.0f} s for them (--wait), in vain"
+                    return self._tell(meeting, found, Decision(Verdict.RESTORE, why=why), calls)
+                missing = [place for place in missing if seen[place.name] == HERE]
+                self._mention(missing)
                 if now > ask_s:
-                    if any(self._went_on(place) for place in missing if seen[place.name] == HERE):
-                        return {"generation": self.generation, "refused": WITHOUT}
+                    ahead = {place.name for place in missing if self._went_on(place)}
                     ask_s = time.monotonic() + ASK_S
                 time.sleep(PAUSE_S)
         finally:
             meeting.close()
 
+    def _found(self, place: Place, ahead: set[str], now: float, late: bool) -> Found:
+        if place is self.me:
+            return Found.CAME
+        if place.name in ahead:
+            return Found.AHEAD
+        how = self._roll.found(place.name, self._called, now, DOUBT_S)
+        return Found.SILENT if late and how is Found.EXPECTED else how
+
+    def _name(self, place: Place) -> str:
+        return f"rank {self.places.index(place)} on {place.host}"
+
+    def _has_waited(self, decision: Decision, now: float) -> bool:
+        """Cut off from the others, for so long as one waits for them. Raises what `glance` raises."""
+        if self._cut_s == math.inf:
+            self._cut_s = now
+            self.notice(f"{self} is {decision.why}; it waits up to {self.wait_s:.0f} s for them (--wait)")
+        self.glance()
+        return now - self._cut_s > self.wait_s
+
+    def _ends(self, decision: Decision) -> dict[str, Any]:
+        return {"generation": self.generation, "refused": decision.why, "verdict": decision.verdict.value}
+
     def _mention(self, others: Sequence[Place]) -> None:
         if others and time.monotonic() > self._mentions_s:
             self._mentions_s = math.inf
-            who = ", ".join(f"rank {self.places.index(place)} on {place.host}" for place in others)
+            who = ", ".join(map(self._name, others))
             self.notice(
                 f"{self} has been meeting those who are left for {NOTICE_S:.0f} s, and waits for {who}: alive, "
                 f"and not there yet; it may be computing its step"
@@ -258,14 +295,7 @@ class Survivors(Porter):
             return {}
         with ThreadPoolExecutor(min(32, len(places))) as crowd:
             seen = dict(zip((p.name for p in places), crowd.map(self._see, places), strict=True))
-        for name, how in seen.items():
-            if how == HERE:
-                self._silent.pop(name, None)
-            elif how == SILENT or self._still_s or name in self._silent:
-                if how == GONE:
-                    self._doubted.add(name)
-                seen[name] = SILENT
-                self._silent.setdefault(name, time.monotonic())
+        self._roll = self._roll.after(seen, (), time.monotonic())
         return seen
 
     def _see(self, place: Place) -> str:
@@ -275,14 +305,15 @@ class Survivors(Porter):
         return GONE if self._witness.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else SILENT
 
     def _tell(
-        self, meeting: Meeting, came: Sequence[Place], silent: Sequence[Place], calls: dict[str, bytes]
+        self, meeting: Meeting, found: Sequence[Found], decision: Decision, calls: dict[str, bytes]
     ) -> dict[str, Any]:
-        going = [place for place in self.places if place is self.me or place in came]
-        said = [calls[place.name].decode().split() for place in came]
+        going = [place for place, how in zip(self.places, found, strict=True) if how is Found.CAME]
+        said = [calls[place.name].decode().split() for place in going if place is not self.me]
         decided = {
             "generation": 1 + max(self.generation, *(int(generation) for _, generation in said), 0),
             "names": [place.name for place in going],
-            "refused": self._refusal(going, silent),
+            "refused": "" if decision.quorum else decision.why,
+            "verdict": decision.verdict.value,
         }
         asking = self.waiting() if self._admits and not decided["refused"] else {}
         # who has asked again since is not the one that was to be taken in
@@ -296,7 +327,8 @@ class Survivors(Porter):
         for place in self.places:
             meeting.delete_key(f"call/{place.name}")
             if place not in going:
-                meeting.set(f"without/{place.name}", json.dumps({**decided, "refused": decided["refused"] or WITHOUT}))
+                without = decide([Found.AHEAD]) if decision.quorum else decision
+                meeting.set(f"without/{place.name}", json.dumps({**decided, **self._ends(without)}))
         return decided
 
     # who comes late
@@ -345,28 +377,6 @@ class Survivors(Porter):
                 raise LinkError(f"{name} did not come to be given anything")
             time.sleep(GLANCE_S)
         return self.hatch.here[name]
-
-    def _refusal(self, going: Sequence[Place], silent: Sequence[Place]) -> str:
-        """Why they may not go on; empty where they may."""
-        where = {place.name: rank for rank, place in enumerate(self.places)}
-        lowest = min((*going, *silent), key=lambda place: where[place.name])
-        if len(going) < len(silent) or (len(going) == len(silent) and lowest in silent):
-            who = ", ".join(f"rank {where[place.name]} on {place.host}" for place in silent)
-            if self._still_s and self._doubted & {place.name for place in silent}:
-                return (
-                    f"this process stood still, or heard nothing of another one, for {self._still_s:.0f} s, and {who} "
-                    f"may have gone on without it, and ended; start it again, with --resume if training has not ended"
-                )
-            return (
-                f"cut off from {who}, and the larger part of a run goes on, of two equal parts that with the lowest "
-                f"rank; mend the network, and start this node again"
-            )
-        if len(going) < self.least:
-            return (
-                f"{len(going)} of {len(self.places)} nodes are left, and at least {self.least} are asked for "
-                "(--nodes); start the run again, with --resume, when there are enough"
-            )
-        return ""
 
 
 def _node(name: str) -> str:

@@ -26,9 +26,10 @@ from paceline.bench.simulated.rank import Attempt, Rank
 from paceline.bench.simulated.schedule import Schedule
 from paceline.bench.simulated.ways import CLOSE, LR, checksum, given, reference, windows
 from paceline.link.faults import SEVERS, Net
+from paceline.link.quorum import Verdict
 
 LONGEST_S = 1000.0  # of virtual time
-TOLD = ("came too late", "is cut off")
+TOLD = tuple(f": {verdict.value}: " for verdict in (Verdict.END, Verdict.RESTORE))
 
 
 def broken(schedule: Schedule, net: Net, ranks: Sequence[Rank], alone: int) -> list[str]:
