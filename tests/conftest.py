@@ -110,7 +110,6 @@ numerics.py::test_bf16_between_processes
 outlived.py::test_a_node_of_several
 outlived.py::test_batch_norm_over_everyone
 outlived.py::test_wherever_a_node_dies
-outlived.py::test_with_too_few_left
 over_a_real_wire
 over_a_real_wire[200mbit
 over_shaped_cables_take
@@ -175,6 +174,8 @@ what_differs[model
 where_mpirun_lets_it[0-sockets
 where_mpirun_lets_it[1-shared memory]
 who_is_lost[plain
+run_waiting.py::test_joining_nodes_of_several_processes
+run_waiting.py::test_more_are_lost_while
 whom_it_lost[cable of rank 1-tls
 """.strip().splitlines()
 

@@ -39,7 +39,7 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         monkeypatch.setattr(torch, "empty_like", full)
-        until(lambda: welcome._look(False) or door.told)
+        until(lambda: welcome._look() or door.told)
         monkeypatch.undo()
         num_bytes = sum(weight.nbytes for weight in model.parameters())
         assert door.told["late"]["refused"] == f"the node that leads has no memory for a copy of {num_bytes} bytes"
@@ -57,7 +57,7 @@ def test_who_has_other_samples_is_refused(monkeypatch):
         door = Doorkeeper(pace)
         door.asked["late"]["data"]["numbers of samples"] = 9
         monkeypatch.setattr(type(pace.ledger), "porter", door)
-        Welcome(pace, {})._look(False)
+        Welcome(pace, {})._look()
         assert "different numbers of samples (8, 9)" in door.told["late"]["refused"]
 
 
@@ -95,7 +95,7 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
         door, welcome = welcoming(pace, monkeypatch)
 
         def level():
-            welcome._look(False)
+            welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
                 following.part(handover.part(pace, following.next))
             return welcome._ready
@@ -104,7 +104,7 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
         assert (ready.turn, door.lines[0].messages) == (1, 1)
         came = door.asked["late"]
         door.asked["late"] = {key: value for key, value in came.items() if key != "began"} | {"turn": 2}
-        welcome._look(False)
+        welcome._look()
         assert "position" in door.told["late"]
         assert not welcome._ready
         door.asked["late"] = came | {"turn": 3}
@@ -125,7 +125,7 @@ def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_as
         line.breaks, door.line = True, lambda name: line
 
         def broken():
-            welcome._look(False)
+            welcome._look()
             following = welcome._following["late"]
             if following.placed:
                 following.part(handover.part(pace, following.next))
@@ -135,7 +135,7 @@ def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_as
         assert line.closed
         for _ in range(3):
             following.before(pace.agreement, None)()
-            welcome._look(False)
+            welcome._look()
         assert following._messages.qsize() <= 1  # the word that ends the thread
         assert not welcome._ready
         assert not door.told
@@ -151,7 +151,7 @@ def test_who_does_not_come_when_all_meet_for_it_is_met_for_no_more(monkeypatch):
         monkeypatch.setattr(welcome, "_meet", lambda: ())
         meetings = 0
         while not door.told and meetings < 10:
-            welcome._look(False)
+            welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
                 following.part(handover.part(pace, following.next))
             if welcome._ready:
@@ -205,7 +205,8 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
         monkeypatch.setattr(type(pace.ledger), "porter", door)
         welcome = Welcome(pace, {"files of paceline": "mine"})
-        until(lambda: welcome._look(own) or door.told)
+        welcome._own = own
+        until(lambda: welcome._look() or door.told)
         monkeypatch.undo()
     assert door.told["late"]["refused"].startswith(why)
     assert why in capsys.readouterr().err

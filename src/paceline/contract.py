@@ -233,7 +233,12 @@ class Line(Protocol):
 
 
 class Porter:
-    """Speaks for the members to nodes that come late, which have proved that they belong to the run."""
+    """Speaks for the members to nodes that come late, which have proved that they belong to the run.
+
+    ``glance`` is called while this process, cut off from the other members, waits for them: it may raise.
+    """
+
+    glance: Callable[[], None] = staticmethod(lambda: None)
 
     def waiting(self) -> dict[str, dict[str, Any]]:
         """What each of them asks, by its name."""

@@ -16,7 +16,6 @@ import torch
 
 from paceline import handover
 from paceline.following import follow
-from paceline.interrupt import Stopped
 
 
 class Entry:
@@ -25,12 +24,7 @@ class Entry:
     def __init__(self, pace: Any, late: Any, said: dict[str, str]):
         self.pace, self.late, self.said = pace, late, said
         if late:
-            late.glance = self._glance
-
-    def _glance(self) -> None:
-        """A signal ends what a step would have ended."""
-        if number := self.pace.loop.stop:
-            raise Stopped(number)
+            late.glance = pace._glance
 
     def hello(self) -> None:
         """Where training is. Raises LinkError where this node is refused, or the run has ended."""
@@ -73,6 +67,7 @@ class Entry:
             pass
         if self.late:
             self.late.leave()
+            pace.heed()
         # other masks than anybody has drawn before
         torch.manual_seed(pace.job.seed * 100_003 + 1_009 * link.generation + pace.world.rank)
         return True

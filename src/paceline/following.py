@@ -48,16 +48,17 @@ class Following:
         look = handover.weights_of if self._gathered else handover.part
         self._like = [_tensors(look(pace, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
-        self._thread = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._make_places, name="paceline following", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def _make_places(self) -> None:
         """Memory that nobody has touched yet comes slowly: training need not stand still for it."""
+        like = self._like
         try:
-            for part in self._like:
+            for part in like:
                 self._places.append([torch.empty_like(tensor, device="cpu").zero_() for tensor in part])
         except (MemoryError, RuntimeError):  # torch's own is the latter
-            num_bytes = sum(tensor.nbytes for part in self._like for tensor in part)
+            num_bytes = sum(tensor.nbytes for part in like for tensor in part)
             self._places, self.lost = [], f"the node that leads has no memory for a copy of {num_bytes} bytes"
 
     @property
@@ -67,7 +68,7 @@ class Following:
     @property
     def placed(self) -> bool:
         """There is a place for the next part, and nothing in it yet."""
-        return bool(self._left) and (self._num_put > 0 or not self._thread.is_alive()) and not self._over
+        return bool(self._left) and bool(self._places) and not self._over
 
     @property
     def next(self) -> list[handover.Rows]:
@@ -146,7 +147,8 @@ class Following:
             self._messages.put(None)
         else:
             self.stop()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         return all_of_it and not self._over
 
 

@@ -156,6 +156,7 @@ def rest(pace: Any) -> dict[str, Any]:
         "shares": list(loop.seat.shares) if loop.seat.shares else None,
         "least": list(pace._limits.least),
         "most": list(pace._limits.most),
+        "minimum": pace.world.least,
     }
 
 
@@ -191,6 +192,7 @@ def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
     limits = seating.Limits(tuple(said["least"]), tuple(said["most"]))
     shares = tuple(said["shares"]) if said["shares"] else None
     seat = dataclasses.replace(loop.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
+    pace.world = dataclasses.replace(pace.world, least=said["minimum"])
     members.sit(pace, seat, limits, tuple(said["sizes"]))
     if loop.drift and said["drift"]:
         loop.drift.load(said["drift"])

@@ -25,6 +25,14 @@ class Stopped(SystemExit):
         self.number = number
 
 
+class Resume(Stopped):
+    """Raised where training cannot continue for now, once all is saved. Exit code: RESUME_CODE."""
+
+    def __init__(self) -> None:
+        SystemExit.__init__(self, RESUME_CODE)
+        self.number = 0
+
+
 class Interrupt:
     """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. One that comes
     within AGAIN_S is no second one: what ends a service or a machine reaches every process, and the launcher passes it

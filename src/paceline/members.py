@@ -10,6 +10,7 @@ from typing import Any
 from paceline import seating
 from paceline.contract import Regroup
 from paceline.elastic.claim import claim
+from paceline.waiting import enough
 
 
 def regroup(pace: Any, news: Regroup) -> None:
@@ -28,18 +29,19 @@ def move(pace: Any, news: Regroup) -> None:
     elif pace.world.node == 0 and not pace.leader:
         _lead(pace)
     if pace._welcome:
-        pace._welcome.came = news.came
+        pace._welcome.note(news)
 
 
 def tell(pace: Any, news: Regroup) -> None:
     """On the screen and in the record, where this process leads."""
     step, num_nodes, words = pace.loop.num_steps, len(news.origin) + len(news.came), []
     if news.lost or not news.came:
-        left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes go on ({news.why})"
+        how = "go on" if enough(num_nodes, pace.world.least) else "are left"
+        left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes {how} ({news.why})"
         words.append(f"lost {', '.join(news.lost) or 'no node'} at step {step}; {left}")
     if news.came:
         came = ", ".join(guest.host for guest in news.came)
-        words.append(f"{came} came at step {step}; {num_nodes} nodes train")
+        words.append(f"{came} came at step {step}; {num_nodes} nodes {_do(pace, num_nodes)}")
     words += _too_many(pace)
     if pace.leader:
         print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
@@ -54,6 +56,10 @@ def tell(pace: Any, news: Regroup) -> None:
         seconds=news.seconds,
         why=news.why,
     )
+
+
+def _do(pace: Any, num_nodes: int) -> str:
+    return "train" if enough(num_nodes, pace.world.least) else f"are here, of at least {pace.world.least}"
 
 
 def _too_many(pace: Any) -> list[str]:

@@ -27,7 +27,7 @@ from paceline.engine import batch as batches_
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
 from paceline.frozen import plant
-from paceline.interrupt import HANGUP, SIGNALS, Interrupt, Stopped
+from paceline.interrupt import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
 from paceline.live import Live, stacks, tell
@@ -191,9 +191,11 @@ class Pace:
         self._own = OwnLoop(self)
         self._usage: Usage | None = None
         self._welcome = Welcome(self, said) if surviving else None
-        self.loop.kept = self._welcome.keep if self._welcome else None
+        if self._welcome:
+            self.loop.kept, self.loop.rejoin = self._welcome.keep, self._welcome.rejoin
         self._entry = Entry(self, late, said) if world.late else None
         self._interrupt = self._interrupts()
+        self.heed()
         if link:
             atexit.register(_leave, ledger)
             if exchange.overlap == "forward":
@@ -518,6 +520,26 @@ class Pace:
             )
         self.close(f"signal {number}")
         raise Stopped(number)
+
+    def _give_up(self, why: str) -> None:
+        """Training cannot continue here for now: all is kept for those who resume it."""
+        path = self.save() if self.folder else None
+        if self.leader:
+            kept = f"saved {path}" if path else "there is no folder to save in, so the run begins anew"
+            text = f"{why}; {kept}; exit code {RESUME_CODE}: resume the run from its newest checkpoint"
+            sys.stderr.write(f"paceline: {text}\n")
+        self.close(why)
+        raise Resume
+
+    def _glance(self) -> None:
+        """While others are waited for: a signal ends what a step would have ended."""
+        if number := self.loop.stop:
+            raise Stopped(number)
+
+    def heed(self) -> None:
+        """Signals end this process also while it is cut off from the others."""
+        if porter := self.ledger.porter:
+            porter.glance = self._glance
 
     def close(self, reason: str = "finished") -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""

@@ -5,6 +5,7 @@
     a vote                  says to all that somebody waits, and in which generation it is to be a member
     before the next step    all meet, the new one as the last rank; the leader gives it the rest
     that step               is everyone's
+    below the minimum       no step is taken before joining nodes are enough (`waiting`)
 
 *Laws*: who has another script, model or version, or is here already, is refused by name, and nobody stands still for
 it; who dies while it is taken in costs the others a step at most.
@@ -21,15 +22,17 @@ from typing import Any
 
 from paceline import handover
 from paceline.compare import unlike
-from paceline.contract import Agreement, Guest, LinkError, Porter, Rule
+from paceline.contract import Agreement, Guest, LinkError, Porter, Regroup, Rule
 from paceline.following import Following
+from paceline.patience import wait_s
+from paceline.waiting import Door, enough, wait
 
 MOST_VAIN = 2  # times that all meet to take the same one in
 IN_VAIN = f"all met to take it in, {MOST_VAIN} times, and it did not come; look at the network, and start it again"
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
-class Welcome:
+class Welcome(Door):
     """Of every process of every member. ``said``: what `compare.digests` says of this one."""
 
     def __init__(self, pace: Any, said: dict[str, str]):
@@ -40,10 +43,15 @@ class Welcome:
         self._following: dict[str, Following] = {}  # in the process that leads
         self._vain: dict[str, int] = {}
         self._began = -1
+        self._own = False  # a loop of the user's own, whose rows nobody else can deal
+        self._missing: list[str] = []  # hosts that were lost, and have not come back
+        self._waits_s = 0.0  # since when, on `time.monotonic`
+        self._limit_s = wait_s()
 
     def before(self, batch: Any, own: bool) -> None:
         """Every process must call it before each step. ``own``: of a loop of the user's own."""
         pace = self.pace
+        self._own = own or not hasattr(batch, "epoch")
         # whoever comes is in the same call of `batches`, so that it ends with the others
         if pace.agreement.ballot.guests > pace.exchange.link.generation and pace.began == self._began and not own:
             self._admit()
@@ -51,9 +59,85 @@ class Welcome:
         if self._follows(pace.agreement):
             self._copy()
         if pace.leader:
-            self._look(own or not hasattr(batch, "epoch"))
-            pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
-            pace.loop.follows = bool(self._following)
+            self._look()
+        self._hold()
+        pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
+        pace.loop.follows = bool(self._following)
+
+    def rejoin(self, seat: Any) -> Any:
+        """Before a step is computed again; the seat to compute it in. Every process must call it."""
+        self._hold()
+        return self.pace.loop.seat
+
+    def note(self, news: Regroup) -> None:
+        """Other nodes from now on."""
+        self.came = news.came
+        self._missing += news.lost
+        for guest in news.came:
+            if guest.host in self._missing:
+                self._missing.remove(guest.host)
+
+    # below the minimum
+
+    def _hold(self) -> None:
+        pace = self.pace
+        if enough(self.num_nodes, self.minimum):
+            return
+        self._waits_s = time.monotonic()
+        text = (
+            f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) {'is' if self.num_nodes == 1 else 'are'} "
+            f"left at step {pace.loop.num_steps}, with everything in memory; {self._who} may come back within "
+            f"{self._limit_s:.0f} s (--wait)"
+        )
+        if pace.leader:
+            sys.stderr.write(f"paceline: {text}\n")
+        pace.record.write("wait", step=pace.loop.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
+        with pace.whereabouts.at(f"waiting for {self._who} to come back"):
+            wait(self, pace.exchange, time.sleep)
+        pace.record.write("waited", step=pace.loop.num_steps, seconds=time.monotonic() - self._waits_s)
+
+    @property
+    def _who(self) -> str:
+        return ", ".join(self._missing) or "missing nodes"
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.pace.world.num_nodes)
+
+    @property
+    def minimum(self) -> int:  # type: ignore[override]
+        return int(self.pace.world.least)
+
+    def look(self) -> dict[str, Any]:
+        pace = self.pace
+        if pace.leader:
+            self._look()
+        # who is level waits for others that nearly are, unless it makes the nodes enough
+        on_the_way = [each for each in self._following.values() if not each.level and not each.hopeless]
+        admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
+        in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
+        return {
+            "guests": pace.exchange.link.generation + 1 if admits else 0,
+            "follows": bool(self._following),
+            "stop": pace.loop.stop,
+            "hung": pace.loop.hung,
+            "over": in_vain and not self._following,
+        }
+
+    def copy(self) -> bool:
+        return self.pace.world.node == 0 and self._copy()
+
+    def admit(self) -> None:
+        self._admit()
+
+    def end(self, number: int) -> None:
+        pace = self.pace
+        if number:
+            pace._end(number)
+            return
+        few = f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) are left"
+        why = f"{OWN}, which cannot join therefore" if self._own else f"{self._who} did not come back"
+        pace._give_up(f"{few}: {why} within {self._limit_s:.0f} s (--wait)" if not self._own else f"{few}: {why}")
 
     def begin_again(self) -> None:
         """What those who follow were given is of another state: they are given all of it anew."""
@@ -65,17 +149,19 @@ class Welcome:
         """Known to every process of the node that leads."""
         return agreement.ballot.follows and self.pace.world.node == 0
 
-    def _copy(self) -> None:
-        """The next part for each who follows, as soon as there is a place for it."""
+    def _copy(self) -> bool:
+        """The next part for each who follows, as soon as there is a place for it. Whether there was any."""
         pace = self.pace
         takers = [each for each in self._following.values() if each.placed]
         wanted = json.dumps([each.next for each in takers]).encode()
-        for i, rows in enumerate(json.loads(bytes(pace.exchange.hand(wanted)))):
+        parts = json.loads(bytes(pace.exchange.hand(wanted)))
+        for i, rows in enumerate(parts):
             part = handover.part(pace, rows)
             if pace.leader:
                 takers[i].part(part)
+        return bool(parts)
 
-    def _look(self, own: bool) -> None:
+    def _look(self) -> None:
         porter = self.pace.ledger.porter
         asked = porter.waiting() if porter else {}
         self._ready = []
@@ -86,17 +172,17 @@ class Welcome:
             if self._answered.get(name) != said["turn"]:
                 assert porter
                 try:
-                    told = self._answer(porter, name, said, own)
+                    told = self._answer(porter, name, said)
                 except (LookupError, TypeError):
                     told = {"refused": "it asks as another version of paceline does; install the same on every node"}
                 if told is not None:
                     porter.answer(name, told)
                     self._answered[name] = said["turn"]
 
-    def _answer(self, porter: Porter, name: str, said: dict[str, Any], own: bool) -> dict[str, Any] | None:
+    def _answer(self, porter: Porter, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
         """None for whom the answer is to be taken in, which is still to come."""
         pace = self.pace
-        if why := OWN if own else self._refusal(said):
+        if why := OWN if self._own else self._refusal(said):
             print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
             return {"refused": why}
         if self._vain.get(name, 0) >= MOST_VAIN:
@@ -117,7 +203,7 @@ class Welcome:
         if following.broken:
             return None  # it hears of it, and asks anew
         if following.lost:
-            del self._following[name]
+            self._following.pop(name).stop()
             return {"refused": following.lost}
         if not following.level and not following.hopeless:
             return None

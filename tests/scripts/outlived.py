@@ -4,6 +4,7 @@ WHERE: forward; backward, while pieces leave; vote, when all have arrived; evalu
 place of one of these words:
 
     sync, half, adam, shares    how it trains: batch norm over everyone, codec, optimizer with a schedule, unlike shares
+    clip                        likewise: by a norm that is reached in every step
     memory                      no node has room for more than a third of the batch
     back                        who leads waits, between steps, for each that died to come back
     other, copy, take           who comes back has another model, dies while it is given a copy, dies while it is given
@@ -39,6 +40,7 @@ LATE = "PACELINE_JOIN" in os.environ
 PATIENCE_S = 60.0
 HALT_S = 25
 HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
+HOW["clip"] = {"clip": 0.3}
 HOW["memory"] = {"most_rows": BATCH // 3}
 
 

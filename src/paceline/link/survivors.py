@@ -100,7 +100,6 @@ class Survivors(Porter):
         self.notice: Callable[[str], None] = lambda text: None  # told once of a meeting that lasts
         self._mentions_s = math.inf
         self._admits: Sequence[Guest] = ()
-        self._still_s = 0.0
         self._roll: Roll[str] = Roll()  # what looks at the others have shown, since this generation was formed
         self._called: set[str] = set()  # who has come to the rendezvous here
         self.wait_s = wait_s()  # for which one that is cut off looks for the others
@@ -129,7 +128,7 @@ class Survivors(Porter):
         """(the meeting of those who continue, their generation, their ranks here). Raises LinkError where this one, or
         nobody, may. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``: for how
         long it stood still just now, or heard nothing, while the others may have continued, and ended."""
-        self._admits, self.came, self._still_s = admits, [], still_s
+        self._admits, self.came = admits, []
         everyone = frozenset(place.name for place in self.places if place is not self.me)
         self._roll = Roll(everyone if still_s else self._roll.suspects & everyone)
         token, self._cut_s = secrets.token_hex(8), math.inf
