@@ -84,7 +84,7 @@ def followed(leader):
     """Who follows from a moment on, and who it is sent by."""
     slow = Slow()
     following = Following(leader, slow, "late")
-    following._thread.join(30.0)
+    following._maker.join(30.0)
     return following, slow
 
 

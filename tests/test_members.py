@@ -136,12 +136,12 @@ def test_who_has_stood_still_does_not_take_the_others_for_killed():
     """They may have gone on without it, and ended: then two would have trained to the end, to two results."""
     point, gone = (MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(2))
     places = [Place(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
-    member = Survivors(1, places, 0, point, SECRET)
+    member, other = (Survivors(1, places, 0, point, SECRET) for _ in range(2))
     gone.close()
     with pytest.raises(LinkError, match=r"rank 0 on host0 may have continued without this process") as raised:
         member.meet(still_s=34.0)
     assert raised.value.resumes
-    meeting, _, ranks = member.meet()
+    meeting, _, ranks = other.meet()
     assert ranks == [1]
     meeting.close()
     point.close()

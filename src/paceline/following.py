@@ -48,7 +48,8 @@ class Following:
         look = handover.weights_of if self._gathered else handover.part
         self._like = [_tensors(look(pace, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
-        threading.Thread(target=self._make_places, name="paceline following", daemon=True).start()
+        self._maker = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
+        self._maker.start()
         self._thread: threading.Thread | None = None
 
     def _make_places(self) -> None:
