@@ -181,6 +181,7 @@ class Rank:
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
         self.engine = engine or Engine()
+        self.engine.divided = link.size > 1
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
         self.exchange.open(

@@ -113,6 +113,8 @@ class Engine:
     num_shares: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
     seed: int = 0  # of what virtual shares draw
     redoes: bool = False  # a step may be computed again after its pieces have left
+    hint: str = ""  # what the last gradient has shown that users should know
+    divided: bool = False  # a global batch is computed in several parts, here or elsewhere
     ahead: bool = False  # may begin the next step while pieces of the last are still coming
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import InitVar, dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -55,7 +56,7 @@ class Job:
             faults.append("SparseAdam takes sparse gradients alone, and here they are added up dense; use Adam")
         faults += self._function_faults()
         faults += self._number_faults()
-        faults += _schedule_faults(self.scheduler)
+        faults += _schedule_faults(self.scheduler, optimizer)
         if whole:
             faults += _model_faults(model)
         if whole and isinstance(optimizer, torch.optim.Optimizer):
@@ -74,11 +75,7 @@ class Job:
             of_layers = isinstance(function, type) and issubclass(function, torch.nn.Module)
             if function is not None and (of_layers or not callable(function)):
                 faults.append(f"{name} must be callable{AS[name]}, got {_named(function)}")
-        if type(self.loss).__module__ == torch.nn.MSELoss.__module__ and getattr(self.loss, "reduction", "") == "sum":
-            faults.append(
-                "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
-                "rows: use reduction='mean', and a learning rate as many times as large"
-            )
+        faults += _loss_faults(self.loss)
         return faults
 
     def _number_faults(self) -> list[str]:
@@ -176,7 +173,34 @@ def _model_faults(model: torch.nn.Module) -> list[str]:
     return faults
 
 
-def _schedule_faults(scheduler: Any) -> list[str]:
+def _loss_faults(loss: Any) -> list[str]:
+    """Of torch's own losses, whichever way they are given: classes, functions, partials and methods of these."""
+    words: dict[str, Any] = {}
+    while isinstance(loss, partial) or isinstance(getattr(loss, "__self__", None), torch.nn.Module):
+        if isinstance(loss, partial):
+            loss, words = loss.func, {**loss.keywords, **words}
+        else:
+            loss = loss.__self__
+    if isinstance(loss, torch.nn.Module):
+        own = type(loss).forward.__module__ == torch.nn.MSELoss.__module__
+        reduction = getattr(loss, "reduction", "mean") if own else "mean"
+    else:
+        legacy = words.get("size_average"), words.get("reduce")
+        own = getattr(loss, "__module__", None) == torch.nn.functional.__name__
+        reduction = words.get("reduction", "mean")
+        if legacy != (None, None):
+            reduction = torch.nn._reduction.legacy_get_string(*legacy, emit_warning=False)
+    if own and reduction == "sum":
+        return [
+            "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
+            "rows: use reduction='mean', and a learning rate as many times as large"
+        ]
+    if own and reduction == "none":
+        return ["loss has reduction='none', which gives a number per row, and a step takes one: use reduction='mean'"]
+    return []
+
+
+def _schedule_faults(scheduler: Any, optimizer: Any) -> list[str]:
     if scheduler is None:
         return []
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -188,4 +212,27 @@ def _schedule_faults(scheduler: Any) -> list[str]:
     steps = callable(getattr(scheduler, "step", None)) and hasattr(scheduler, "state_dict")
     if isinstance(scheduler, type | torch.optim.Optimizer) or not steps:
         return [f"scheduler must be a torch.optim.lr_scheduler, got {_named(scheduler)}"]
+    for each in _schedulers(scheduler, set()):
+        other = getattr(each, "optimizer", None)
+        if isinstance(other, torch.optim.Optimizer) and not _shares_groups(other, optimizer):
+            return [
+                f"the scheduler's {type(each).__name__} was made for another optimizer, whose learning rates it would "
+                f"change: make it with the optimizer that join is given"
+            ]
     return []
+
+
+def _shares_groups(one: torch.optim.Optimizer, other: Any) -> bool:
+    """Some optimizers are wrapped in another, and have its groups."""
+    mine = {id(group) for group in one.param_groups}
+    return one is other or any(id(group) in mine for group in getattr(other, "param_groups", ()))
+
+
+def _schedulers(scheduler: Any, met: set[int]) -> Iterator[Any]:
+    """It, and those that it is made of."""
+    met.add(id(scheduler))
+    yield scheduler
+    for value in vars(scheduler).values() if hasattr(scheduler, "__dict__") else ():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if id(each) not in met and isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+                yield from _schedulers(each, met)

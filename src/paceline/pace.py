@@ -81,11 +81,11 @@ class Pace:
         self.witness = Witness.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
-            if isinstance(job.loss, torch.nn.Module):  # weights of classes
-                job.loss.to(getattr(torch, self.witness.dtype))
-        engine.open(job.model, job.optimizer, job.loss, job.metric)
+            job.loss = self.witness.cast_loss(job.loss)
         several = world.size > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1
-        if several or job.accumulate > 1:
+        engine.divided = bool(several or job.accumulate > 1 or world.least)
+        engine.open(job.model, job.optimizer, job.loss, job.metric)
+        if engine.divided:
             job.check_divided()
         if several:
             job.check_norms()
@@ -332,6 +332,9 @@ class Pace:
             raise
         if where[1] is not None:
             self.epoch, self.next_step = (where[0] + 1, 0) if ends else (where[0], where[1] + 1)
+        if self.engine.hint and not self._told_hint:
+            self._told_hint = True
+            self._hint(self.engine.hint)
         ballot = self.agreement.ballot
         loss = ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
         if self.stopwatch:
@@ -345,18 +348,17 @@ class Pace:
         return loss
 
     _mode: bool | None = None  # the model's, in the last step
-    _told_mode = False
+    _told_mode = _told_hint = False
 
     def _look_at_mode(self) -> None:
         """Before the first step, and where the mode has changed since the last; it is said once."""
         self._mode = self.job.model.training
-        if (
-            self.leader
-            and not self._told_mode
-            and not self.watched
-            and (text := asleep(self.job.model, self.num_steps))
-        ):
+        if not self._told_mode and (text := asleep(self.job.model, self.num_steps)):
             self._told_mode = True
+            self._hint(text)
+
+    def _hint(self, text: str) -> None:
+        if self.leader and not self.watched:
             print(f"paceline: {text}", file=sys.stderr)
             self.record.write("hint", text=text)
 

@@ -18,12 +18,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from paceline.contract import Ballot
-
-IGNORED = -100  # torch's own word for a target that does not count
+from paceline.engine.means import Means, Seen, refuse, refuse_part
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
@@ -140,58 +138,49 @@ def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
 
 
 def judged(
-    loss: Callable[..., Any] | None, output: Any, batch: Any, rows: int | None = None
+    loss: Callable[..., Any] | None,
+    output: Any,
+    batch: Any,
+    rows: int | None = None,
+    means: Means | None = None,
+    divided: bool = False,
 ) -> tuple[Tensor, float, float, dict[str, float]]:
     """(loss, what it times to be the sum over what counts, how much counts, each named part of it as a sum).
 
-    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``. ``rows``:
-    how many there are, where that is known of other than the tensors.
+    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, of which
+    ``means`` has seen what it divides by. ``rows``: how many there are, where that is known of other than the tensors.
+    ``divided``: these are not all rows of the step, so what cannot be added up over its parts is a ValueError.
     """
-    said = _own_loss(output) if loss is None else _weighed(loss, output, batch, rows)
+    if loss is None:
+        said, means = _own_loss(output), means or Means()
+    else:
+        means = Means()
+        with Seen(means):
+            said = loss(output, target(loss, batch))
     if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
         return said[0], 1.0, float(said[1]), {}
     times = float(count(batch) if rows is None else rows)
     if _is_number(said):
-        return said, times, times, {}
+        call, much = means.of(said), means.divisor(said)
+        if divided:
+            refuse(loss, call, means, batch, times)
+        if call is None or much is None:
+            return said, times, times, {}
+        return (said, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
     if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
         if len(said) > Ballot.MOST_TERMS:
             raise ValueError(
                 f"the loss returned {len(said)} parts, at most {Ballot.MOST_TERMS} are added up over all processes; "
                 f"add some of them together"
             )
+        for name, part in said.items() if divided else ():
+            refuse_part(str(name), means.of(part), times)
         terms = {str(name): float(part.detach()) * times for name, part in said.items()}
         return reduce(operator.add, said.values()), times, times, terms
     raise ValueError(
         f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
         f"weight) with a finite weight >= 0, or a dict of means by name"
     )
-
-
-def _weighed(loss: Callable[..., Any], output: Any, batch: Any, rows: int | None) -> Any:
-    """What ``loss`` says; (sum, weight) where it is torch's own of classes, and its mean not over all rows alike:
-    classes have weights, or some targets do not count."""
-    asked, wanted = _of_classes(loss), target(loss, batch)
-    if asked is None or not isinstance(wanted, Tensor) or wanted.is_floating_point():
-        return loss(output, wanted)
-    weights, ignored, smoothing = asked
-    counts = wanted != ignored
-    alike = weights is None and wanted.numel() == (count(batch) if rows is None else rows)
-    if alike and bool(counts.all()):  # a mean over rows, as elsewhere a sum over those that count
-        return loss(output, wanted)
-    much = counts.sum() if weights is None else weights[wanted.where(counts, 0)].where(counts, 0).sum()
-    words: dict[str, Any] = {"weight": weights, "ignore_index": ignored, "reduction": "sum"}
-    if smoothing is None:
-        return functional.nll_loss(output, wanted, **words), much
-    return functional.cross_entropy(output, wanted, label_smoothing=smoothing, **words), much
-
-
-def _of_classes(loss: Any) -> tuple[Tensor | None, int, float | None] | None:
-    """(weights, ignored, label smoothing) of torch's own cross entropy or likelihood, as a mean; None of others."""
-    if loss is functional.cross_entropy or loss is functional.nll_loss:
-        return None, IGNORED, 0.0 if loss is functional.cross_entropy else None
-    if type(loss) not in (nn.CrossEntropyLoss, nn.NLLLoss) or loss.reduction != "mean" or loss._forward_hooks:
-        return None
-    return loss.weight, loss.ignore_index, getattr(loss, "label_smoothing", None)
 
 
 def counted(said: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:

@@ -65,6 +65,7 @@ class Engine(sequential.Engine):
             self.twins.append(sequential.Engine())
             self.twins[-1].numerics, self.twins[-1].forward = self.numerics, self.forward
             self.twins[-1].accumulate, self.twins[-1]._keeps = self.accumulate, False
+            self.twins[-1].divided = self.divided
             self.twins[-1].open(one, optimizer, loss, metric)
         _, self.num_threads = cores.share(0, 1, cpus, allowed=allowed)
         super().open(model, optimizer, loss, metric)

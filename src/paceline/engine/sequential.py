@@ -27,12 +27,18 @@ from paceline.engine.buffers import solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.inputs import Inputs
 from paceline.engine.layout import Layout
+from paceline.engine.means import Means, labels_of
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.parts import cut
 from paceline.engine.update import Factored, finish, multiply, refuse_closures, separate, takes_factors
 
 HASH_VALUES = 1 << 12  # at least, of each step
+AUXILIARY = (
+    "the model's own loss has an auxiliary loss (aux_loss, of a mixture of experts), which is no mean over samples: "
+    "each process and micro-batch balances its experts over its own rows, so the result depends on how many there are"
+)
+_Judged = tuple[Tensor, float, float, dict[str, float]]
 HASH_STEPS = 1000  # in which every value has been looked at
 
 
@@ -114,6 +120,19 @@ class Engine(contract.Engine):
         with self.numerics.forward(self.device):
             return batch, self.forward(self.model, batch)
 
+    def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, _Judged]:
+        """(the batch where the model is, the model's output, what `judged` says of both)."""
+        means = Means(elements=True) if self.loss is None and self.divided and not self.numerics.compile else None
+        batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
+        with self.numerics.forward(self.device):
+            if means is None:
+                output = self.forward(self.model, batch)
+            else:
+                with labels_of(batch, means, mapped) as given:
+                    output = self.forward(self.model, given)
+                self.hint = AUXILIARY if getattr(output, "aux_loss", None) is not None else ""
+            return batch, output, judged(self.loss, output, batch, num_rows, means, self.divided)
+
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
@@ -123,9 +142,7 @@ class Engine(contract.Engine):
 
         def compute(part: Any) -> Tensor:
             with self._norms_of_all(), self._later.reading():
-                part, output = self.run(part)
-                with self.numerics.forward(self.device):
-                    value, times, weight, terms = judged(self.loss, output, part, num_rows)
+                part, output, (value, times, weight, terms) = self._judged(part, num_rows)
             ballot.loss_sum += float(value.detach()) * times
             ballot.weight += weight
             if self._norms and not value.requires_grad:  # the others wait for its part in the middle of backward
@@ -226,8 +243,7 @@ class Engine(contract.Engine):
         parameters = self.backward.parameters
         for parameter in parameters.values():
             parameter.grad = None
-        part, output = self.run(batch)
-        judged(self.loss, output, part)[0].backward()  # type: ignore[no-untyped-call]
+        self._judged(batch)[-1][0].backward()  # type: ignore[no-untyped-call]
         grads = [(name, parameters[name].grad) for name in self.names]
         bad = next((name for name, grad in grads if grad is not None and not grad.isfinite().all()), "")
         for parameter in parameters.values():
@@ -236,12 +252,7 @@ class Engine(contract.Engine):
 
     @torch.no_grad()
     def _is_finite(self, batch: Any) -> bool:
-        for some in self._split(batch, self.accumulate):
-            part, output = self.run(some)
-            with self.numerics.forward(self.device):
-                if not math.isfinite(judged(self.loss, output, part)[0]):
-                    return False
-        return True
+        return all(math.isfinite(self._judged(some)[-1][0]) for some in self._split(batch, self.accumulate))
 
     def _hash(self) -> int:
         """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""

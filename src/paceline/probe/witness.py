@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ class Witness:
         """The batch with its floating-point tensors in the type of the comparison."""
         return _Cast(batch, getattr(torch, self.dtype), mapped)
 
+    def cast_loss(self, loss: Any) -> Any:
+        """The loss with its weights of classes in that type, whichever way it holds them."""
+        dtype = getattr(torch, self.dtype)
+        if isinstance(loss, nn.Module):
+            return loss.to(dtype)
+        if isinstance(loss, partial):
+            words = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
+            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **words)
+        self.cast_loss(getattr(loss, "__self__", None))  # of a bound method
+        return loss
+
     def step(self, loss: float, state: dict[str, Tensor] | None) -> None:
         """Raises SystemExit after the last step, on every process."""
         self.losses.append(loss)
@@ -83,6 +95,10 @@ class Witness:
         save_file({key: value.detach().clone() for key, value in state.items()}, self.folder / name)
 
 
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 class _Cast:
     """A batch whose floating-point tensors arrive in another type."""
 
@@ -95,7 +111,7 @@ class _Cast:
 
     def share(self, seat: Any) -> Any:
         rows = self.batch.share(seat)
-        return None if rows is None else self.mapped(rows, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        return None if rows is None else self.mapped(rows, lambda tensor: _cast(tensor, self.dtype))
 
 
 @dataclass(frozen=True)

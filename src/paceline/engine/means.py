@@ -1,0 +1,222 @@
+"""What a loss of torch's own divides by, seen where it is called: targets that count, weights of classes, elements.
+
+A mean over samples is added up by samples. One over anything else is not: of two processes with unlike numbers of
+targets that count, the mean of their means is another. So the calls inside of a loss are noted, and where one
+of them is what the loss returned, its own divisor is what the process adds to the sum.
+
+    a loss given to join    all calls of torch in it are seen (a mode of torch's)
+    a model's own loss      so that its forward pass costs nothing, its labels alone are watched: a kind of
+                            tensor that notes what losses it comes to, and is a plain one everywhere else
+
+*Laws*: any split of a batch gives the one process's mean; a part of which nothing counts adds nothing, and no NaN.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import _reduction
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+IGNORED = -100  # torch's own word for a target that does not count
+# where their targets lie among the arguments
+CLASSES = {F.cross_entropy: 1, F.nll_loss: 1, getattr(F, "linear_cross_entropy", None): 2}
+ELEMENTS = {
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+}
+LABELS = "label", "target"  # in the names of what a loss reads
+INPUTS = "ids", "mask", "position"  # and in those of what only a model does, as `transformers` calls it
+
+_now = threading.local()
+
+
+@dataclass
+class Call:
+    """One call of a loss that gave one number."""
+
+    function: Any
+    value: Tensor
+    version: int
+    args: Sequence[Any]
+    words: Mapping[str, Any]
+
+    @property
+    def reduction(self) -> str:
+        legacy = self.words.get("size_average"), self.words.get("reduce")
+        if legacy == (None, None):
+            return str(self.words["reduction"])
+        return str(_reduction.legacy_get_string(*legacy, emit_warning=False))
+
+    @property
+    def classes(self) -> Tensor | None:
+        """Its targets, where they are classes."""
+        if self.function not in CLASSES:
+            return None
+        target = self.args[CLASSES[self.function]].as_subclass(Tensor)
+        return None if target.is_floating_point() or not target.dim() else target
+
+    @property
+    def counts(self) -> Tensor | None:
+        target, ignored = self.classes, self.words.get("ignore_index")
+        return None if target is None else target != (IGNORED if ignored is None else ignored)
+
+    def divisor(self, elements: bool) -> float | None:
+        """What its mean divided by; None: by nothing that is known here, so by samples."""
+        target, counts = self.classes, self.counts
+        if self.reduction != "mean":
+            return None
+        if target is None or counts is None:
+            shapes = [each.shape for each in self.args[:2] if isinstance(each, Tensor)]
+            known = elements and self.function in ELEMENTS
+            return float(torch.Size(torch.broadcast_shapes(*shapes)).numel()) if known else None  # type: ignore[no-untyped-call]
+        weights = self.words.get("weight")
+        if weights is None:
+            return float(counts.sum())
+        return float(weights[target.where(counts, 0)].where(counts, 0).sum())
+
+    def alike(self, rows: float) -> bool:
+        """Whether each of so many samples has the same part in its mean. Causal models ignore one place of each."""
+        counts, many = self.counts, max(1, int(rows))
+        if counts is None or self.reduction != "mean":
+            return True
+        if self.words.get("weight") is not None or counts.numel() % many:
+            return False
+        left_out = (~counts).reshape(many, -1).sum(1)
+        return bool((left_out == left_out[0]).all()) and int(left_out[0]) <= 1
+
+    @property
+    def nothing(self) -> Tensor:
+        """0, of which the model is a part: where nothing counts, its own value is 0 / 0."""
+        logits: Tensor = self.args[0]
+        return logits.flatten()[:1].sum() * 0.0
+
+
+class Means:
+    """The calls of losses in it that gave one number. ``elements``: a mean over elements counts these."""
+
+    def __init__(self, elements: bool = False):
+        self.calls: list[Call] = []
+        self.elements = elements
+
+    def note(self, function: Any, value: Any, args: Sequence[Any], words: Mapping[str, Any]) -> None:
+        if "reduction" in words and isinstance(value, Tensor) and not value.dim() and not value.is_inference():
+            self.calls.append(Call(function, value, value._version, args, words))
+
+    def of(self, said: Any) -> Call | None:
+        """The call that gave this, and nobody changed it since."""
+        found = (call for call in self.calls if call.value is said and said._version == call.version)
+        return next(found, None)
+
+    def divisor(self, said: Any) -> float | None:
+        call = self.of(said)
+        return call.divisor(self.elements) if call else None
+
+
+class Seen(TorchFunctionMode):
+    """Within, every call of torch is looked at."""
+
+    def __init__(self, means: Means):
+        super().__init__()
+        self.means = means
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = func(*args, **(kwargs or {}))
+        if kwargs:
+            self.means.note(func, value, args, kwargs)
+        return value
+
+
+class Label(Tensor):
+    """Notes which losses it comes to. So do numbers that are made of labels alone, and whole numbers made with them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            value = func(*args, **(kwargs or {}))
+        means: Means | None = getattr(_now, "means", None)
+        if kwargs and means is not None:
+            means.note(func, value, args, kwargs)
+        given = [each for arg in args for each in (arg if isinstance(arg, tuple | list) else (arg,))]
+        alone = all(isinstance(each, Label) for each in given if isinstance(each, Tensor))
+        return _watched(value, alone)
+
+
+def _watched(value: Any, alone: bool = False) -> Any:
+    if isinstance(value, Tensor):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return value.as_subclass(Label) if alone or whole else value
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(_watched(each, alone) for each in value)
+    return value
+
+
+@contextmanager
+def labels_of(batch: Any, means: Means, mapped: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Iterator[Any]:
+    """The batch as a model is given it, with labels that note in ``means`` what losses they come to."""
+    _now.means = means
+    try:
+        if isinstance(batch, Mapping):
+            yield {name: _label(str(name), part, mapped) for name, part in batch.items()}
+        else:
+            yield mapped(batch, _watched)
+    finally:
+        _now.means = None
+
+
+def _label(name: str, part: Any, mapped: Callable[..., Any]) -> Any:
+    named = any(word in name for word in LABELS)
+    if not named and any(word in name for word in INPUTS):
+        return part
+    return mapped(part, lambda tensor: _watched(tensor, named))
+
+
+def refuse(loss: Any, call: Call | None, means: Means, batch: Any, rows: float) -> None:
+    """Raises ValueError for a loss that parts of a batch do not add up to."""
+    if call is not None:
+        if call.reduction == "sum":
+            raise ValueError(
+                f"the loss is a sum (reduction='sum' of {call.function.__name__}), and a step is a mean over the "
+                f"global batch: use reduction='mean', and a learning rate as many times as large, or return "
+                f"(sum, weight)"
+            )
+        return
+    if loss is not None:
+        return  # what else a function of the user's does with a mean, nobody knows
+    unlike = any(not each.alike(rows) for each in means.calls) or _has_ignored(batch)
+    if unlike:
+        raise ValueError(
+            "the model's own loss is no single mean over the labels that count, and here some do not (-100): each part "
+            "of the batch would divide by another number. Give join a loss that returns (sum, weight), such as\n"
+            "    loss=lambda output, batch: (F.cross_entropy(output.logits.flatten(0, -2), "
+            "batch['labels'].flatten(), reduction='sum'),\n"
+            "                                (batch['labels'] != -100).sum())"
+        )
+
+
+def refuse_part(name: str, call: Call | None, rows: float) -> None:
+    """The same of a part of a loss, which is a mean over samples."""
+    if call is not None and (call.reduction == "sum" or not call.alike(rows)):
+        what = "a sum" if call.reduction == "sum" else "a mean over the targets that count, or by weights of classes"
+        raise ValueError(
+            f"the loss's part {name!r} is {what}, and a dict holds means over samples: each part of the batch would "
+            f"divide by another number; return (sum, weight) of all parts together, or means over samples"
+        )
+
+
+def _has_ignored(batch: Any) -> bool:
+    labels = [part for name, part in batch.items() if "label" in str(name)] if isinstance(batch, Mapping) else []
+    return any(isinstance(each, Tensor) and bool((each == IGNORED).any()) for each in labels)

@@ -1,0 +1,230 @@
+"""Every mean is divided once, by what torch divides by: any split of a batch gives the one process's result.
+
+Story: class weights in a functools.partial, or -100 in the labels of a `transformers` model, and two nodes trained
+another model than one, without a word.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import paceline
+import ranks
+from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
+
+W = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+
+def _batches(_):
+    data = [rows(24, seed) for seed in range(2)]
+    for seed, (_, y) in enumerate(data):
+        y[: 7 + seed] = 1  # one rank has more of a class than others
+    return data
+
+
+def _ignoring(name):
+    data = _batches(name)
+    for _, y in data:
+        y[:16] = IGNORED.get(name, -100)  # of three ranks one has nothing that counts
+    return data
+
+
+CLASSES = {
+    "partial": partial(F.cross_entropy, weight=W),
+    "partial of a partial": partial(partial(F.cross_entropy, weight=W.flip(0)), weight=W, ignore_index=2),
+    "smoothed": partial(F.cross_entropy, weight=W, label_smoothing=0.2),
+    "partial of a module": partial(nn.CrossEntropyLoss(weight=W)),
+    "bound": nn.CrossEntropyLoss(weight=W, ignore_index=0).forward,
+    "subclass": type("Mine", (nn.CrossEntropyLoss,), {})(weight=W),
+    "lambda": lambda output, target: F.cross_entropy(output, target, weight=W),
+    "hooked": nn.CrossEntropyLoss(weight=W),
+    "likelihood": lambda output, target: nn.NLLLoss(weight=W)(output.log_softmax(1), target),
+    "legacy": partial(F.cross_entropy, weight=W, size_average=True),
+    "only some": lambda output, target: F.cross_entropy(output[target > 0], target[target > 0]),
+}
+IGNORED = {"partial of a partial": 2, "bound": 0}
+CLASSES["hooked"].register_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("make", [_batches, _ignoring])
+@pytest.mark.parametrize("name", CLASSES)
+def test_weights_of_classes_and_ignored_targets(name, make):
+    loss, data, model = CLASSES[name], make(name), build()
+    want, want_losses = reference(model, data, OPTIMIZERS["sgd"], loss=loss)
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss, shares=(5, 1, 2)[: link.size])
+        return rank.train(data), rank.state()
+
+    for size in (1, 2, 3):
+        for losses, state in ranks.run(size, work):
+            assert gap(state, want) < 1e-12
+            assert losses == pytest.approx(want_losses, rel=1e-12)
+
+
+POSITIVE = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+CLASS, REAL, SIGN = (
+    torch.arange(24) % OUT,
+    torch.randn(24, OUT, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
+    (torch.arange(24 * OUT).view(24, OUT) % 3 - 1).sign().double(),
+)
+TORCHS = {
+    nn.L1Loss: ({}, REAL),
+    nn.MSELoss: ({}, REAL),
+    nn.SmoothL1Loss: ({}, REAL),
+    nn.HuberLoss: ({}, REAL),
+    nn.CrossEntropyLoss: ({"weight": W}, CLASS),
+    nn.NLLLoss: ({"weight": W}, CLASS),
+    nn.PoissonNLLLoss: ({}, REAL.abs()),
+    nn.KLDivLoss: ({"reduction": "batchmean"}, REAL.softmax(1)),
+    nn.BCEWithLogitsLoss: ({"pos_weight": POSITIVE}, REAL.sigmoid()),
+    nn.SoftMarginLoss: ({}, SIGN),
+    nn.HingeEmbeddingLoss: ({}, SIGN),
+    nn.MultiLabelSoftMarginLoss: ({"weight": POSITIVE}, (SIGN > 0).double()),
+    nn.MultiLabelMarginLoss: ({}, torch.stack([CLASS, -torch.ones_like(CLASS), CLASS], 1)),
+    nn.MultiMarginLoss: ({"weight": W}, CLASS),
+}
+# they take other than (output, target), so that a function of the user's calls them
+CALLED = {
+    nn.BCELoss: lambda made: lambda output, target: made(output.sigmoid(), target.sigmoid()),
+    nn.GaussianNLLLoss: lambda made: lambda output, target: made(output, target, target.square() + 1),
+    nn.CosineEmbeddingLoss: lambda made: lambda output, target: made(output, target, target[:, 0].sign()),
+    nn.MarginRankingLoss: lambda made: lambda output, target: made(output[:, 0], output[:, 1], target[:, 0].sign()),
+    nn.TripletMarginLoss: lambda made: lambda output, target: made(output, target, target.flip(1)),
+    nn.TripletMarginWithDistanceLoss: lambda made: lambda output, target: made(output, target, target.flip(1)),
+    nn.CTCLoss: lambda made: (
+        lambda output, target: made(
+            output.unsqueeze(0).repeat(4, 1, 1).log_softmax(2),
+            torch.ones(len(output), 2, dtype=torch.long),
+            torch.full((len(output),), 4),
+            torch.tensor([1 + (row > 0) for row in target[:, 0].tolist()]),
+        )
+    ),
+}
+KINDS = [  # but LinearCrossEntropyLoss, whose weights are a model's to hold
+    kind
+    for name, kind in vars(nn.modules.loss).items()
+    if isinstance(kind, type) and name.endswith("Loss") and not name.startswith(("_", "Linear"))
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_of_torchs_losses_is_that_of_one_process(kind):
+    """Over three ranks with unlike shares, of which one may have one row."""
+    how, target = TORCHS.get(kind, ({}, REAL))
+    loss = CALLED[kind](kind()) if kind in CALLED else kind(**how)
+    data, model = [(rows(24, 3)[0], target)], build()
+    want, want_losses = reference(model, data, OPTIMIZERS["sgd"], loss=loss)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def work(link):
+        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss, shares=(17, 6, 1))
+        return rank.train(data), rank.state()
+
+    for losses, state in ranks.run(3, work):
+        assert gap(state, want) < 1e-12
+        assert losses == pytest.approx(want_losses, rel=1e-12)
+    assert gap(want, start) > 1e-5, "nothing was learned, so nothing is tested"
+
+
+def _joined(loss, model=None, **how):
+    model = model or nn.Linear(IN, OUT)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return paceline.join(model, optimizer, loss, batch_size=8, engine="sequential", **how)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="sum"),
+        partial(F.cross_entropy, reduction="sum"),
+        partial(partial(F.mse_loss, reduction="mean"), reduction="sum"),
+        partial(nn.MSELoss(reduction="sum")),
+        nn.MSELoss(reduction="sum").forward,
+        type("Mine", (nn.MSELoss,), {})(reduction="sum"),
+        partial(F.l1_loss, size_average=False),
+        nn.L1Loss(reduction="none"),
+        partial(F.l1_loss, reduction="none"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_no_mean_is_refused_at_join(loss):
+    with pytest.raises(ValueError, match=r"loss has reduction='(sum|none)', .*use reduction='mean'"):
+        _joined(loss)
+
+
+def test_a_sum_inside_of_a_function_is_refused_at_the_first_step():
+    pace = _joined(lambda output, target: F.cross_entropy(output, target, reduction="sum"), accumulate=2)
+    with pytest.raises(ValueError, match=r"the loss is a sum \(reduction='sum' of cross_entropy\)"):
+        pace.step(rows(8, 1, torch.float32))
+    pace.close()
+
+
+def test_a_part_of_a_loss_that_is_no_mean_over_samples_is_refused():
+    x, y = rows(8, 1, torch.float32)
+    with _joined(lambda output, target: {"ce": F.cross_entropy(output, target)}, accumulate=2) as pace:
+        assert pace.step((x, y)) > 0
+        y[0] = -100
+        with pytest.raises(ValueError, match="the loss's part 'ce' is a mean over the targets that count"):
+            pace.step((x, y))
+
+
+def _of(scheduler):
+    return lambda optimizer, other: scheduler(other)
+
+
+class Warm(torch.optim.lr_scheduler.LRScheduler):
+    """One that holds another, as warm-ups do."""
+
+    def __init__(self, optimizer, after):
+        self.after = after
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return self.base_lrs
+
+
+lr = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda own, other: lr.StepLR(other, 1),
+        lambda own, other: lr.SequentialLR(other, [lr.StepLR(other, 1), lr.StepLR(other, 2)], [3]),
+        lambda own, other: lr.ChainedScheduler([lr.StepLR(other, 1)], optimizer=other),
+        lambda own, other: Warm(own, lr.StepLR(other, 1)),
+    ],
+)
+def test_a_scheduler_of_another_optimizer_is_an_error(make):
+    """Story: the learning rate stayed what it was."""
+    model = nn.Linear(IN, OUT)
+    optimizer, other = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
+    with pytest.raises(ValueError, match="was made for another optimizer, whose learning rates it would change"):
+        paceline.join(model, optimizer, F.cross_entropy, batch_size=8, scheduler=make(optimizer, other))
+
+
+class Around(torch.optim.Optimizer):
+    """One that wraps another, with its groups, as Lookahead does."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_a_scheduler_of_the_optimizer_inside_is_none_of_these():
+    model = nn.Linear(IN, OUT)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with paceline.join(
+        model, Around(inner), F.cross_entropy, batch_size=8, engine="sequential", scheduler=lr.StepLR(inner, 1)
+    ) as pace:
+        pace.step(rows(8, 1, torch.float32))
+        assert inner.param_groups[0]["lr"] == pytest.approx(0.01)
