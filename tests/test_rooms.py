@@ -50,7 +50,7 @@ RULES = {
     "probe*": ("contract", "find", "job", "norms", "probe.*"),
     "own": ("contract", "data.feed", "engine.batch"),
     "once": ("elastic.claim",),
-    "compare": ("contract", "job", "engine.numerics", "data.pictures"),
+    "compare": ("contract", "job", "engine.numerics", "engine.options", "data.pictures"),
     "elastic*": ("contract", "elastic.*"),
     "memories": ("contract", "elastic.*", "engine.batch"),
     "resume": ("buffers", "memories", "engine.randomness", "elastic.*"),

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Subset
 from paceline import contract
 from paceline.data.pictures import Pictures
 from paceline.engine.numerics import PRECISION
+from paceline.engine.options import OWN
 from paceline.job import Job
 
 SAMPLES, DRAWN = "numbers of samples", "parts"
-OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 
 
 def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from paceline.values import (
     Regroup,
     Rule,
     Spec,
+    UnlikeOptions,
     Verdict,
     Window,
     framed,
@@ -64,6 +65,7 @@ __all__ = [
     "Rule",
     "Spec",
     "Threads",
+    "UnlikeOptions",
     "Verdict",
     "Window",
     "framed",
@@ -184,6 +186,14 @@ class Engine:
 
     def settle(self) -> None:
         """Waits for pieces that are still coming, and applies them. Raises NotFinite, LinkError."""
+
+    def options(self) -> list[dict[str, Any]]:
+        """The numbers of each group of the optimizer, as JSON has them."""
+        return []
+
+    def compare_options(self, said: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+        """How these differ, each with whose they are; nothing where only roundings do."""
+        return ""
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         """Where in the forward pass over ``batch``, or backward, numbers first cease to be finite; empty if nowhere."""

@@ -12,6 +12,7 @@ With overlap="forward" the engine holds the update until the next step reads the
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from paceline.contract import (
     NotFinite,
     Piece,
     Rule,
+    UnlikeOptions,
     Verdict,
 )
 from paceline.drift import Drift
@@ -139,6 +141,12 @@ class Loop:
         if agreement.verdict is Verdict.APPLY and (nothing := _trains_nothing(ballot, together)):
             self.engine.rollback(kept)
             raise NoGradient(f"step {self.num_steps} trains nothing: {nothing}. Weights are those before the step")
+        if ballot.unlike and together and (how := self._unlike_options()):
+            self.engine.rollback(kept)
+            raise UnlikeOptions(
+                f"the optimizer's numbers differ between processes at step {self.num_steps}: {how}. Change them on all "
+                f"alike, as a scheduler does. Weights are those before the step"
+            )
         if agreement.verdict is Verdict.APPLY and ballot.weight:
             # the one place where sums become means: backward used the expected weight, this corrects it
             scale = batch.weight / ballot.weight / self.scaler.scale
@@ -211,6 +219,11 @@ class Loop:
             self.record.write("redo", step=self.num_steps, drift=agreement.drift)
             self.seat = self.rejoin(self.seat)
         raise LinkError(f"{self.who}: step {self.num_steps} was refused {MAX_REDOS} times; giving up")
+
+    def _unlike_options(self) -> str:
+        """How, in the words of all."""
+        words = json.dumps([self.who, self.engine.options()]).encode()
+        return self.engine.compare_options([json.loads(each) for each in self.exchange.gather(words) if each])
 
     def _lost(self, batch: Any, ballot: Ballot, kept: Any, what: str) -> NotFinite:
         """The step has never been; looking for the cause computes it again, and leaves no trace either."""

@@ -17,7 +17,7 @@ import torch
 
 from paceline import buffers, contract, members, seating
 from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
-from paceline.contract import LinkError, NoGradient, NotFinite
+from paceline.contract import LinkError, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import feed
 from paceline.drift import Drift
 from paceline.elastic.claim import CheckpointError, claim
@@ -295,9 +295,9 @@ class Pace:
         """Forward, backward, agree, update. Returns the mean loss over the global batch.
 
         ``batch`` comes from `batches`, or is this process's own rows, shaped as the dataset would give them.
-        Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), CheckpointError once, after
-        the step, where ``save(wait=False)`` could not write, and `Stopped` (a SystemExit) after a signal, once all
-        is saved.
+        Raises LinkError, NotFinite (a FloatingPointError), NoGradient (a RuntimeError), UnlikeOptions (a ValueError),
+        CheckpointError once, after the step, where ``save(wait=False)`` could not write, and `Stopped` (a SystemExit)
+        after a signal, once all is saved.
         """
         if not hasattr(batch, "share"):
             batch = feed.Given(batch, float(self.job.batch_size))
@@ -327,7 +327,7 @@ class Pace:
             # a thread still inside the network library when Python ends would abort the process
             self.exchange.close()
             raise
-        except (NotFinite, NoGradient) as error:
+        except (NotFinite, NoGradient, UnlikeOptions) as error:
             error.told = getattr(error, "told", not self._speaks)  # type: ignore[union-attr]
             raise
         if where[1] is not None:

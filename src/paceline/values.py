@@ -39,6 +39,10 @@ class NoGradient(RuntimeError):
     """Raised by every process, with the same words: a step's loss trains nothing."""
 
 
+class UnlikeOptions(ValueError):
+    """Raised by every process, with the same words: their optimizers have unlike numbers, as a learning rate."""
+
+
 class Verdict(enum.Enum):
     APPLY = "apply"  # everyone agreed: update
     REDO = "redo"  # as if the step had never been; the same global batch again
@@ -127,6 +131,8 @@ class Ballot:
     fixed: float = 0.0  # those of them that its rows do not change: the update
     multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
+    options: int = 0  # checksum of the numbers in the optimizer's groups
+    unlike: bool = False  # of several: these checksums differ
     stop: int = 0  # a signal has asked this process to end after this step
     hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
     guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
@@ -143,7 +149,7 @@ class Ballot:
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
 
-    _HEAD = struct.Struct("<???ddIddddddqB?I?IIIIIII")
+    _HEAD = struct.Struct("<???ddIddddddqI?B?I?IIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -160,6 +166,8 @@ class Ballot:
             self.fixed,
             self.multiply,
             self.hash,
+            self.options,
+            self.unlike,
             self.stop,
             self.hung,
             self.guests,
@@ -227,6 +235,8 @@ class Ballot:
             fixed=max(b.fixed for b in ballots),
             multiply=max(b.multiply for b in ballots),
             hash=first.hash,
+            options=first.options,
+            unlike=any(b.unlike or b.options != first.options for b in ballots),
             stop=max(b.stop for b in ballots),
             hung=all(b.hung for b in ballots),
             guests=max(b.guests for b in ballots),

@@ -30,6 +30,7 @@ from paceline.engine.layout import Layout
 from paceline.engine.means import Means, labels_of
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
+from paceline.engine.options import Options
 from paceline.engine.parts import cut
 from paceline.engine.update import Factored, finish, multiply, refuse_closures, separate, takes_factors
 
@@ -85,7 +86,7 @@ class Engine(contract.Engine):
         # walking through a model costs more than a small step does
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
-        self._num_held, self._layout = num_held(optimizer), Layout(model)
+        self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
@@ -204,13 +205,19 @@ class Engine(contract.Engine):
         return self._voted(ballot, state, start)
 
     def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
-        ballot.hash = self._hash()
+        ballot.hash, ballot.options = self._hash(), self._options.checksum()
         ballot.used = bytes(name in state.used for name in self.names)
         ballot.constant = ballot.trains_nothing
         ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
         ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
         ballot.seconds = time.perf_counter() - start
         return ballot
+
+    def options(self) -> list[dict[str, Any]]:
+        return self._options.numbers()
+
+    def compare_options(self, said: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+        return self._options.compare(said)
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         found: list[str] = []
