@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import buffers, contract, members, seating
+from paceline import buffers, contract, members, seating, status, unasked
 from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
 from paceline.contract import LinkError, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import feed
 from paceline.drift import Drift
+from paceline.elastic.checkpoint import Checkpoint
 from paceline.elastic.claim import CheckpointError, claim
 from paceline.elastic.export import export
 from paceline.elastic.survive import Surviving
@@ -236,6 +237,9 @@ class Pace:
 
     # the data
 
+    calls = number = 0  # of `batches`, up to now; among the joins of the script
+    between = False  # one of these calls is over, and the next has not begun
+    _first_call = 0  # that was not over when the checkpoint was made
     _data: Mapping[str, Any] = {}  # what `compare.data_facts` says of the last that `batches` was given
     _dataset: Any = None
 
@@ -245,7 +249,11 @@ class Pace:
         ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
         `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
         """
-        self.asked_epochs = epochs
+        self.asked_epochs, self.calls = epochs, self.calls + 1
+        unasked.begin()
+        if self.calls < self._first_call:
+            return  # had ended before the checkpoint
+        unasked.arrive(self)
         if not self._resumed:
             self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
             self.began = self.epoch
@@ -257,6 +265,7 @@ class Pace:
             if not self._entry.enter(epochs):
                 return
             self._entry = None  # the others have asked each other already
+            status.report(joined=True)
         elif first:
             with self._among_all("comparing datasets"):
                 compare_data(self.exchange, self._data)
@@ -264,10 +273,14 @@ class Pace:
         start = self.epoch, self.next_step
         job = self.job
         source = dataset, job.batch_size, last, job.seed, lambda: self.loop.seat, shuffle
-        for batch in feed.batches(*source, start=start, workers=workers, times=times()):
-            yield batch
-            if self.stopwatch:
-                self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
+        self.between = False
+        try:
+            for batch in feed.batches(*source, start=start, workers=workers, times=times()):
+                yield batch
+                if self.stopwatch:
+                    self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
+        finally:
+            self.between = True
 
     def rows(self, batch: Any) -> Any:
         """This process's rows of a batch, on the model's device, for a loop of your own; None if it has none."""
@@ -313,6 +326,7 @@ class Pace:
             self._look_at_mode()
         if self._entry:
             raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
+        unasked.missed(self)
         if self._welcome:
             self._welcome.before(batch, gradient is not None)
         ends = getattr(batch, "ends_epoch", False)
@@ -476,12 +490,26 @@ class Pace:
         run = self._run_folder(folder, "restore")
         if self._entry:
             return True  # the others are further
-        with self._among_all("restoring"):
-            found = not self.watched and self._saving.restore(run) is not None
-        if self._welcome and found:
-            self._welcome.begin_again()
-        self._resumed = self._resumed or found
+        found = self._restore(run) is not None
+        unasked.by_script(self, found)
         return found
+
+    def resume_unasked(self) -> bool:
+        """As `restore`, for a script that does not call it."""
+        run = self._run_folder(None, "restore")
+        kept = self._restore(run, lambda state: bool(state.get("join", 0) == self.number))
+        if kept:
+            self._first_call = kept.state.get("call", 0)
+            self._resumed = not kept.state.get("between", False)  # else the next call is one of its own
+        return kept is not None
+
+    def _restore(self, run: Path, fits: Callable[[Any], bool] = bool) -> Checkpoint | None:
+        with self._among_all("restoring"):
+            kept = None if self.watched else self._saving.restore(run, fits)
+        if self._welcome and kept:
+            self._welcome.begin_again()
+        self._resumed = self._resumed or kept is not None
+        return kept
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """The model's ``state_dict`` alone, as safetensors, written by one process, whole or not at all."""

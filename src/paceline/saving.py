@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ class Saving:
         if unwritten := self.end():
             sys.stderr.write(f"paceline: {unwritten}\n")
 
-    def restore(self, run: Path) -> checkpoint.Checkpoint | None:
-        """What was gone on from. Every process must call it."""
+    def restore(self, run: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
+        """What was gone on from. Every process must call it. ``fits``: whether a checkpoint of this state is taken."""
         pace, one = self.pace, checkpoint.NAME.fullmatch(run.name) is not None
         pace.settle()
         self.tell()
@@ -129,6 +130,8 @@ class Saving:
                 self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
                 break
         assert kept
+        if not fits(kept.state):
+            return None
         resume.restore(pace, kept)
         if not one:  # those were passed over
             newer = (path for path in checkpoint.all_of(run) if checkpoint.step_of(path) > kept.step)

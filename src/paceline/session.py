@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib.util
 import itertools
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline import asked, balance, contract, members, wrapped
+from paceline import asked, balance, contract, members, status, unasked, wrapped
 from paceline import overlap as overlaps
 from paceline.contract import LinkError, NoGradient, NotFinite, UnlikeOptions
 from paceline.elastic.claim import CheckpointError
@@ -204,6 +205,10 @@ def join(
         from paceline.report.usage import Usage
 
         pace._usage = Usage(pace.record).start()
+    unasked.enlist(pace)
+    if not world.late:
+        status.report(joined=True)
+    atexit.register(lambda: status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
     return pace
 
 
@@ -279,6 +284,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show.failed = True  # type: ignore[attr-defined]
+        status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
         if getattr(error, "told", False):
             return  # another process of this run prints the same words
         if isinstance(error, LinkError) and error.resumes:

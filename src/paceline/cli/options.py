@@ -59,6 +59,17 @@ NodesOption = Annotated[
     str | None,
     typer.Option(help="Fewest and most, as 2:4: others may be lost, and training goes on. Without -H: so many here."),
 ]
+WaitOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="Seconds for which nodes below the minimum wait for those that failed; default 600."),
+]
+RestartsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="How often a run that failed is started again, from its newest checkpoint; default 3 with --nodes.",
+    ),
+]
 EncryptOption = Annotated[
     bool,
     typer.Option("--encrypt", help="All that goes between nodes is encrypted, by TLS 1.3, without any setting up."),

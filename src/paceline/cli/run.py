@@ -22,9 +22,11 @@ from paceline.cli.options import (
     PlanOption,
     PythonOption,
     ReproducibleOption,
+    RestartsOption,
     SendOption,
     SharesOption,
     SshOption,
+    WaitOption,
     listed,
 )
 from paceline.cli.start import (
@@ -39,6 +41,7 @@ from paceline.cli.start import (
     start,
     start_over_ssh,
     steady,
+    waits,
 )
 from paceline.launch.hosts import Way
 
@@ -53,6 +56,8 @@ def run(
     out: OutOption = None,
     named: HostsOption = None,
     nodes: NodesOption = None,
+    wait: WaitOption = None,
+    restarts: RestartsOption = None,
     join: JoinOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
@@ -88,6 +93,7 @@ def run(
     check_alone(hosts, send, data, detach)
     check_first()
     hide(encrypt)
+    waits(wait)
     least, most = span(nodes, hosts)
     ticket = late(join, nodes, hosts)
     if detach:
@@ -109,8 +115,10 @@ def run(
             data=packed,
             least=least,
             most=int(nodes.split(":")[-1]) if nodes else 0,
+            restarts=restarts,
         )
         raise typer.Exit(over)
-    raise typer.Exit(
-        start(command, ready(command, plan, fidelity), out, shares=shares, num_nodes=most, least=least, more=ticket)
-    )
+    made = ready(command, plan, fidelity)
+    again = 0 if join else restarts
+    code = start(command, made, out, shares=shares, num_nodes=most, least=least, more=ticket, restarts=again)
+    raise typer.Exit(code)

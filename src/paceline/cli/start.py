@@ -24,9 +24,11 @@ from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
 from paceline.launch.lines import shown
 from paceline.launch.packages import needed
+from paceline.launch.restarts import RESTARTS
 from paceline.launch.send import send as deliver
 from paceline.link.identity import check as check_encryption
 from paceline.link.ticket import Ticket
+from paceline.patience import wait_s
 from paceline.plan import Plan
 from paceline.probe import shelf
 from paceline.probe.rows import ROUNDED, split
@@ -107,7 +109,9 @@ def start(
     num_nodes: int = 1,
     least: int = 0,
     more: Mapping[str, str] | None = None,
+    restarts: int | None = None,
 ) -> int:
+    """``restarts``: of the whole run; None: as many as one whose nodes may fail has by default."""
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
         free(out)
@@ -116,8 +120,15 @@ def start(
         if least:
             environment["PACELINE_TICKET"] = str(out / "ticket.json")
     detach.begun()
-    returns = RETURNS if least else 0
-    code = local.start([sys.executable, *command], made.chosen, num_nodes, environment, least=least, returns=returns)
+    code = local.start(
+        [sys.executable, *command],
+        made.chosen,
+        num_nodes,
+        environment,
+        least=least,
+        returns=RETURNS if least else 0,
+        restarts=_restarts(restarts, least),
+    )
     if code == 0 and out and not quiet:
         print(f"run: {out}")
     return code
@@ -138,6 +149,7 @@ def start_over_ssh(
     data: Path | None = None,
     least: int = 0,
     most: int = 0,
+    restarts: int | None = None,
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
     named = parse(hosts)
@@ -293,6 +305,17 @@ def check_first() -> None:
             f"{size} (WORLD_SIZE); give that launcher the script: python SCRIPT, or leave the launcher out, or unset "
             f"WORLD_SIZE"
         )
+
+
+def _restarts(asked: int | None, least: int) -> int:
+    return (RESTARTS if least else 0) if asked is None else asked
+
+
+def waits(seconds: float | None) -> None:
+    """With --wait: so long does whatever is started from here on wait for nodes that failed. Raises ValueError."""
+    if seconds is not None:
+        os.environ["PACELINE_WAIT"] = f"{seconds:g}"
+    wait_s()
 
 
 def hide(asked: bool) -> None:

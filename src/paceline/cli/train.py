@@ -21,16 +21,31 @@ from paceline.cli.options import (
     FidelityOption,
     HostsOption,
     ModelOption,
+    NodesOption,
     OutOption,
     PlanOption,
     PythonOption,
     ReproducibleOption,
+    RestartsOption,
     SendOption,
     SharesOption,
     SshOption,
+    WaitOption,
     listed,
 )
-from paceline.cli.start import check_alone, check_writable, hide, leave, ready, row, start, start_over_ssh, steady
+from paceline.cli.start import (
+    check_alone,
+    check_writable,
+    hide,
+    leave,
+    ready,
+    row,
+    span,
+    start,
+    start_over_ssh,
+    steady,
+    waits,
+)
 from paceline.elastic.claim import free
 from paceline.launch.hosts import Way, parse
 from paceline.plan import Plan
@@ -71,6 +86,9 @@ def train(
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
     named: HostsOption = None,
+    nodes: NodesOption = None,
+    wait: WaitOption = None,
+    restarts: RestartsOption = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
@@ -108,6 +126,8 @@ def train(
     plan = steady(plan, reproducible)
     check_alone(hosts, send, None, detach)
     hide(settings.encrypt)
+    waits(wait)
+    least, most = span(nodes, hosts)
     launched = "RANK" in os.environ
     out = resume or out
     # a launcher starts a run again by the same words, and the run itself looks whether its checkpoints are of this one
@@ -140,12 +160,15 @@ def train(
     if hosts:
         way = Way(ssh_command, python or sys.executable)
         level, out = settings.fidelity, out or own
-        raise typer.Exit(start_over_ssh(hosts, way, command, plan, level, out, env, address, settings, send=send))
+        longest = int(nodes.split(":")[-1]) if nodes else 0
+        how: dict[str, Any] = {"send": send, "least": least, "most": longest, "restarts": restarts}
+        raise typer.Exit(start_over_ssh(hosts, way, command, plan, level, out, env, address, settings, **how))
     made = ready(command, plan, settings.fidelity, settings, settings.json)
     out = out or _fresh(own)
     free(out)
     settings.write(out)
-    raise typer.Exit(start(command, made, out, quiet=settings.json))
+    many: dict[str, Any] = {"num_nodes": most, "least": least, "restarts": restarts}
+    raise typer.Exit(start(command, made, out, quiet=settings.json, **many))
 
 
 def _fresh(named: Path) -> Path:

@@ -6,29 +6,30 @@ Children die with this process (the kernel tells them), and tell each other of a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch.again import Again, Child
+from paceline import status
+from paceline.launch.again import Again
+from paceline.launch.restarts import Ending, Restarts
+from paceline.launch.team import DONE, FAILED, HOLDS, JOINS, Team
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
 MOST_KEPT = 64  # ports, for those who start run after run
 AGAIN_S = 0.3  # in which a signal that comes again is the same one
-PR_SET_PDEATHSIG = 1
+GLANCE_S = 0.02
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _kept = deque[int]()  # descriptors of `free_port`
 
 
@@ -72,6 +73,35 @@ def once(act: Callable[[int], object]) -> Callable[[int, object], None]:
     return heard
 
 
+@dataclass
+class Asked:
+    """What is asked of this launcher while it runs. ``received``: signals, which were passed on; ``hurry``: a node
+    elsewhere has failed; ``hung``: the launcher of all is gone."""
+
+    team: Team
+    later: Callable[[], Sequence[int]]
+    received: list[int] = field(default_factory=list)
+    hurry: bool = False
+    hung: bool = False
+
+    def pass_on(self, number: int) -> None:
+        if number != signal.SIGHUP:  # which asks for nothing by itself
+            self.received.append(number)
+        self.team.send(number)
+
+    def look(self) -> None:
+        for number in self.later():
+            self.hung |= number == signal.SIGHUP
+            if number:
+                self.pass_on(number)
+            else:
+                self.hurry = True
+
+    @property
+    def ends(self) -> bool:
+        return bool(self.received) or self.hurry or self.hung
+
+
 def start(
     command: Sequence[str],
     engine: str,
@@ -83,6 +113,7 @@ def start(
     sizes: Sequence[int] = (),
     least: int = 0,
     returns: int = 0,
+    restarts: int = 0,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
@@ -94,147 +125,141 @@ def start(
     meeting     host and port where the nodes meet, which node 0 serves; else a free port of this machine
     asked       looked at now and then: signals to pass on as if they had come here; 0 starts the clock
     sizes       the processes of each node, where they differ
-    least       nodes that may go on when others fail; 0: one that fails ends all
-    returns     how often each of those that failed is started again, to come to the others late
+    least       nodes that train on when others fail: as long as one node has all state, those that failed are started
+                again; 0: one that fails ends all
+    returns     how often each of those that failed is started again, as a joining node
+    restarts    how often all of them are, from the newest checkpoint, where no node with all state is left
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
-    host, port = meeting or ("127.0.0.1", free_port())
     base = {**os.environ, **(environment or {})}
     if engine:
         base["PACELINE_ENGINE"] = engine
         if engine.startswith("replicas"):
             # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
             base.setdefault("OMP_WAIT_POLICY", "passive")
-    base.update(
-        WORLD_SIZE=str(sum(sizes)),
-        MASTER_ADDR=host,
-        MASTER_PORT=str(port),
-    )
+    base["WORLD_SIZE"] = str(sum(sizes))
     base.pop("PACELINE_LOCAL_SIZES", None)
     if least:
         base["PACELINE_NODES"] = f"{least}:{len(sizes)}"
     if len(set(sizes)) > 1:
         base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        if restarts or (returns and base.get("PACELINE_NODES")):
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            base[status.VARIABLE] = str(folder)
+        team = Team(command, sizes, folder, closed=asked is not None)
+        orders = Asked(team, asked or tuple)
+        heard = once(orders.pass_on)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, heard))
+        stack.callback(team.end)
+        again: Again | None = None
+        if folder and returns and base.get("PACELINE_NODES"):
+            ticket = Path(base.setdefault("PACELINE_TICKET", str(folder / "ticket.json")))
+            stack.callback(ticket.unlink, missing_ok=True)
+            back = {"PACELINE_JOIN": str(ticket)}
+            again = Again(ticket, returns, lambda owner: team.begin(owner, {**back, "PACELINE_NODE": str(owner)}))
+        policy = Restarts(restarts)
+        while True:
+            _lay(team, base, node, meeting)
+            if again:
+                again.begin_anew(node is None)
+            for owner in range(len(sizes)) if node is None else [node]:
+                team.begin(owner)
+            ending = _watch(team, orders, least, again)
+            pause_s = None if orders.received else policy.after(ending)
+            team.end()
+            if pause_s is None or not _pause(orders, pause_s):
+                return 128 + orders.received[0] if orders.received else ending.code
+            base["PACELINE_RESUME"] = "1"
+
+
+def _lay(team: Team, base: Mapping[str, str], node: int | None, meeting: tuple[str, int] | None) -> None:
+    """The variables of a start: those who are left of the one before have another port and secret."""
+    host, port = meeting or ("127.0.0.1", free_port())
+    team.environment = {**base, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     if node is None:
-        base.setdefault(
-            "PACELINE_SECRET", secrets.token_hex(32)
-        )  # in the environment alone: everyone reads command lines
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(143)
-
-    children: list[Child] = []
-    received: list[int] = []
-
-    def pass_on(number: int) -> None:
-        if number != signal.SIGHUP:  # which asks for nothing by itself
-            received.append(number)
-        for child in children:
-            if child.code is None:
-                child.process.send_signal(number)
-
-    def begin(owner: int, more: Mapping[str, str]) -> None:
-        """All processes of a node."""
-        for local_rank in range(sizes[owner]):
-            rank = sum(sizes[:owner]) + local_rank
-            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": sizes[owner], "GROUP_RANK": owner}
-            mine = {**base, **{name: str(number) for name, number in own.items()}, **more}
-            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
-            process = subprocess.Popen(
-                command,
-                env=mine,
-                stdin=subprocess.DEVNULL if asked else None,  # what is asked must not be read by a script
-                stdout=quiet,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has no threads
-                start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
-            )
-            children.append(Child(owner, process))
-
-    heard = once(pass_on)
-    before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with contextlib.ExitStack() as stack:
-            again: Again | None = None
-            if returns and base.get("PACELINE_NODES"):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-                ticket = Path(base.setdefault("PACELINE_TICKET", os.path.join(folder, "ticket.json")))
-                stack.callback(ticket.unlink, missing_ok=True)
-                if node is None:
-                    ticket.unlink(missing_ok=True)  # of a run that was killed: nobody is there to come to
-                back = {"PACELINE_JOIN": str(ticket)}
-                again = Again(ticket, returns, lambda owner: begin(owner, {**back, "PACELINE_NODE": str(owner)}))
-            try:
-                for owner in range(len(sizes)) if node is None else [node]:
-                    begin(owner, {})
-                return _wait(children, least, received, pass_on, asked or tuple, again)
-            finally:
-                for child in children:
-                    child.end()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        # in the environment alone: everyone reads command lines
+        team.environment.setdefault("PACELINE_SECRET", secrets.token_hex(32))
 
 
-def _wait(
-    children: list[Child],
-    least: int,
-    received: Sequence[int],
-    pass_on: Callable[[int], None],
-    asked: Callable[[], Sequence[int]],
-    again: Again | None,
-) -> int:
+def _pause(orders: Asked, seconds: float) -> bool:
+    """False where a signal came meanwhile."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not orders.received:
+        time.sleep(GLANCE_S)
+    return not orders.received
+
+
+def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending:
+    """Until all have ended, or had their time."""
     failed: int | None = None
-    num_nodes = len({child.node for child in children})
-    hurry = hung = False
-    lost = dict[int, int]()  # nodes that failed, and with which code
+    killed = False
     end, limit_s = float("inf"), float("inf")
     while True:
-        for number in asked():
-            hung |= number == signal.SIGHUP
-            if number:
-                pass_on(number)
-            else:
-                hurry = True
-        for child in children:
-            if child.code:
-                lost.setdefault(child.node, child.code)
-        if failed is None and lost and not _go_on(num_nodes, least, lost, again):
-            failed = next(iter(lost.values()))
-        codes = [child.code for child in children]
-        coming = again is not None and bool(lost) and failed is None and not received and not hurry and not hung
-        if again and coming and (None in codes or not least):
-            for node in again.look(children):
-                del lost[node]
-            codes = [child.code for child in children]
+        orders.look()
+        states = team.states()
+        lost = [node for node, state in states.items() if state == FAILED]
+        if failed is None and lost and not _go_on(states, least, again):
+            failed = team.code(lost[0])
+            killed = any(map(_by_signal, map(team.code, lost)))  # and not by this launcher, as others may be now
+            if least and not orders.ends:
+                _let_go(team, states, met=bool(again and again.met))
+        coming = again is not None and bool(lost) and failed is None and not orders.ends
+        if again and coming and (HOLDS in states.values() if least else True):
+            again.look(team)
+        codes = [child.code for child in team.children]
         ended = any(code is not None for code in codes)
-        if hurry or failed is not None or (received and ended) or len(received) > 1:
+        if orders.hurry or failed is not None or (orders.received and ended) or len(orders.received) > 1:
             allowed_s = GRACE_S
         else:
-            allowed_s = PATIENCE_S if received else float("inf")
+            allowed_s = PATIENCE_S if orders.received else float("inf")
         if time.monotonic() + allowed_s < end:
             end, limit_s = time.monotonic() + allowed_s, allowed_s
         if None not in codes and (least or not coming):
             break
         if time.monotonic() > end:
-            left = [child for child in children if child.code is None]
+            left = [child for child in team.children if child.code is None]
             print(f"paceline: {len(left)} processes did not end within {limit_s:.0f} s; killed", file=sys.stderr)
             failed = failed or -signal.SIGKILL
             break
-        time.sleep(0.02)
-    if received:
-        return 128 + received[0]
-    if failed is None and lost and not least:
-        failed = next(iter(lost.values()))
-    if failed is None:
-        return 0
-    return failed if failed > 0 else 128 - failed
+        time.sleep(GLANCE_S)
+    return _ending(team, least, failed, killed)
 
 
-def _go_on(num_nodes: int, least: int, lost: Mapping[int, int], again: Again | None) -> bool:
-    """Whether the run does after these failures; where the other nodes are elsewhere, this one may come back."""
-    if least:
-        return num_nodes - len(lost) >= least
-    return again is not None and all(map(again.hopes, lost))
+def _go_on(states: Mapping[int, str], least: int, again: Again | None) -> bool:
+    """Whether the run does, after some nodes have failed."""
+    lost = [node for node, state in states.items() if state == FAILED]
+    if not least:  # the other nodes are elsewhere, and this one may come back
+        return again is not None and all(map(again.hopes, lost))
+    if DONE in states.values():
+        return True  # the others are about to end as well
+    if HOLDS not in states.values():
+        return False
+    back = [node for node in lost if again and again.hopes(node)]
+    return len(states) - len(lost) + len(back) >= least
+
+
+def _let_go(team: Team, states: Mapping[int, str], met: bool) -> None:
+    """Those who ask to join have nobody to join; those who have all state, and wait for more nodes than can come back,
+    save and end. Before all have met, each says by itself whom it misses."""
+    for node, state in states.items():
+        if state == JOINS:
+            team.end(node)
+        elif state == HOLDS and met:
+            team.send(signal.SIGTERM, node)
+
+
+def _by_signal(code: int) -> bool:
+    return code < 0 or code > 128
+
+
+def _ending(team: Team, least: int, failed: int | None, killed: bool) -> Ending:
+    states = team.states()
+    lost = [team.code(node) for node, state in states.items() if state == FAILED]
+    num_done = sum(state == DONE for state in states.values())
+    if failed is None and lost and num_done < max(1, least):
+        failed = lost[0]
+    code = failed or 0
+    return Ending(code if code >= 0 else 128 - code, team.faults(), team.begun, killed, num_done > 0)

@@ -29,7 +29,7 @@ from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.quorum import HERE, SILENT
 from paceline.link.survivors import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
-from paceline.link.ticket import Ticket
+from paceline.link.ticket import awaited
 from paceline.link.torch import Link
 from paceline.whereabouts import BACK_S, Whereabouts
 
@@ -48,7 +48,7 @@ class Late(memory.Link):
         super().__init__(memory.Hub(1), 0)
         self.whereabouts = Whereabouts(BACK_S)  # all others have measured their steps
         self._link: Link | None = None
-        self.grows, self._ticket, found, self._kind = True, ticket, Ticket.read(ticket), kind
+        self.grows, self._ticket, found, self._kind = True, ticket, awaited(ticket), kind
         if found.hides != kind.hides:
             theirs, mine = ("with", "without") if found.hides else ("without", "with")
             raise ValueError(
