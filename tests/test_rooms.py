@@ -50,7 +50,7 @@ RULES = {
     "data*": ("contract", "data.*"),
     "report*": ("contract", "report.*"),
     "probe*": ("contract", "find", "job", "norms", "probe.*"),
-    "own": ("contract", "data.feed", "engine.batch"),
+    "own": ("contract", "data.feed", "engine.batch", "engine.graph"),
     "once": ("elastic.claim",),
     "compare": ("contract", "job", "engine.numerics", "engine.options", "data.pictures"),
     "elastic*": ("contract", "elastic.*"),

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.contract import Ballot
 from paceline.data import feed
 from paceline.engine import batch as batches
+from paceline.engine.graph import refuse_scaled
 
 
 class OwnStep:
@@ -67,6 +68,7 @@ class OwnLoop:
     def __init__(self, pace: Any):
         self.pace = pace
         self._step: OwnStep | None = None
+        self._looked = False  # at the graph of a loss
         self._clip: float | None = None
 
     def rows(self, batch: Any) -> Any:
@@ -90,6 +92,9 @@ class OwnLoop:
         if not step.begun:
             self._forget()
         scaled = step.add(loss, rows, self.pace.loop.scaler.scale)
+        if not self._looked:
+            refuse_scaled(scaled)
+            self._looked = True
         # without a gradient torch refuses it here; of several processes, all do so in `update`
         if scaled.requires_grad or self.pace.world.size == 1:
             scaled.backward()  # type: ignore[no-untyped-call]

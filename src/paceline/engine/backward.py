@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
 from paceline.contract import FACTORS, Piece, Spec
+from paceline.engine import graph
 from paceline.engine.products import has_own_forward
 
 ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
@@ -149,6 +150,7 @@ class Backward:
         self.names = tuple(name for spec in self.specs for name in spec.names)
         self._pass: Pass | None = None
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._looked = self._late = False  # pieces leave once all is over, where a backward runs others inside
         self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
         self._hooks: list[Any] = []
         self._watches: dict[str, Any] = {}
@@ -197,6 +199,7 @@ class Backward:
             for i, compute in enumerate(computes):
                 state.last = i == len(computes) - 1
                 if (scalar := compute()) is not None and scalar.requires_grad:
+                    self._look(scalar)
                     state.ours = True
                     scalar.backward()  # type: ignore[no-untyped-call]
                     state.ours = False
@@ -207,6 +210,12 @@ class Backward:
             for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
                 self.parameters[self.specs[index].names[0]].requires_grad_(True)
         return self._rest(state)
+
+    def _look(self, scalar: Tensor) -> None:
+        """At the first graph."""
+        if not self._looked:
+            graph.refuse_scaled(scalar)
+            self._looked, self._late = True, graph.is_reentrant(scalar)
 
     def _part(self) -> None:
         """To gradients that lie in one memory, the next micro-batch would add each of its own twice."""
@@ -282,7 +291,7 @@ class Backward:
         if not state.last:  # the next micro-batch may write over both: into a parameter's .grad, into the same input
             call.left, call.right = call.left.clone(), call.right.clone()
         calls = state.calls[spec.index]
-        if state.last and all(c.left is not None for c in calls):
+        if state.last and not self._late and all(c.left is not None for c in calls):
             self._emit(state, spec)
 
     def _arrived(self, spec: Spec, name: str) -> None:
@@ -293,7 +302,7 @@ class Backward:
             if self.parameters[name].grad is not None:
                 state.strays.add(spec.index)
             return
-        if not state.last:
+        if not state.last or self._late:
             return
         ready = state.ready.setdefault(spec.index, set())
         if name in ready:
