@@ -117,7 +117,7 @@ RULES = {
     "": ("contract", "session", "pace", "interrupt"),  # the package itself: the public names
     "bench.simulated*": (
         *("contract", "loop", "engine.*", "exchange.*", "codec.*", "link.*", "data.*", "report.record"),
-        *("elastic.*", "seating", "balance", "drift", "probe.survey", "bench.simulated.*"),
+        *("elastic.*", "seating", "balance", "drift", "probe.survey", "waiting", "bench.simulated.*"),
     ),
     "bench.chaos*": ("contract", "data.order", "elastic.claim", "launch.*", "probe.survey", "bench.*", ""),
     "bench*": (

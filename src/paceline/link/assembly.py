@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.contract import LinkError
+from paceline.contract import Guest, LinkError
 from paceline.link.quorum import HERE, Decision, Found, Roll, Verdict, decide
 from paceline.link.virtual import Place, World
 
@@ -33,14 +33,14 @@ class Told:
 
 
 class Assembly:
-    """``look(one, other)``: what the one finds where the other is. ``found(ids)``: makes the next generation.
+    """``look(one, other)``: what the one finds where the other is. ``found(ids, guests)``: makes the next generation.
     ``doubts(one)``: whether it has stood still, or heard nothing, for so long that all others may have continued."""
 
     def __init__(
         self,
         world: World,
         look: Callable[[int, int], str],
-        found: Callable[[Sequence[int]], Any],
+        found: Callable[[Sequence[int], Sequence[Guest]], Any],
         doubts: Callable[[int], bool] = lambda one: False,
     ):
         self.world, self.look, self.found, self.doubts = world, look, found, doubts
@@ -49,8 +49,9 @@ class Assembly:
         self.num_gone = 0
         self.place: Place = []
 
-    def meet(self, me: int, ids: Sequence[int]) -> Any:
-        """The next generation, of members ``ids`` of the last one. Raises LinkError."""
+    def meet(self, me: int, ids: Sequence[int], admits: Sequence[Guest] = ()) -> Any:
+        """The next generation, of members ``ids`` of the last one, and of whom the one that decides ``admits``. Raises
+        LinkError."""
         world, hosts_since, cut_since = self.world, math.inf, math.inf
         others = [other for other in ids if other != me]
         roll: Roll[int] = Roll(frozenset(others) if self.doubts(me) else frozenset())
@@ -65,7 +66,7 @@ class Assembly:
                 found = {o: Found.SILENT if late and how is Found.EXPECTED else how for o, how in found.items()}
                 decision = decide([found.get(each, Found.CAME) for each in ids], names=[f"rank {each}" for each in ids])
                 if decision.verdict is not Verdict.WAIT:
-                    return self._decide(me, ids, found, decision)
+                    return self._decide(me, ids, found, decision, admits)
                 cut_off = Found.EXPECTED not in found.values()
                 cut_since = min(cut_since, world.clock) if cut_off else math.inf
                 if world.clock - cut_since >= WAIT_S:
@@ -76,6 +77,11 @@ class Assembly:
             if told := self._wait(me, host):
                 return self._taken(me, told)
         raise LinkError(f"rank {me} met none of the others again within {GIVE_UP_S:.0f} s")
+
+    def told(self, me: int) -> Any:
+        """The generation that a joining node was admitted to; None as long as it was not."""
+        heard = [said for (_, whom), said in self.said.items() if whom == me]
+        return self._taken(me, heard[0]) if heard else None
 
     def look_again(self) -> None:
         """Somebody is gone."""
@@ -94,9 +100,18 @@ class Assembly:
         self.calls[host].discard(me)
         return self.said.get((host, me))
 
-    def _decide(self, me: int, ids: Sequence[int], found: dict[int, Found], decision: Decision) -> Any:
-        going = sorted([me, *(other for other, how in found.items() if how is Found.CAME)])
-        told = Told(self.found(going) if decision.quorum else None, decision)
+    def _decide(
+        self,
+        me: int,
+        ids: Sequence[int],
+        found: dict[int, Found],
+        decision: Decision,
+        admits: Sequence[Guest] = (),
+    ) -> Any:
+        going = [each for each in ids if found.get(each, Found.CAME) is Found.CAME]
+        guests = [guest for guest in admits if self.look(me, int(guest.name)) == HERE]
+        told = Told(self.found(going, guests) if decision.quorum else None, decision)
+        self.said |= {(me, int(guest.name)): told for guest in guests}
         without = Told(None, decide([Found.AHEAD]) if decision.quorum else decision)
         for other in ids:
             self.said[me, other] = told if other in going else without

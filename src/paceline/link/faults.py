@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from paceline import contract
 from paceline.link import memory
 from paceline.link.assembly import Assembly
 from paceline.link.memory import Link
@@ -73,8 +74,12 @@ class Net(World):
         self.cuts: list[Cut] = []
         self.unheard: set[int] = set()  # of the dead
         self.ended: set[int] = set()  # have left in peace
+        self.strikes: list[tuple[str, int, str]] = []  # what strikes at which of the messages whose name has this word
         self.hub_of: dict[int, Hub] = {}  # the last generation that each was in
         self.doubtful: dict[int, int] = {}  # who has stood still: the gradients to send before it is sure of the others
+        self.lost: Callable[[int], None] = lambda who: None  # told of each that dies
+        self.doomed: dict[int, float] = {}  # of all joining nodes, the nth: how long after its admission it is killed
+        self.num_admitted = 0
         self.assembly = Assembly(self, self.look, self._found, self.doubts)
 
     def tell(self, words: str) -> None:
@@ -126,15 +131,39 @@ class Net(World):
         parted = any(cut.felt and cut.touches(one) and cut.until > self.hub_of[one].since for cut in self.cuts)
         return parted or bool(self.doubtful.get(one))
 
-    def _found(self, ids: Sequence[int]) -> Hub:
-        self.tell(f"      ranks {list(ids)} go on")
-        return Hub(self, ids)
+    def _found(self, ids: Sequence[int], guests: Sequence[contract.Guest] = ()) -> Hub:
+        before = self.hub_of[ids[0]]
+        all_ids = [*ids, *(int(guest.name) for guest in guests)]
+        hub = Hub(self, all_ids)
+        hub.generation, hub.came_late = before.generation + 1, tuple(guests)
+        for each in all_ids[len(ids) :]:
+            self.hub_of[each] = hub
+            if self.num_admitted in self.doomed:
+                self.after(self.doomed[self.num_admitted], partial(self.kill, each))
+            self.num_admitted += 1
+        self.tell(f"      ranks {all_ids} form generation {hub.generation}")
+        return hub
+
+    def die(self, owner: int) -> None:
+        super().die(owner)
+        self.lost(owner)
+
+    def kill(self, who: int) -> None:
+        """At any moment, and all are told."""
+        if who in self.hub_of and who not in self.dead | self.ended:
+            self.die(who)
+            self.fired[DEATH] += 1
+            self.tell(f"      rank {who} is killed")
+            hub = self.hub_of[who]
+            hub.kill(hub.ids.index(who))
+            self.assembly.look_again()
 
 
 class Hub(memory.Hub):
     """Everybody's messages of one generation."""
 
     patience_s = PATIENCE_S
+    generation = 0
 
     def __init__(self, net: Net, ids: Sequence[int]):
         super().__init__(len(ids), ids, net)
@@ -183,6 +212,10 @@ class Hub(memory.Hub):
         if net.doubtful.get(who) and "gradients" in doing:
             net.doubtful[who] -= 1
         kind = net.faults.get(number, "") if others else ""
+        for i, (word, count, strike) in enumerate(net.strikes):
+            if not kind and others and word in doing and count >= 0:
+                net.strikes[i] = word, count - 1, strike
+                kind = strike if count == 0 else ""
         net.tell(f"{number:4d}  rank {who} {doing}" + (f"  ** {kind}" if kind else ""))
         if kind in (PARTITION, ONE_WAY):
             net.cut(kind, self.ids)
@@ -249,7 +282,7 @@ class Hub(memory.Hub):
 
     # those who are left
 
-    def meet(self, rank: int) -> tuple[memory.Hub, int]:
+    def meet(self, rank: int, admits: Sequence[contract.Guest] = ()) -> tuple[memory.Hub, int]:
         net, who = self.net, self.ids[rank]
         self.kill(rank, "has left for another generation")
         _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])
@@ -258,6 +291,6 @@ class Hub(memory.Hub):
         if kind == STALL:
             self._stall(who)
         net.sleep(net.dice.uniform(*LATENCY_S))
-        heir: Hub = net.assembly.meet(who, self.ids)
+        heir: Hub = net.assembly.meet(who, self.ids, admits)
         net.hub_of[who] = heir
         return heir, heir.ids.index(who)

@@ -42,6 +42,7 @@ class Hub:
         self.leaving: set[int] = set()  # to meet
         self.came: set[int] = set()
         self.next: Hub | None = None
+        self.came_late: tuple[contract.Guest, ...] = ()  # the last of its ranks, which were none in the one before
 
     def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
         """Calls ``put(receiver)`` for each, of whom the sender may be one."""
@@ -68,7 +69,7 @@ class Hub:
         """Its training is over: the others need not wait for it any more."""
         self.kill(rank, "has left")
 
-    def meet(self, rank: int) -> tuple[Hub, int]:
+    def meet(self, rank: int, admits: Sequence[contract.Guest] = ()) -> tuple[Hub, int]:
         """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
         or patience ends. Raises LinkError for who comes later."""
         self.leaving.add(rank)
@@ -137,9 +138,10 @@ class Link(contract.Link):
         return Link(self.hub, self.rank, self.generation, f"{self.name}/{name}")
 
     def rebuild(self, admits: Sequence[contract.Guest] = ()) -> contract.Link:
-        hub, rank = self.hub.meet(self.rank)
+        hub, rank = self.hub.meet(self.rank, admits)
         link = Link(hub, rank, self.generation + 1)
-        link.origin = tuple(self.hub.ids.index(each) for each in hub.ids)
+        link.origin = tuple(self.hub.ids.index(each) for each in hub.ids if each in self.hub.ids)
+        link.came = hub.came_late
         return link
 
     def stand_by(self, least: int = 1) -> None:

@@ -3,6 +3,7 @@
 --seed N                   one, with its whole history
 --count N [--first N]      many; ends with status 1 if a schedule broke a law, and says which seeds
 --seconds S                as many of them as are begun in that time
+--waits                    histories in which nodes that fail return: below the minimum and back, all at once, ...
 --processes N              that play them at the same time, each on a core of its own
 --record FOLDER            writes README.md and raw.json there
 """
@@ -21,11 +22,15 @@ from pathlib import Path
 import torch
 
 from paceline.bench.simulated.play import play
-from paceline.bench.simulated.schedule import Schedule
-from paceline.bench.simulated.tally import Tally, listed, tally
+from paceline.bench.simulated.tally import Tally, listed, schedule, tally
 from paceline.link.faults import CLASSES
 from paceline.probe.survey import survey
 
+WAITS = """Nodes that fail are started again, join those who wait, and are sent the state; where nobody is left who has
+it, all are started from the newest checkpoint. All with batch norm over all nodes, and clipped. No step is applied
+below the minimum of nodes.
+
+"""
 EVERY_S = 10.0  # a line of progress
 
 
@@ -53,12 +58,12 @@ reached is left out; of parts that do not hear each other one at most goes on; r
 within 1e-9 of plain PyTorch in float64, or as near as 16 bits are; reproducible ones the bits of one rank alone; with
 error feedback nothing lost or applied twice but what the lost ones owed.
 
-{broken or "No schedule broke a law."}
+{WAITS if found.starts else ""}{broken or "No schedule broke a law."}
 
 **Environment.** {machine.cpu}, {machine.cores} cores, Python {platform.python_version()}, torch {torch.__version__};
 {seconds:.0f} s, {found.schedules / seconds:.0f} schedules per second.
 
-**Command**: `{command}`; one of them again, with its history: `python -m paceline.bench.simulated --seed N`.
+**Command**: `{command}`; one of them again, with its history: `--seed N` in place of `--count` and what follows.
 """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(text)
@@ -71,11 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--waits", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path)
     asked = parser.parse_args(arguments)
     if asked.seed is not None:
-        outcome = play(Schedule.of(asked.seed))
+        outcome = play(schedule(asked.seed, asked.waits))
         print(outcome.schedule, *outcome.history, *(f"VIOLATION: {each}" for each in outcome.violations), sep="\n")
         return bool(outcome.violations)
     begin = last = time.perf_counter()
@@ -89,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             words = f"{so_far.schedules} of {asked.count} schedules, {each:.0f} per second"
             print(words + (broke if so_far.violations else ""), file=sys.stderr)
 
-    found = tally(asked.first, asked.count, asked.processes, asked.seconds, show)
+    found = tally(asked.first, asked.count, asked.processes, asked.seconds, show, asked.waits)
     seconds = time.perf_counter() - begin
     print(found)
     print(f"{seconds:.1f} s, {found.schedules / seconds:.0f} schedules per second")

@@ -12,6 +12,8 @@
     nothing owed lost  with error feedback, what was computed is what was applied, what the living still owe, and what
                        the lost owed when they were lost
 
+Where nodes return (`broken_waiting`), all of these but the last, and: no step is applied below the minimum of nodes.
+
 Each that does not hold is a sentence in the list that `broken` returns.
 """
 
@@ -29,6 +31,7 @@ from paceline.link.faults import SEVERS, Net
 from paceline.link.quorum import Verdict
 
 LONGEST_S = 1000.0  # of virtual time
+LONGEST_WAIT_S = 3000.0  # likewise, where nodes are waited for
 TOLD = tuple(f": {verdict.value}: " for verdict in (Verdict.END, Verdict.RESTORE))
 
 
@@ -48,6 +51,43 @@ def broken(schedule: Schedule, net: Net, ranks: Sequence[Rank], alone: int) -> l
             found.append(f"rank {first.id} has other bits than one rank alone")
         if schedule.how.owes:
             found += _owed(schedule, ranks, first)
+    return found
+
+
+def broken_waiting(schedule: Schedule, net: Net, ranks: Sequence[Rank], first: int) -> list[str]:
+    """Of one start of all nodes, after ``first`` steps, where those that fail are started again."""
+    found = [net.stuck] if net.stuck else []
+    if net.clock > LONGEST_WAIT_S:
+        found.append(f"it took {net.clock:.0f} s of virtual time")
+    by_step: dict[int, dict[int, tuple[Attempt, int]]] = {}
+    for rank in ranks:
+        steps = [step for (step, _), _ in rank.applied]
+        if steps != list(range(steps[0], steps[0] + len(steps)) if steps else ()):
+            found.append(f"rank {rank.id} applied steps {steps}")
+        for said in rank.applied:
+            by_step.setdefault(said[0][0], {})[rank.id] = said
+        if rank.id not in net.dead and rank.applied and rank.checksum() != rank.applied[-1][1]:
+            found.append(f"rank {rank.id} has weights of no whole number of steps: a torn step")
+        if rank.id not in net.dead and rank.finished and rank.loop.num_steps != schedule.steps:
+            found.append(f"rank {rank.id} finished after {rank.loop.num_steps} of {schedule.steps} steps")
+        if any(words in rank.end for words in TOLD) and not net.fired.keys() & SEVERS:
+            found.append(f"rank {rank.id} {rank.end}, though nobody was cut off, silent or still")
+    for step, said_by in by_step.items():
+        if len(set(said_by.values())) > 1:
+            found.append(f"replicas differ after step {step}: {said_by}")
+        (attempt, _) = next(iter(said_by.values()))
+        rows = sorted(row for rank in ranks for row in rank.taken.get(attempt, ()))
+        if (size := sum(attempt in rank.taken for rank in ranks)) < schedule.minimum:
+            found.append(f"step {step} was applied by {size} nodes, and {schedule.minimum} are the minimum")
+        if rows != (wanted := sorted(windows(schedule.samples)[step].tolist())):
+            found.append(f"step {step} used samples {rows}, its global batch is {wanted}")
+    if missing := set(range(first, max(by_step, default=first))) - by_step.keys():
+        found.append(f"nobody applied steps {sorted(missing)}")
+    for rank in ranks:
+        if rank.finished:
+            gap = _gap(rank, reference(schedule.how.momentum, schedule.samples, schedule.how.normed))
+            if not gap <= schedule.how.close:
+                found.append(f"rank {rank.id} is {gap:.2g} from the undisturbed run")
     return found
 
 
@@ -85,7 +125,7 @@ def _steps(schedule: Schedule, net: Net, ranks: Sequence[Rank]) -> Iterator[str]
 
 def _gap(rank: Rank, wanted: Sequence[Tensor]) -> float:
     """Relative to the way that training has gone."""
-    triples = zip(rank.model.parameters(), wanted, given()[0].parameters(), strict=True)
+    triples = zip(rank.model.parameters(), wanted, given(rank.how.normed)[0].parameters(), strict=True)
     return max(
         float((weight - want).detach().norm() / (want - start).detach().norm()) for weight, want, start in triples
     )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paceline import seating
+from paceline.bench.simulated.returns import Coming, Hall, Launcher, pack, unpack
 from paceline.bench.simulated.schedule import Schedule
-from paceline.bench.simulated.ways import APART, BATCH, QUIET, Restless, checksum, given, take, windows
+from paceline.bench.simulated.ways import APART, BATCH, CLIP, QUIET, Restless, checksum, given, take, windows
 from paceline.contract import LinkError, Piece, Regroup
 from paceline.data import feed
 from paceline.data.order import Seat
@@ -52,10 +53,12 @@ class Noted(Surviving):
 class Rank:
     """It is its own source of samples. ``codec``: its memory moves with each applied step."""
 
-    def __init__(self, link: Link, net: Net, schedule: Schedule):
+    def __init__(self, link: Link, net: Net, schedule: Schedule, launcher: Launcher | None = None):
         how = schedule.how
-        _, self.x, self.y = given()
-        self.net, self.id, self.how, self.size = net, link.rank, how, schedule.samples
+        _, self.x, self.y = given(how.normed)
+        self.net, self.how, self.size = net, how, schedule.samples
+        self.link, self.launcher = link, launcher
+        self.id = link.who if isinstance(link, Coming) else link.rank
         self.kit = take(how)
         self.model, self.engine, self.codec = self.kit.model, self.kit.engine, how.codec()
         if how.drifts and link.rank == link.size - 1:
@@ -74,6 +77,11 @@ class Rank:
         self.loop = Loop(self.engine, self.exchange, seat, record, who=f"rank {self.id}", drift=drift)
         moves = how.uneven and not how.virtual
         self.loop.balance = Restless(BATCH, self.limits.least, self.limits.most) if moves else None
+        if how.normed:
+            self.engine.sync_norm(link)
+        self.hall = Hall(self, launcher, schedule.minimum, BATCH) if launcher else None
+        if launcher:
+            self.loop.clip, self.loop.rejoin = CLIP, self._rejoin
         self.exchange.rows = lambda: self.loop.seat.dealt(BATCH)[self.loop.seat.node]
         self.exchange.regrouped = self.regroup
         self.attempt: Attempt = (0, 0)
@@ -111,6 +119,49 @@ class Rank:
         loop = self.loop
         loop.seat, balance, self.limits = seating.regroup(loop.seat, loop.balance, BATCH, self.limits, news)
         loop.balance = Restless(BATCH, balance.least, balance.most) if balance else None
+        if self.hall:
+            self.hall.came = news.came
+
+    # where nodes return
+
+    def _rejoin(self, seat: Seat) -> Seat:
+        assert self.hall
+        self.hall.hold()
+        moved: Seat = self.loop.seat
+        return moved
+
+    def _before(self, guests: int) -> None:
+        """As `welcome.Welcome.before`. ``guests``: the generation in which somebody is to be admitted, by the last
+        vote."""
+        assert self.hall
+        if guests > self.exchange.link.generation:
+            self.hall.admit()
+        self.hall.hold()
+        self.loop.guests = self.hall.next()
+
+    def state(self) -> Tensor:
+        return pack(self.model, self.kit.optimizer, self.loop.num_steps)
+
+    def load(self, state: Tensor) -> None:
+        self.loop.num_steps = unpack(state, self.model, self.kit.optimizer)
+
+    def _enter(self) -> bool:
+        """As `entry.Entry`. False where there is nothing to come to."""
+        assert isinstance(self.link, Coming)
+        if not self.link.admitted():
+            self.end = "over"
+            return False
+        self.exchange.enter()
+        link = self.exchange.link
+        state = torch.empty_like(self.state())
+        link.lane("state").recv(state, 0).wait()
+        self.load(state)
+        self.loop.seat = Seat(link.rank, link.size)
+        self.limits = seating.Limits((1,) * link.size, (BATCH,) * link.size)
+        assert self.launcher
+        self.launcher.holding.add(self.id)
+        self.net.tell(f"      rank {self.id} has the state after {self.loop.num_steps} steps")
+        return True
 
     def part(self) -> None:
         """Nobody leaves before all know what became of the last step, which one alone may have been told."""
@@ -119,17 +170,26 @@ class Rank:
     def train(self) -> None:
         torch.set_num_threads(self.engine.num_threads)  # a thread has its own number, and the bits depend on it
         try:
-            steps = windows(self.size)
-            for step, indices in enumerate(steps):
-                self.loop.step(feed.Batch(self, indices, 0, step, len(steps), step == len(steps) - 1))
-                self._note()
-            self.part()
-            self.end = "finished"
+            if not isinstance(self.link, Coming) or self._enter():
+                self._train()
         except LinkError as error:
             self.end = f"ended: {error}"
         self.net.tell(f"      rank {self.id} {self.end}")
         self.exchange.close()
         self.exchange.link.close()
+        if self.end.startswith("ended"):
+            self.net.lost(self.id)
+
+    def _train(self) -> None:
+        steps, guests = windows(self.size), 0
+        for step in range(self.loop.num_steps, len(steps)):
+            if self.hall:
+                self._before(guests)
+            batch = feed.Batch(self, steps[step], 0, step, len(steps), step == len(steps) - 1)
+            guests = self.loop.step(batch).ballot.guests
+            self._note()
+        self.part()
+        self.end = "finished"
 
     def _note(self) -> None:
         self.applied.append((self.attempt, self.checksum()))
@@ -137,6 +197,8 @@ class Rank:
             self.owed.append({index: self._residual(memory[0], index) for index, memory in self.inner.memory.items()})
         step, number = self.attempt
         self.net.tell(f"      rank {self.id} has applied step {step} of generation {number}")
+        if self.launcher and self.exchange.link.rank == 0:
+            self.launcher.keep(self.loop.num_steps, self.state)
 
     def checksum(self) -> int:
         return checksum(self.model)

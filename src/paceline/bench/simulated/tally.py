@@ -34,6 +34,9 @@ class Tally:
     left_out: int = 0
     given_up: int = 0
     undisturbed: int = 0  # in which no fault had an effect
+    stories: Counter[str] = field(default_factory=Counter)  # where nodes return
+    starts: Counter[int] = field(default_factory=Counter)  # likewise: of all nodes, in how many schedules
+    admitted: int = 0  # nodes that returned, and were sent the state
     violations: dict[int, list[str]] = field(default_factory=dict)
 
     def add(self, other: Tally) -> Tally:
@@ -42,11 +45,15 @@ class Tally:
         return Tally(**sums)
 
     @classmethod
-    def of(cls, seeds: Iterable[int]) -> Tally:
+    def of(cls, seeds: Iterable[int], waits: bool = False) -> Tally:
         """Plays them."""
         tally = cls()
         for seed in seeds:
-            outcome = play(Schedule.of(seed))
+            outcome = play(schedule(seed, waits))
+            if waits:
+                tally.stories[outcome.schedule.story] += 1
+                tally.starts[outcome.num_starts] += 1
+                tally.admitted += outcome.num_admitted
             tally.schedules += 1
             tally.ranks[outcome.schedule.size] += 1
             tally.ways[outcome.schedule.way] += 1
@@ -69,9 +76,17 @@ class Tally:
             f"an effect",
             "   times  schedules  class of fault",
             *(f"{self.fired[kind]:8d}  {self.struck[kind]:9d}  {kind}" for kind in CLASSES),
+            *(
+                [f"{listed(self.stories)}; starts: {listed(self.starts)}; {self.admitted} nodes returned"]
+                * bool(self.starts)
+            ),
             f"{len(self.violations)} schedules broke a law",
         ]
         return "\n".join(lines)
+
+
+def schedule(seed: int, waits: bool = False) -> Schedule:
+    return Schedule.of_waiting(seed) if waits else Schedule.of(seed)
 
 
 def listed(counts: Counter[Any]) -> str:
@@ -84,6 +99,7 @@ def tally(
     processes: int = 1,
     seconds: float | None = None,
     show: Callable[[Tally], None] = lambda so_far: None,
+    waits: bool = False,
 ) -> Tally:
     """Seeds from ``first`` on: ``count`` of them, or as many, without a gap, as are begun in so many seconds."""
     end = time.monotonic() + (seconds or float("inf"))
@@ -93,7 +109,7 @@ def tally(
     if processes == 1:
         for part in parts:
             if time.monotonic() < end:
-                show(whole := whole.add(Tally.of(part)))
+                show(whole := whole.add(Tally.of(part, waits)))
         return whole
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()
@@ -102,7 +118,7 @@ def tally(
     with ProcessPoolExecutor(processes, context, _begin, (cores,)) as pool:
         while True:
             while len(running) < processes and time.monotonic() < end and (part := next(parts, seeds[:0])):
-                running.add(pool.submit(Tally.of, part))
+                running.add(pool.submit(Tally.of, part, waits))
             if not running:
                 return whole
             done, running = wait(running, return_when=FIRST_COMPLETED)

@@ -28,6 +28,7 @@ SHARES = 6  # virtual ones: of seven ranks one has none
 IN, OUT = 64, 128  # so many numbers in float64 are large enough to travel as factors
 CLOSE, ROUNDED = 1e-9, 0.02  # to plain PyTorch, relative to the way gone: exact mathematics, and sums in 16 bits
 ANYHOW = float("inf")  # what a codec owes comes later: another law holds
+CLIP = 0.1
 APART = 1e-13  # what two unlike processors may make of one number
 QUIET = 2  # steps in which weights that have differed go round
 
@@ -45,6 +46,7 @@ class Way:
     drifts: bool = False  # the last rank begins with other last bits
     virtual: bool = False  # shares that the batch is always dealt in
     close: float = CLOSE
+    normed: bool = False  # batch norm over all, and clipped
 
     @property
     def owes(self) -> bool:
@@ -69,11 +71,16 @@ WAYS = {
 }
 
 
+WAITING = {"normed": Way(1, normed=True), "normed, dense": Way(1, forms="dense", normed=True)}  # where nodes return
+
+
 @cache
-def given() -> tuple[nn.Module, Tensor, Tensor]:
+def given(normed: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
     """(the model that all begin with, inputs, targets)."""
     dice = torch.Generator().manual_seed(SEED)
-    model = nn.Linear(IN, OUT).double()
+    model: nn.Module = nn.Linear(IN, OUT).double()
+    if normed:
+        model = nn.Sequential(model, nn.BatchNorm1d(OUT).double())
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn(weight.shape, generator=dice, dtype=torch.float64) * 0.2)
@@ -94,14 +101,17 @@ def windows(samples: int) -> list[order.Indices]:
 
 
 @cache
-def reference(momentum: float, samples: int) -> list[Tensor]:
+def reference(momentum: float, samples: int, normed: bool = False) -> list[Tensor]:
     """The weights after all steps, by plain PyTorch."""
-    model, x, y = given()
+    model, x, y = given(normed)
     model = copy.deepcopy(model)
     stepper = optimizer(model, momentum)
     for rows in windows(samples):
         stepper.zero_grad()
         F.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+        if normed:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            assert norm > CLIP
         stepper.step()
     return [weight.detach().clone() for weight in model.parameters()]
 
@@ -117,7 +127,7 @@ class Kit:
     """A model with its optimizer and an engine that is open."""
 
     def __init__(self, way: Way):
-        self.way, self.model = way, copy.deepcopy(given()[0])
+        self.way, self.model = way, copy.deepcopy(given(way.normed)[0])
         self.optimizer = optimizer(self.model, way.momentum)
         self.engine: sequential.Engine = virtual.Engine(SHARES, 1) if way.virtual else sequential.Engine()
         self.engine.accumulate = way.accumulate
@@ -126,7 +136,7 @@ class Kit:
     def renew(self) -> None:
         """As it was in the beginning, whatever became of the training before."""
         with torch.no_grad():
-            for weight, start in zip(self.model.parameters(), given()[0].parameters(), strict=True):
+            for weight, start in zip(self.model.parameters(), given(self.way.normed)[0].parameters(), strict=True):
                 weight.copy_(start)
                 weight.grad = None
         self.optimizer.state.clear()
@@ -137,6 +147,8 @@ _kits: defaultdict[Way, list[Kit]] = defaultdict(list)
 
 
 def take(way: Way) -> Kit:
+    if way.normed:
+        return Kit(way)  # whose batch norm belongs to its link
     kit = _kits[way].pop() if _kits[way] else Kit(way)
     kit.renew()
     return kit
@@ -144,7 +156,10 @@ def take(way: Way) -> Kit:
 
 def give_back(kits: Sequence[Kit]) -> None:
     for kit in kits:
-        _kits[kit.way].append(kit)
+        if kit.way.normed:
+            kit.engine.close()
+        else:
+            _kits[kit.way].append(kit)
 
 
 class Restless(Balance):
