@@ -159,5 +159,6 @@ def test_verify_says_why_batch_norm_differs(tmp_path):
     script = tmp_path / "normed.py"
     script.write_text(Path(OWN_LOOP).read_text().replace("nn.ReLU(), nn.Linear(512, 512)", "nn.BatchNorm1d(512)"))
     said = paceline("verify", "--steps", 3, script, code=1)
-    assert "exact, local BN" in said
+    assert "local batch norm" in said
+    assert "join(batch_norm='sync')" in said
     assert "NOT the same" in said

@@ -76,6 +76,7 @@ RULES = {
     "evaluate": ("contract", "data.*", "engine.batch"),
     "seating": ("contract", "job", "norms", "world", "balance", "data.order"),
     "examined": ("norms", "data.*", "engine.*", "probe.*"),
+    "why": ("engine.*", "probe.*"),
     "pace": (
         *("contract", "job", "loop", "engine.*", "link.*", "data.*", "report.*", "probe.*", "elastic.*"),
         *(
@@ -94,7 +95,7 @@ RULES = {
             "tracing",
         ),
         *("buffers", "entry", "welcome", "members", "frozen"),
-        *("examined", "live", "signs", "status", "stragglers", "unasked", "whereabouts"),
+        *("examined", "live", "signs", "status", "stragglers", "unasked", "whereabouts", "why"),
     ),
     "session": (
         *("contract", "find", "job", "loop", "engine.*", "link.*", "exchange.*", "codec.*"),

@@ -22,8 +22,10 @@ def evaluate(
     dataset: Any,
     metric: Callable[..., Any],
     rows: int,
+    change: Callable[[Any], Any] = lambda rows: rows,
 ) -> Any:
-    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time.
+    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time,
+    changed as ``change`` does.
 
     None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
     """
@@ -39,7 +41,7 @@ def evaluate(
         with torch.no_grad():
             for start in range(0, len(mine), rows):
                 some = mine[start : start + rows]
-                batch, output = engine.run(source.fetch(some, 0))
+                batch, output = engine.run(change(source.fetch(some, 0)))
                 _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
     finally:
         for module in training:

@@ -79,7 +79,7 @@ class OwnLoop:
                 "rows() was called before update() took what backward() had added: update after every batch, and add "
                 "up over more of them by a larger batch_size, computed in parts by accumulate="
             )
-        shared = pace.witness.cast(batch, batches.mapped) if pace.witness else batch
+        shared = pace.witness.deal(batch, batches.mapped) if pace.witness else batch
         share = shared.share(pace.loop.seat)
         held = getattr(shared, "held", None)
         self._step = OwnStep(batch, 0 if share is None else batches.samples(share, held))

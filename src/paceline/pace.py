@@ -335,7 +335,7 @@ class Pace:
         if where[1] is not None:
             rates |= {"batch": where[1], "rows": int(batch.weight), "ends_epoch": ends}
         try:
-            shared = self.witness.cast(batch, batches_.mapped) if self.witness else batch
+            shared = self.witness.deal(batch, batches_.mapped) if self.witness else batch
             self.agreement = (self.tracer or self.loop).step(shared, gradient, **rates)
         except LinkError:
             # a thread still inside the network library when Python ends would abort the process
@@ -356,7 +356,9 @@ class Pace:
             slowest_s = max((busy for busy, _ in ballot.paces), default=None)
             self.stopwatch.tick(batch.weight, ballot.seconds if alike else slowest_s)
         if self.witness:
-            self.witness.step(loss, self.engine.state() if self.leader else None)
+            from paceline import why  # what it needs, training does not
+
+            why.after(self, loss, own_loop=gradient is not None)
         if ballot.stop or ballot.hung:
             self._end(ballot.stop or HANGUP)
         return loss
@@ -455,10 +457,17 @@ class Pace:
             self.exchange.level(self.engine.weights)
             for _ in range(MOST_LOSSES):
                 buffers.spread(self.job.model, self.engine, self.exchange)
-                found = evaluate(self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows)
+                found = evaluate(
+                    self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows, self._seen
+                )
                 if found is not None:
+                    if self.witness:
+                        self.witness.evaluate(found, metric)
                     return found
             raise LinkError(f"{MOST_LOSSES} times not all counted who had begun; look at the network")
+
+    def _seen(self, rows: Any) -> Any:
+        return self.witness.cast(rows, batches_.mapped) if self.witness else rows
 
     # what is kept
 

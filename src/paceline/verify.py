@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from paceline.launch import local, ssh
 from paceline.launch.check import check
 from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
 from paceline.launch.packages import needed
-from paceline.probe.witness import Comparison, compare, ended
+from paceline.probe.causes import Cause
+from paceline.probe.witness import Comparison, compare, ended, explained
 
 LIMIT_S = 600.0
 SWEEP_S = 20.0
 SWEEP = f"{OWN_PATH}; import shutil; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 COMPARE = f"{OWN_PATH}; from paceline import verify; verify.main(*sys.argv[1:])"
-MANY, ONE, PREFIX = "many", "one", "paceline-verify-"
+MANY, ONE, AGAIN, TOLD, PREFIX = "many", "one", "again", "told", "paceline-verify-"
+WAIT = 5.0  # times as long as one process took: a script that is told another rank may wait for others
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 ASKED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
@@ -73,13 +76,30 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         else:
             code = local.start(command, engine, nodes, told)
         _demand(bool(ended(many)), code, steps, "on all nodes")
-        alone = {**os.environ, **_told(one, steps, dtype, many), "PACELINE_ENGINE": "sequential"}
+        alone = {**os.environ, "PACELINE_ENGINE": "sequential"}
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", "PACELINE_JOIN"):
             alone.pop(name, None)
         # said, and not left out: mpirun and srun have said otherwise
-        code = _run(command, {**alone, **ALONE})
+        begin = time.monotonic()
+        code = _run(command, {**alone, **_told(one, steps, dtype, many), **ALONE})
+        limit_s = WAIT * (time.monotonic() - begin)
         _demand(bool(ended(one)), code, steps, "in one process")
-        return compare(many, one, dtype)
+        compared = compare(many, one, dtype)
+        if compared.close:
+            return compared
+        again, size = Path(folder) / AGAIN, int(os.environ.get("WORLD_SIZE", nodes * local.num_processes(engine)))
+        _run(command, {**alone, **_told(again, steps, dtype, many, examines=many), **ALONE})
+        others = []
+        for rank in dict.fromkeys((0, size - 1)) if size > 1 else ():
+            others.append(Path(folder) / f"{TOLD}{rank}")
+            told = _told(others[-1], steps, dtype, many, told=(rank, size))
+            with contextlib.suppress(ValueError):
+                _run(command, {**alone, **told, **ALONE, **_as(rank, size)}, limit_s)
+        return explained(compared, many, one, again, others)
+
+
+def _as(rank: int, size: int) -> Environment:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "GROUP_RANK": str(rank)}
 
 
 @_leaving()
@@ -107,24 +127,33 @@ def over_ssh(
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
         code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
-        compare_there = way.command(nodes[0], "-c", COMPARE, str(folder), dtype)
-        try:
-            done = subprocess.run(
-                compare_there,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"verify: {nodes[0].name} had not compared after {LIMIT_S:.0f} s; look there") from None
-        return _compared(done, steps, nodes[0])
+        compared = _there(nodes[0], way, folder, steps, dtype)
+        if not compared.close:
+            again = {**carried, **_told(folder / AGAIN, steps, dtype, folder / MANY, examines=folder / MANY)}
+            ssh.start(nodes[:1], command, "sequential", way, again, meeting)
+            compared = _there(nodes[0], way, folder, steps, dtype)
+        return compared
     finally:
         sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
         with contextlib.suppress(subprocess.SubprocessError):  # the answer, or the error, is known already
             subprocess.run(sweep, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_S, check=False)
+
+
+def _there(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> Comparison:
+    compare_there = way.command(host, "-c", COMPARE, str(folder), dtype)
+    try:
+        done = subprocess.run(
+            compare_there,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"verify: {host.name} had not compared after {LIMIT_S:.0f} s; look there") from None
+    return _compared(done, steps, host)
 
 
 def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) -> Comparison:
@@ -136,7 +165,7 @@ def _compared(done: subprocess.CompletedProcess[str], steps: int, host: Host) ->
         _demand(part not in said.get("missing", ()), 0, steps, where)
     if "error" in said:
         raise ValueError(said["error"])
-    return Comparison(**said)
+    return Comparison(**{**said, "causes": tuple(Cause(**cause) for cause in said["causes"])})
 
 
 def main(folder: str, dtype: str) -> None:
@@ -145,15 +174,23 @@ def main(folder: str, dtype: str) -> None:
     said: dict[str, object] = {"missing": [part.name for part in (many, one) if not ended(part)]}
     if not said["missing"]:
         try:
-            said = dataclasses.asdict(compare(many, one, dtype))
+            compared, again = compare(many, one, dtype), Path(folder) / AGAIN
+            if again.exists():
+                compared = explained(compared, many, one, again, ())
+            said = dataclasses.asdict(compared)
         except ValueError as error:
             said = {"error": str(error)}
     print(json.dumps(said))
 
 
-def _run(command: Sequence[str], environment: Environment) -> int:
+def _run(command: Sequence[str], environment: Environment, limit_s: float | None = None) -> int:
+    """``limit_s``: of a run that may well fail, of which nothing is shown; LIMIT_S of any other."""
     try:
-        return subprocess.run(command, env=environment, check=False, timeout=LIMIT_S).returncode
+        shown = None if limit_s is None else subprocess.DEVNULL
+        limit_s = min(limit_s or LIMIT_S, LIMIT_S)
+        return subprocess.run(
+            command, env=environment, check=False, timeout=limit_s, stdout=shown, stderr=shown
+        ).returncode
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"verify: the script had not ended after {LIMIT_S:.0f} s; give fewer --steps, or --float32"
@@ -170,9 +207,19 @@ def _demand(ended: bool, code: int, steps: int, where: str) -> None:
         )
 
 
-def _told(folder: Path, steps: int, dtype: str, start: Path | None = None) -> Environment:
-    """For the script's witness. ``start``: a witness's folder, to begin from its first weights."""
+def _told(
+    folder: Path,
+    steps: int,
+    dtype: str,
+    start: Path | None = None,
+    examines: Path | None = None,
+    told: tuple[int, int] | None = None,
+) -> Environment:
+    """For the script's witness. ``start``: a witness's folder, to begin from its first weights. ``examines``: likewise,
+    to look for the causes for which it is unlike. ``told``: rank and number of processes that a process alone is told.
+    """
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, got {steps}")
     said = {"folder": str(folder), "steps": steps, "dtype": dtype, "start": str(start or "")}
+    said |= {"examines": str(examines or ""), **({"told": told} if told else {})}
     return {"PACELINE_VERIFY": json.dumps(said)}

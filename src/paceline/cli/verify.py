@@ -57,11 +57,12 @@ def verify(
     )
     if compared is None:
         return
+    told = f", of a metric {compared.metric:.1e}" if compared.metric > compared.tolerance else ""
     console.print(
         f"{compared.steps} steps in {dtype}, dropout off: largest relative difference of the loss {compared.loss:.1e}, "
-        f"of a parameter {compared.weight:.1e} ({compared.worst}); tolerance {compared.tolerance:.0e}"
+        f"of a parameter {compared.weight:.1e} ({compared.worst}){told}; tolerance {compared.tolerance:.0e}"
     )
-    if compared.batch_norm and not compared.same:
-        console.print("the model normalises over batches, and each process over its own rows (exact, local BN)")
+    for cause in compared.causes:
+        console.print(f"- {cause.kind}: {cause.text}\n    {cause.remedy}", markup=False)
     console.print("[green]the same[/green]" if compared.same else "[red]NOT the same[/red]")
     raise typer.Exit(0 if compared.same else 1)
