@@ -65,7 +65,7 @@ RULES = {
     "modes": (),
     "asked": ("contract", "find", "balance", "overlap", "world", "wrapped", "engine.numerics"),
     "frozen": ("contract",),
-    "buffers": ("contract",),
+    "buffers": ("contract", "engine.buffers"),
     "entry": ("handover", "following", "interrupt"),
     "saving": ("buffers", "once", "resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),

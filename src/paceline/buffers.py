@@ -10,11 +10,13 @@ import json
 
 import torch
 
-from paceline.contract import Engine, Exchange
+from paceline.contract import Engine, Exchange, framed, unframed
+from paceline.engine.buffers import sparse
 
 
 def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
     """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
+    spread_sparse(model, engine, exchange)
     if not engine.buffers:
         return
     buffers, names = engine.buffers, saved(model)
@@ -34,10 +36,43 @@ def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
     exchange.spread([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
 
 
+@torch.no_grad()
+def spread_sparse(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
+    """Rank 0's sparse buffers, which may have other numbers of values elsewhere. Every process must call it."""
+    if not (mine := sparse(model)):
+        return
+    first = engine.seat[0] == 0 and exchange.link.rank == 0
+    words = framed([_packed(each) for each in mine.values()]) if first else b""
+    said = next(filter(None, exchange.gather(words)), words)
+    for buffer, part in zip(mine.values(), unframed(said), strict=True) if not first else ():
+        buffer.copy_(_unpacked(part, buffer))
+
+
+def _packed(buffer: torch.Tensor) -> bytes:
+    here = buffer.detach().cpu()
+    values = here._values().contiguous()
+    head = json.dumps([list(values.shape), here.is_coalesced()]).encode()
+    return framed([head, here._indices().contiguous().numpy().tobytes(), _bytes(values)])
+
+
+def _unpacked(words: bytes, like: torch.Tensor) -> torch.Tensor:
+    head, indices, values = unframed(words)
+    shape, coalesced = json.loads(head)
+    places = torch.frombuffer(bytearray(indices), dtype=torch.int64) if indices else torch.zeros(0, dtype=torch.int64)
+    numbers = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else torch.zeros(0, dtype=like.dtype)
+    places, numbers = places.view(like.sparse_dim(), -1), numbers.view(shape)
+    made = torch.sparse_coo_tensor(places, numbers, like.shape, is_coalesced=coalesced, check_invariants=True)
+    return made.to(like.device)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return bytes(values.reshape(-1).view(torch.uint8).numpy())
+
+
 def saved(model: torch.nn.Module) -> dict[str, bool]:
-    """Of each buffer, whether ``state_dict`` has it; in the order of ``model.buffers()``."""
+    """Of each dense buffer, whether ``state_dict`` has it; in the order of ``model.buffers()``."""
     found: dict[str, bool] = {}
     for where, module in model.named_modules():
         for name, _ in module.named_buffers(recurse=False):
             found[f"{where}.{name}".lstrip(".")] = name not in module._non_persistent_buffers_set
-    return {name: found[name] for name, _ in model.named_buffers()}
+    return {name: found[name] for name, each in model.named_buffers() if each.layout == torch.strided}

@@ -135,7 +135,7 @@ class Engine:
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """The model's buffers as they are now: forward may have put other tensors in their place."""
+        """The model's dense buffers as they are now: forward may have put other tensors in their place."""
         raise NotImplementedError
 
     @property

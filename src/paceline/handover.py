@@ -23,6 +23,7 @@ from paceline.elastic import tensors
 from paceline.elastic.tree import pack, unpack
 from paceline.engine import rows
 from paceline.engine.batch import mapped
+from paceline.engine.buffers import sparse
 from paceline.engine.shares import SLICES, division
 
 LENGTHS = struct.Struct("<QQ")
@@ -69,7 +70,7 @@ def parts(pace: Any) -> list[list[Rows]]:
     One list of none stands for `copy`, where something in these states has no part of its own.
     """
     weights, optimizer, numbers = pace.engine.state(), pace.job.optimizer, pace.engine.numbers
-    plain = all(isinstance(each, Tensor) for each in weights.values())
+    plain = all(isinstance(each, Tensor) and not each.is_sparse for each in weights.values())
     if not plain or not numbers or numbers.keys() - weights.keys():
         return [[]]
     times = _times(optimizer)
@@ -99,7 +100,9 @@ def _times(optimizer: Optimizer) -> float:
 
 def copy_bytes(pace: Any) -> float:
     """About those of `copy`."""
-    num_bytes = sum(each.nbytes for each in pace.engine.state().values() if isinstance(each, Tensor))
+    num_bytes = sum(
+        each.nbytes for each in pace.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
+    )
     return _times(pace.job.optimizer) * num_bytes
 
 
@@ -142,6 +145,7 @@ def rest(pace: Any) -> dict[str, Any]:
     loop = pace.loop
     return {
         "buffers": list(pace.engine.buffers),
+        "sparse": sparse(pace.job.model),
         "groups": options(pace.job.optimizer),
         "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
         "scaler": dict(vars(loop.scaler)),
@@ -182,6 +186,8 @@ def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
     for mine, its in zip(pace.engine.buffers, said["buffers"], strict=True):
         if mine.shape == its.shape:  # else a cache, which each node has of its own
             mine.copy_(its)
+    for name, mine in sparse(pace.job.model).items():
+        mine.copy_(said["sparse"][name])
     set_options(pace.job.optimizer, said["groups"])
     if pace.job.scheduler and said["schedule"]:
         pace.job.scheduler.load_state_dict(said["schedule"])

@@ -164,6 +164,12 @@ def _model_faults(model: torch.nn.Module) -> list[str]:
             f"{len(meta)} of the model's tensors, {meta[0]!r} the first, are on the meta device and have no values: "
             f"model.to_empty(device='cpu'), then fill or load them, before its optimizer is made"
         )
+    for name, each in values:
+        sparse = each.layout is torch.sparse_coo and not isinstance(each, torch.nn.Parameter)
+        if not (each.layout is torch.strided or sparse) or each.is_quantized or each.is_nested:
+            what = "parameter" if isinstance(each, torch.nn.Parameter) else "buffer"
+            kind = "nested" if each.is_nested else "quantized" if each.is_quantized else str(each.layout)
+            faults.append(f"{what} {name!r} is {kind}: make it dense; a buffer may also be sparse_coo")
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not any(torch.nn.parameter.is_lazy(p) or p.numel() for p in trainable):
         faults.append("the model has no trainable parameter")

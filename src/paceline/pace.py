@@ -126,6 +126,8 @@ class Pace:
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
         if world.size > 1:
+            buffers.spread_sparse(job.model, engine, self.exchange)
+        if world.size > 1:
             plant(job.model, self.exchange, exchange, engine.seat)
         balance = None
         if world.late:

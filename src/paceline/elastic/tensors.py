@@ -39,6 +39,7 @@ CODES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES = {code: dtype for dtype, code in CODES.items()}
+COO = ".coo_indices", ".coo_values", ".coo_shape"  # what a sparse tensor's parts are named
 CHUNK_BYTES = 1 << 22  # hashed while still in the processor's cache
 
 
@@ -56,6 +57,7 @@ class Draft:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
+        tensors = apart(tensors)
         for name, tensor in tensors.items():
             if not isinstance(name, str) or name == "__metadata__":
                 raise ValueError(f"a tensor cannot be named {name!r}: accepted is any str but '__metadata__'")
@@ -118,7 +120,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Seal]:
         digest = hashlib.sha256(prefix + header)
         for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
             _pass(as_bytes(tensors[name]).numpy().data, file.readinto, digest.update)
-    return tensors, metadata, Seal(num_bytes, digest.hexdigest())
+    return together(tensors), metadata, Seal(num_bytes, digest.hexdigest())
 
 
 def of_bytes(data: bytearray, start: int = 0) -> dict[str, Tensor]:
@@ -132,9 +134,38 @@ def of_bytes(data: bytearray, start: int = 0) -> dict[str, Tensor]:
             name: (DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]) for name, entry in entries.items()
         }
         bytes_ = torch.frombuffer(data, dtype=torch.uint8)[begin:]
-        return {name: bytes_[at:end].view(dtype).view(shape) for name, (dtype, shape, (at, end)) in forms.items()}
+        return together(
+            {name: bytes_[at:end].view(dtype).view(shape) for name, (dtype, shape, (at, end)) in forms.items()}
+        )
     except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no safetensors file ({error!r})") from None
+
+
+def apart(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Sparse ones (COO) as three dense ones each: indices, values, and the shape with whether they are coalesced."""
+    found: dict[str, Tensor] = {}
+    for name, each in tensors.items():
+        if isinstance(each, Tensor) and each.layout is torch.sparse_coo:
+            shape = torch.tensor([*each.shape, each.is_coalesced()])
+            found |= dict(zip((name + end for end in COO), (each._indices(), each._values(), shape), strict=True))
+        else:
+            found[name] = each
+    return found
+
+
+def together(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `apart`. Raises ValueError for parts that do not make one."""
+    for end in [name for name in tensors if name.endswith(COO[2]) and name.removesuffix(COO[2]) + COO[0] in tensors]:
+        name = end.removesuffix(COO[2])
+        indices, values, shape = (tensors.pop(name + end) for end in COO)
+        *size, coalesced = shape.tolist()
+        try:
+            tensors[name] = torch.sparse_coo_tensor(
+                indices, values, size, is_coalesced=bool(coalesced), check_invariants=True
+            )
+        except RuntimeError as error:
+            raise ValueError(f"tensor {name!r} is no sparse tensor ({error})") from None
+    return tensors
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -150,7 +181,7 @@ def unfit(tensor: Any) -> str:
         return f"is a {type(tensor).__name__}, not a tensor"
     if tensor.is_meta:
         return "is on the meta device and has no values"
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_quantized or tensor.is_nested:
         return f"is {'quantized' if tensor.is_quantized else 'sparse or nested'}; make it dense"
     return ""
 

@@ -62,7 +62,7 @@ def pack(value: Any, where: str, tensors: dict[str, Tensor], depth: int = 0) -> 
     if isinstance(value, Tensor):
         if fault := unfit(value):
             raise ValueError(f"{where} {fault}")
-        if value.dtype in CODES:
+        if value.dtype in CODES or value.layout is torch.sparse_coo:
             tensors[where] = value
             return {"tensor": where}
         tensors[where] = as_bytes(value)

@@ -23,7 +23,7 @@ from paceline.engine import products, randomness, rows
 from paceline.engine.ahead import Ahead
 from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, divisible, filled, judged, leaves, mapped, samples, split, target
-from paceline.engine.buffers import solidify
+from paceline.engine.buffers import dense, solidify
 from paceline.engine.everyone import Everyone
 from paceline.engine.inputs import Inputs
 from paceline.engine.layout import Layout
@@ -100,7 +100,7 @@ class Engine(contract.Engine):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        return list(self.model.buffers())
+        return dense(self.model)
 
     def relay(self, exchange: contract.Exchange) -> contract.Exchange:
         self.redoes = exchange.survives

@@ -192,7 +192,11 @@ class _Examination:
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
             job.batch_norm == "local" and bool(over_batches(job.model)),
             self.updates.can_fuse(),
-            sum(tensor.nbytes for tensor in [*self.parameters.values(), *job.model.buffers()]),
+            sum(
+                tensor.nbytes
+                for tensor in [*self.parameters.values(), *job.model.buffers()]
+                if tensor.layout == torch.strided
+            ),
             gradients,
             states * gradients,
             self.activation_bytes,

@@ -78,7 +78,9 @@ class Witness:
         if self.examines:
             self._listen(model)
         if self.start:
-            model.load_state_dict(load_file(os.path.join(self.start, FIRST)))
+            weights, there = load_file(os.path.join(self.start, FIRST)), model.state_dict()
+            sparse = {name: each.sparse_dim() for name, each in there.items() if each.is_sparse}
+            model.load_state_dict(weights | {name: weights[name].to_sparse(dims) for name, dims in sparse.items()})
 
     def _listen(self, model: nn.Module) -> None:
         def keep(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -155,7 +157,8 @@ class Witness:
 
     def _save(self, state: dict[str, Tensor], name: str) -> None:
         # tied weights share storage, which safetensors refuses
-        save_file({key: value.detach().clone() for key, value in state.items()}, self.folder / name)
+        plain = {key: value.detach().to_dense() if value.is_sparse else value for key, value in state.items()}
+        save_file({key: value.detach().clone() for key, value in plain.items()}, self.folder / name)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
