@@ -17,7 +17,7 @@ import torch
 
 from paceline import buffers, contract, members, seating, status, unasked
 from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
-from paceline.contract import LinkError, NoGradient, NotFinite, UnlikeOptions
+from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import feed
 from paceline.drift import Drift
 from paceline.elastic.checkpoint import Checkpoint
@@ -45,6 +45,7 @@ from paceline.scaler import Scaler
 from paceline.signs import Signs
 from paceline.stragglers import Stragglers
 from paceline.tracing import Tracer
+from paceline.unstepped import Unstepped, note
 from paceline.welcome import Welcome
 from paceline.whereabouts import Whereabouts, say
 from paceline.world import World
@@ -199,6 +200,10 @@ class Pace:
         self._entry = Entry(self, late, said) if world.late else None
         self._interrupt = self._interrupts()
         self.heed()
+        note("met")
+        if world.size > 1 and not world.late and not self.watched:  # who comes late follows the others' steps
+            self._unstepped = Unstepped(job.optimizer)
+            atexit.register(self._say_unstepped)
         if link:
             atexit.register(_leave, ledger)
             if exchange.overlap == "forward":
@@ -324,6 +329,9 @@ class Pace:
             from paceline import examined  # what it needs, training does not
 
             batch = examined.answer(self, batch, gradient)
+        if self._unstepped:
+            self._unstepped.end()
+            self._unstepped = None
         if self.job.model.training is not self._mode:
             self._look_at_mode()
         if self._entry:
@@ -364,6 +372,18 @@ class Pace:
         if ballot.stop or ballot.hung:
             self._end(ballot.stop or HANGUP)
         return loss
+
+    _unstepped: Unstepped | None = None  # until the first step
+
+    def _say_unstepped(self) -> str:
+        """At the end: whether each process trained alone, which a script that does not close is told here."""
+        text = self._unstepped.words(self.world.size) if self._unstepped else ""
+        if text:
+            self._unstepped = None
+            note("unstepped")
+            if self.leader and not self.over:
+                sys.stderr.write(f"paceline: {text}\n")
+        return text
 
     _mode: bool | None = None  # the model's, in the last step
     _told_mode = _told_hint = False
@@ -601,6 +621,10 @@ class Pace:
             self.ledger.close()
         if unwritten:
             raise unwritten
+        if text := self._say_unstepped():
+            never = NeverStepped(text)
+            never.told = not self.leader  # type: ignore[attr-defined]
+            raise never
         if late and reason == "finished":
             raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended
 

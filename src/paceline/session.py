@@ -18,7 +18,7 @@ import torch
 
 from paceline import asked, balance, contract, members, status, unasked, wrapped
 from paceline import overlap as overlaps
-from paceline.contract import LinkError, NoGradient, NotFinite, UnlikeOptions
+from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.elastic.claim import CheckpointError
 from paceline.engine import heap
 from paceline.engine.numerics import parse_row
@@ -291,7 +291,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(error, LinkError) and error.resumes:
             sys.stderr.write(f"paceline: {error}; exit code {RESUME_CODE}: resume from the newest checkpoint\n")
             sys.exit(RESUME_CODE)  # which Python heeds here
-        if isinstance(error, LinkError | NotFinite | NoGradient | UnlikeOptions | CheckpointError):
+        if isinstance(error, LinkError | NeverStepped | NotFinite | NoGradient | UnlikeOptions | CheckpointError):
             sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
         elif hook is sys.__excepthook__:
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))

@@ -43,6 +43,10 @@ class UnlikeOptions(ValueError):
     """Raised by every process, with the same words: their optimizers have unlike numbers, as a learning rate."""
 
 
+class NeverStepped(RuntimeError):
+    """Raised by every process at the end: they joined, and then each trained alone."""
+
+
 class Verdict(enum.Enum):
     APPLY = "apply"  # everyone agreed: update
     REDO = "redo"  # as if the step had never been; the same global batch again

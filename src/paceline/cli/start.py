@@ -128,6 +128,7 @@ def start(
         least=least,
         returns=RETURNS if least else 0,
         restarts=_restarts(restarts, least),
+        together=True,
     )
     if code == 0 and out and not quiet:
         print(f"run: {out}")

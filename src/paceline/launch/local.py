@@ -21,6 +21,7 @@ from pathlib import Path
 
 from paceline import status
 from paceline.launch.again import Again
+from paceline.launch.alone import Notes
 from paceline.launch.restarts import Ending, Restarts
 from paceline.launch.team import DONE, FAILED, HOLDS, JOINS, Team
 
@@ -114,6 +115,7 @@ def start(
     least: int = 0,
     returns: int = 0,
     restarts: int = 0,
+    together: bool = False,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
@@ -129,6 +131,7 @@ def start(
                 again; 0: one that fails ends all
     returns     how often each of those that failed is started again, as a joining node
     restarts    how often all of them are, from the newest checkpoint, where no node with all state is left
+    together    several processes of which none meets another are a failure
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     base = {**os.environ, **(environment or {})}
@@ -148,6 +151,10 @@ def start(
         if restarts or (returns and base.get("PACELINE_NODES")):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             base[status.VARIABLE] = str(folder)
+        notes: Notes | None = None
+        if together and sum(sizes) > 1 and not node:  # where node 0 met nobody, nobody did
+            notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))), sum(sizes))
+            base |= notes.environment(base)
         team = Team(command, sizes, folder, closed=asked is not None)
         orders = Asked(team, asked or tuple)
         heard = once(orders.pass_on)
@@ -169,9 +176,11 @@ def start(
                 team.begin(owner)
             ending = _watch(team, orders, least, again)
             pause_s = None if orders.received else policy.after(ending)
+            pids = [child.process.pid for child in team.children]
             team.end()
             if pause_s is None or not _pause(orders, pause_s):
-                return 128 + orders.received[0] if orders.received else ending.code
+                code = 128 + orders.received[0] if orders.received else ending.code
+                return notes.code(pids) if notes and code == 0 else code
             base["PACELINE_RESUME"] = "1"
 
 

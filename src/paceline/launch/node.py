@@ -82,6 +82,7 @@ def _obey() -> int:
                 asked=orders.later,
                 sizes=said["sizes"],
                 returns=said.get("returns", 0),
+                together=True,
             )
     except (ValueError, OSError) as error:
         print(f"paceline: {error}", file=sys.stderr)
