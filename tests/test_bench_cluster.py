@@ -163,7 +163,6 @@ def test_every_peer_is_a_sentence_and_a_start():
 
 
 @needs_cluster
-@pytest.mark.timeout(240)
 def test_bytes_are_counted_in_closed_form_and_nothing_stays():
     """Dense DDP of two nodes sends every gradient once; ours the rows of the large layer and the rest dense."""
     rows = 4
@@ -193,7 +192,6 @@ def test_every_node_knows_the_names_of_all():
 
 
 @needs_cluster
-@pytest.mark.timeout(240)
 def test_every_peer_takes_its_turns_beside_ours():
     """Each file of the folder that can run here, as the races begin it; DDP's bf16 hook and PowerSGD among them."""
     able = [name for name in peers.names() if not peers.lacking(name)]

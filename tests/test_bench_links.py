@@ -32,7 +32,6 @@ def test_a_wrong_sum_and_a_byte_too_many_are_seen():
     assert "| ring | 500.000 | 12.192 |" in found(4096, True, cores=1).details, "four messages, one core"
 
 
-@pytest.mark.timeout(90)
 def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "SIZES", (links.SIZES[0], links.SIZES[2]))
     asked = ["bench", "links", "--processes", "2", "--rounds", "2", "--only", "ring,two_level", "--out", str(tmp_path)]
@@ -47,7 +46,6 @@ def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
 
 
 @needs_cluster
-@pytest.mark.timeout(120)
 def test_sums_over_shaped_cables_take_as_long_as_their_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "SIZES", (links.SIZES[0], links.SIZES[2]))
     asked = ["bench", "links", "--nodes", "2", "--rate", "200mbit", "--rounds", "1", "--only", "binomial"]

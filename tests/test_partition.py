@@ -39,7 +39,7 @@ def begin(cluster, folder, least):
     return [cluster.start(node, command, environment=environment, **pipes) for node in range(cluster.num_nodes)]
 
 
-def until(what, running, limit_s=60.0):
+def until(what, running, limit_s=200.0):
     end = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < end

@@ -80,7 +80,6 @@ def own(tmp_path, monkeypatch):
 
 
 @needs(sshd=unavailable())
-@pytest.mark.timeout(300)
 def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path, own):
     options = ["--budget", 1, "--what-if", "nodes=8,link=10gbit,latency=1ms"]
     words = ["plan", "-H", "one,two", *options, "--json", "--out", "plan.toml", "script.py"]

@@ -1,9 +1,13 @@
-"""Waiting for what other threads do, with an end; and time that passes only where a test says so."""
+"""Waiting for what other threads do, with an end; time that passes only where a test says so; and time as a process has
+it, which does not pass while other programs have its core."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -29,3 +33,27 @@ class VirtualTime:
         return self.now_s
 
     monotonic = time = perf_counter
+
+
+class OwnTime:
+    """Seconds since this was made, without those for which a process was ready to run and no core was free.
+
+    What waits too long for something is found on a busy machine as well; what the machine keeps waiting is not blamed.
+    Of several processes, as if each had waited for the one before.
+    """
+
+    def __init__(self, *pids: int):
+        self._paths = [Path(f"/proc/{pid}/schedstat") for pid in pids or [os.getpid()]]
+        self._kept_s = [0.0] * len(self._paths)
+        self._start_s = time.monotonic() - self._kept()
+
+    def _kept(self) -> float:
+        """By their first threads; of a process that has ended, what was seen last."""
+        for i, path in enumerate(self._paths):
+            with contextlib.suppress(OSError, IndexError):  # it has ended, or this kernel does not count
+                self._kept_s[i] = int(path.read_text().split()[1]) / 1e9
+        return sum(self._kept_s)
+
+    def passed_s(self) -> float:
+        """To be asked often, as long as they live."""
+        return time.monotonic() - self._start_s - self._kept()
