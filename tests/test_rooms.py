@@ -66,7 +66,7 @@ RULES = {
     "unstepped": (),
     "asked": ("contract", "find", "balance", "overlap", "world", "wrapped", "engine.numerics"),
     "frozen": ("contract",),
-    "buffers": ("contract", "engine.buffers"),
+    "buffers": ("contract", "frozen", "engine.buffers"),
     "entry": ("handover", "following", "interrupt"),
     "saving": ("buffers", "once", "resume", "elastic.*"),
     "drift": ("contract", "engine.parts", "engine.shares", "report.record"),

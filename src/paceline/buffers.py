@@ -1,4 +1,4 @@
-"""A model's buffers before everyone saves or evaluates: rank 0's, everywhere.
+"""A model's buffers, and what else forward changes, before everyone saves or evaluates: rank 0's, everywhere.
 
 A buffer that forward makes anew, as a cache that grows with its inputs, may have another shape on each node: then it
 stays each node's own.
@@ -10,6 +10,7 @@ import json
 
 import torch
 
+from paceline import frozen
 from paceline.contract import Engine, Exchange, framed, unframed
 from paceline.engine.buffers import sparse
 
@@ -17,6 +18,7 @@ from paceline.engine.buffers import sparse
 def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
     """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
     spread_sparse(model, engine, exchange)
+    frozen.spread(model, engine.still, exchange, engine.seat)
     if not engine.buffers:
         return
     buffers, names = engine.buffers, saved(model)

@@ -114,6 +114,7 @@ class Engine:
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
     held: int | None = None  # samples of the share that comes next, where they are dealt
+    still: Mapping[str, tuple[int, int]] = {}  # marks of the parameters that do not train, as they were when all joined
     num_shares: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
     seed: int = 0  # of what virtual shares draw
     redoes: bool = False  # a step may be computed again after its pieces have left

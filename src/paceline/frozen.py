@@ -1,10 +1,17 @@
-"""Parameters that do not train: rank 0's in every process when all join, as those that do."""
+"""Parameters that do not train: rank 0's in every process when all join, as those that do.
+
+Some layers keep in them what forward changes, as Keras its moving means: these are rank 0's again, as buffers are,
+before everyone saves or evaluates.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 import torch
 
-from paceline.contract import Exchange
+from paceline.contract import Exchange, framed, unframed
 
 
 def plant(model: torch.nn.Module, exchange: Exchange, own: Exchange, seat: tuple[int, int]) -> None:
@@ -19,6 +26,40 @@ def plant(model: torch.nn.Module, exchange: Exchange, own: Exchange, seat: tuple
     for frozen in still if size > 1 else ():
         if frozen.numel():
             here = frozen.cpu().contiguous().reshape(-1)
-            words = exchange.hand(here.view(torch.uint8).numpy().tobytes() if rank == 0 else b"")
+            words = exchange.hand(_bytes(frozen) if rank == 0 else b"")
             if rank:
                 frozen.copy_(torch.frombuffer(bytearray(words), dtype=here.dtype).view(frozen.shape))
+
+
+Marks = Mapping[str, tuple[int, int]]
+
+
+def marks(model: torch.nn.Module) -> Marks:
+    """Of each, torch's count of its changes, and where it lies."""
+    still = ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
+    return {name: (0 if each.is_inference() else each._version, each.data_ptr()) for name, each in still}
+
+
+@torch.no_grad()
+def spread(model: torch.nn.Module, before: Marks, exchange: Exchange, seat: tuple[int, int]) -> None:
+    """Rank 0's of those that changed, in any process, since ``before``. Every process must call it."""
+    if not before:
+        return
+    now = marks(model)
+    mine = [name for name, mark in before.items() if now.get(name, mark) != mark]
+    names = sorted(
+        {name for words in exchange.gather(json.dumps(mine).encode()) if words for name in json.loads(words)}
+    )
+    if not names:
+        return
+    first = seat[0] == 0 and exchange.link.rank == 0
+    own = {name: each.detach() for name, each in model.named_parameters() if name in names}
+    words = framed([_bytes(own[name]) for name in names]) if first else b""
+    said = next(filter(None, exchange.gather(words)), words)
+    for name, part in zip(names, unframed(said), strict=True) if not first else ():
+        if part:
+            own[name].copy_(torch.frombuffer(bytearray(part), dtype=own[name].dtype).view(own[name].shape))
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

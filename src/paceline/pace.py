@@ -27,7 +27,7 @@ from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
-from paceline.frozen import plant
+from paceline.frozen import marks, plant
 from paceline.interrupt import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.job import Job
 from paceline.link.ledger import Ledger
@@ -130,6 +130,7 @@ class Pace:
             buffers.spread_sparse(job.model, engine, self.exchange)
         if world.size > 1:
             plant(job.model, self.exchange, exchange, engine.seat)
+            engine.still = marks(job.model)
         balance = None
         if world.late:
             self._limits = seating.alone(seat, job, engine, self.exchange)
