@@ -177,6 +177,10 @@ who_is_lost[plain
 run_waiting.py::test_joining_nodes_of_several_processes
 run_waiting.py::test_more_are_lost_while
 whom_it_lost[cable of rank 1-tls
+told_nothing[torch]
+told_nothing[no data]
+one_line[processes-own loop]
+one_line[nodes-own loop]
 """.strip().splitlines()
 
 

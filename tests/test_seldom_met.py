@@ -1,6 +1,7 @@
 """What few models, losses and optimizers do is computed as PyTorch does it, or refused in words."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -182,9 +183,17 @@ def test_what_is_owed_stays_where_factors_are_not_finite():
     ranks.run(2, work)
 
 
-def test_a_comparison_takes_weights_of_classes_along(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda weights: nn.CrossEntropyLoss(weight=weights),
+        lambda weights: partial(F.cross_entropy, weight=weights),
+        lambda weights: partial(nn.CrossEntropyLoss(weight=weights).forward),
+    ],
+)
+def test_a_comparison_takes_weights_of_classes_along(tmp_path, monkeypatch, hold):
     monkeypatch.setenv("PACELINE_VERIFY", json.dumps({"folder": str(tmp_path), "steps": 1, "dtype": "float64"}))
-    model, loss = build(dtype=torch.float32), nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
+    model, loss = build(dtype=torch.float32), hold(torch.tensor([0.2, 1.0, 3.0]))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = torch.utils.data.TensorDataset(*rows(24, 1, torch.float32))
     with paceline.join(model, optimizer, loss, batch_size=24, engine="sequential") as pace:
