@@ -113,6 +113,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "the model" for name in names[:FEW]) + more
 
 
+def _layers_of(names: Sequence[str]) -> list[str]:
+    """Modules as a sentence names them."""
+    return [name if name == "the loss" else f"layer {name!r}" if name else "the model" for name in names]
+
+
 # what the script and the runs say
 
 
@@ -134,7 +139,9 @@ def _settings(many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
     if any(far(rates[0], each) for each in rates[1:]):
         yield Cause.of("rank", "the learning rate differs between ranks")
     elif far(rates[0], one.get("lr", [])):
-        first = f"{rates[0][0]} with {len(many)} processes and {one['lr'][0]} with one" if rates[0] else "unlike"
+        first = (
+            f"{rates[0][0][0]:g} with {len(many)} processes and {one['lr'][0][0]:g} with one" if rates[0] else "unlike"
+        )
         yield Cause.of("settings", f"the learning rate is {first}")
 
 
@@ -163,7 +170,7 @@ def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) 
 
 
 def _randomness(found: Facts, repeats: bool) -> Iterator[Cause]:
-    where = found.get("repeats") or []
+    where = _layers_of(found.get("repeats") or [])
     drawn = found.get("random") or {}
     if not repeats and not found.get("drawn"):
         yield Cause.of(
@@ -173,7 +180,7 @@ def _randomness(found: Facts, repeats: bool) -> Iterator[Cause]:
         text = f"{_listed(where)} gives something else each time, from the same weights, state and seed"
         yield Cause.of("state outside the model", text)
     elif drawn.get("differs"):
-        yield Cause.of("random numbers", f"forward draws random numbers ({_listed(drawn['where'])})")
+        yield Cause.of("random numbers", f"forward draws random numbers ({_listed(_layers_of(drawn['where']))})")
 
 
 def _unlike_runs(one: Facts, again: Facts) -> bool:
@@ -241,7 +248,10 @@ def _layers(found: Facts) -> Iterator[Cause]:
     ):
         those = [each for each in layers if each["kind"] == kind]
         if those and not (kind == "normalises" and found.get("sync")):
-            names = [f"{each['name'] or 'the model'} ({each['type']})" for each in those]
+            names = [
+                f"{name} ({each['type']})"
+                for name, each in zip(_layers_of([e["name"] for e in those]), those, strict=True)
+            ]
             branch = " (a branch: it calls other layers)" if any(each["path"] for each in those) else ""
             yield Cause.of(cause, text.format(_listed(names)) + branch)
 
