@@ -43,7 +43,7 @@ RULES = {
     "patience": (),
     "probe.survey": ("quota",),
     "models*": ("models.*",),
-    "engine*": ("contract", "quota", "patience", "sums", "packing", "whereabouts", "engine.*"),
+    "engine*": ("contract", "norms", "quota", "patience", "sums", "packing", "whereabouts", "engine.*"),
     "link*": ("contract", "patience", "whereabouts", "link.*"),
     "exchange*": ("contract", "sums", "packing", "exchange.*"),
     "codec*": ("contract", "codec.*"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,9 +37,10 @@ def evaluate(
     mine: list[int] = chosen[rows_here.start : rows_here.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
     sums: dict[str, tuple[float, float]] = {}
+    moving = getattr(engine, "moving", None)
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), moving.unchanged() if moving else nullcontext():
             for start in range(0, len(mine), rows):
                 some = mine[start : start + rows]
                 batch, output = engine.run(change(source.fetch(some, 0)))

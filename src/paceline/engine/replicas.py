@@ -47,6 +47,7 @@ class Engine(sequential.Engine):
             raise ValueError(f"engine 'replicas:k' needs a whole number k >= 1, got {num_replicas!r}")
         self.num_replicas = num_replicas
         self._circle = Circle(lambda vector: vector)
+        self._shared: list[tuple[str, int, nn.Parameter]] = []  # that do not train, with torch's count of changes
         self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
 
     def open(
@@ -78,7 +79,7 @@ class Engine(sequential.Engine):
     def place(self, seat: Any, step: int) -> None:
         super().place(seat, step)
         for one in self.twins:
-            one._least, one._full = self._least, self._full // self.num_replicas
+            one._turn, one._least, one._full = self._turn, self._least, self._full // self.num_replicas
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         self._check_parameters()
@@ -87,7 +88,7 @@ class Engine(sequential.Engine):
         self._inputs.keep(batch)  # once, of the whole: some of it every replica is given
         for one in self.twins:
             one._num_held = self._num_held  # the optimizer is the model's
-        gather = _Gather(self.num_replicas, offer)
+        learns, gather = self.moving.looks, _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
         self.held = None  # of the whole share, of which each replica has a part
@@ -122,6 +123,7 @@ class Engine(sequential.Engine):
             for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
                 raise error  # the first, unless it is another's
         self._inputs.look()
+        self._look(learns, sum(part is not None for part in parts))
         ballot = Ballot.merge([one.result() for one in rides])
         ballot.constant = ballot.trains_nothing
         return ballot
@@ -136,14 +138,33 @@ class Engine(sequential.Engine):
             self._norms.append((layers, everyone))
         everyone.hear = self._norms[0][0].hear
 
+    def _look(self, learns: bool, count: int) -> None:
+        """What forward changes by the way each replica must have of its own; ``count`` of them had samples."""
+        if learns:
+            computed = [one.moving for one in self.twins][: max(0, count - 1)]
+            self.moving.found.update(*(one.found for one in computed))
+            self.moving.compare(one.tensors() for one in computed)
+        for name, number, each in self._shared:
+            if each._version != number:
+                raise ValueError(
+                    f"engine 'replicas:{self.num_replicas}': in step {self._turn} forward began to change parameter "
+                    f"{name!r}, which does not train and is shared by all replicas; change it from the first step on, "
+                    f"or use engine 'threads:k' or 'processes:k'"
+                )
+
     def _follow(self) -> None:
         """Weights, buffers, mode and plain attributes of the other replicas are the model's, whatever it met since."""
+        moving = {id(each) for each in self.moving.of_frozen()}
         for one in self.twins:
             one.accumulate = self.accumulate
             with torch.no_grad():
                 for weight, its in zip(self.model.parameters(), one.model.parameters(), strict=True):
                     if weight.device != its.device:
                         its.copy_(weight)
+                    elif id(weight) in moving:
+                        if weight.data_ptr() == its.data_ptr():
+                            its.data = weight.data.clone()
+                        its.data.copy_(weight)
                     elif weight.data_ptr() != its.data_ptr():
                         its.data = weight.data
                     its.requires_grad_(weight.requires_grad)
@@ -154,6 +175,9 @@ class Engine(sequential.Engine):
                 for name, value in vars(module).items():
                     if value is None or isinstance(value, int | float | str):
                         vars(twin_module)[name] = value
+        still = [name for name, each in self.moving.frozen.items() if id(each) not in moving]
+        models = [self.moving.frozen, *(one.moving.frozen for one in self.twins)] if still else []
+        self._shared = [(name, frozen[name]._version, frozen[name]) for frozen in models for name in still]
 
     def close(self) -> None:
         super().close()

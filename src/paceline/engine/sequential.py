@@ -28,6 +28,7 @@ from paceline.engine.everyone import Everyone
 from paceline.engine.inputs import Inputs
 from paceline.engine.layout import Layout
 from paceline.engine.means import Means, labels_of
+from paceline.engine.moving import Moving
 from paceline.engine.norm import Layers
 from paceline.engine.numerics import Numerics
 from paceline.engine.options import Options
@@ -87,6 +88,7 @@ class Engine(contract.Engine):
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
+        self.moving = Moving(model)
         self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
@@ -162,10 +164,18 @@ class Engine(contract.Engine):
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
         num_rows = samples(parts[0], self.held) if len(parts) == 1 else None
+        followed = self.moving.keep() if len(parts) > 1 else []
+        self.moving.begin(self._turn, batch is not None)
+
+        def next_part(part: Any) -> Tensor:
+            self.moving.put(followed)  # an encoder follows once in a step, whatever it is computed in
+            return compute(part)
+
         with self._in_step(batch is not None):
             if batch is None:
                 self.settle()  # where those with rows do: what it raises, everyone raises within
-            state = self.backward.run(forms, offer, *(partial(compute, part) for part in parts))
+            state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
+        self.moving.end()
         if self._keeps:
             self._inputs.look()
         ballot.finite = math.isfinite(ballot.loss_sum)
@@ -195,6 +205,7 @@ class Engine(contract.Engine):
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start = time.perf_counter()
         self._check_parameters()
+        self.moving.end()
         own = [p.grad for p in self.backward.parameters.values()]
         if FACTORS in forms or self.redoes:  # adding up on the way must not spoil what a redone step starts from
             for parameter in self.backward.parameters.values():
@@ -322,10 +333,11 @@ class Engine(contract.Engine):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        return buffers, randomness.state(), self._turn
+        return buffers, self.moving.keep(), randomness.state(), self._turn
 
     def rollback(self, kept: Any) -> None:
-        buffers, random, self._turn = kept
+        buffers, followed, random, self._turn = kept
+        self.moving.put(followed)
         for table, name, buffer, old in buffers:
             table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
         randomness.set_state(random)
@@ -369,6 +381,10 @@ class Engine(contract.Engine):
         layers.convert(everyone.total, everyone.inside)
         everyone.hear, self._in_step, self._norms_of_all = layers.hear, everyone.step, layers.computing
         self._norms.append((layers, everyone))
+
+    def answered(self) -> set[int]:
+        """Of batch norm over everyone: the statistics, by id, that are everyone's."""
+        return self._norms[0][0].answered
 
     def close(self) -> None:
         self._later.close()

@@ -90,15 +90,18 @@ class Engine(sequential.Engine):
             if share >= last - 1:
                 offer(Shared(piece.spec, mine, (first, last), self.num_shares, flat))
 
-        kept, after = self.snapshot(), None
+        kept, after, learns, first_made = self.snapshot(), None, self.moving.looks, dict[str, Tensor]()
         ballots: list[Ballot] = []
         for share, part in enumerate(parts, first):
             self.rollback(kept)  # each share begins where the first did
             randomness.seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
             ballots.append(super().gradient(part, scale, forms, partial(take, share)))
             after = after or self.snapshot()
+            if learns:
+                self.moving.compare([first_made])
+                first_made = first_made or {name: each.clone() for name, each in self.moving.tensors().items()}
         self.rollback(after)
-        randomness.set_state(kept[1])
+        randomness.set_state(kept[2])
         ballot, nothing = Ballot.merge(ballots), (0.0, 0.0, 0.0)
         ballot.constant = ballot.trains_nothing
         said = [(each.loss_sum, each.metric_sum, each.weight) for each in ballots[: last - first]]
