@@ -18,6 +18,7 @@ from paceline.engine.sequential import Engine
 from paceline.find import parse
 from paceline.lars import LARS
 from paceline.loop import Loop
+from paceline.moved import Moved
 from paceline.report.record import Record
 
 IN, HIDDEN, OUT = 96, 128, 3  # 96 x 128 in float64 is large enough to travel as factors
@@ -177,6 +178,7 @@ class Rank:
         batch: int = 24,
         engine: contract.Engine | None = None,
         batch_norm: str = "local",
+        buffers: str = "own",
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
@@ -191,6 +193,17 @@ class Rank:
             self.engine.sync_norm(link)
         seat = Seat(link.rank, link.size, shares=shares)
         self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
+        if self.exchange.consensus == "step":
+            self.loop.moved = Moved(
+                self.engine.moving,
+                self.exchange,
+                self.loop.record,
+                lambda: self.exchange.link.rank,
+                lambda: self.exchange.link.rank == 0,
+                buffers == "broadcast",
+                self.engine.answered if batch_norm == "sync" else None,
+                self.engine.accumulate,
+            )
 
     def train(self, batches: Sequence[Sequence[Tensor]]) -> list[float]:
         losses = []

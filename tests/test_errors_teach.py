@@ -158,6 +158,7 @@ SLIPS = {
     "scheduler": (torch.optim.lr_scheduler.StepLR, r"scheduler .*the class StepLR itself; make one of it"),
     "precision": ("int4", r"precision .* got 'int4'"),
     "batch_norm": ("global", r"batch_norm .* got 'global'"),
+    "buffers": ("mean", r"buffers is 'own' or 'broadcast', got 'mean'"),
     "accumulate": (0, r"accumulate .* got 0"),
     "engine": ("thread:2", r"no engine named 'thread'.*did you mean 'threads'"),
     "exchange": ("allreduced", r"no exchange named 'allreduced'"),

@@ -63,7 +63,13 @@ def _engine(row: str) -> None:
 
 
 def clashes(
-    world: World, chosen: str, precision: str, agreeing: contract.Exchange, exchange: str, codec: str
+    world: World,
+    chosen: str,
+    precision: str,
+    agreeing: contract.Exchange,
+    exchange: str,
+    codec: str,
+    buffers: str = "own",
 ) -> list[str]:
     """What of it does not go together. ``chosen``: the engine's name; ``agreeing``: what ``exchange`` names."""
     found: list[str] = []
@@ -80,6 +86,11 @@ def clashes(
             f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
             f"use overlap='backward' and an exchange that agrees each step, such as allreduce; got "
             f"{agreeing.overlap!r} and {exchange!r}"
+        )
+    if buffers == "broadcast" and agreeing.consensus != "step":
+        found.append(
+            f"buffers='broadcast' is after each step, and with exchange {exchange!r} nodes meet less often; use "
+            f"allreduce, or buffers='own'"
         )
     if precision == "fp16" and codec not in ("none", "half"):
         found.append(

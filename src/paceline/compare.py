@@ -33,6 +33,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "clip": job.clip,
         "shares": job.shares,
         "batch_norm": job.batch_norm,
+        "buffers": job.buffers,
         "optimizer": (type(job.optimizer).__name__, groups),
         "scheduler": type(job.scheduler).__name__,
         "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",

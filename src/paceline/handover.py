@@ -151,6 +151,7 @@ def rest(pace: Any) -> dict[str, Any]:
         "scaler": dict(vars(loop.scaler)),
         "exchange": exchange,
         "drift": loop.drift.state() if loop.drift else None,
+        "moved": loop.moved.state() if loop.moved else None,
         "epoch": pace.epoch,
         "next_step": pace.next_step,
         "began": pace.began,
@@ -202,3 +203,5 @@ def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
     members.sit(pace, seat, limits, tuple(said["sizes"]))
     if loop.drift and said["drift"]:
         loop.drift.load(said["drift"])
+    if loop.moved and said["moved"]:
+        loop.moved.load(said["moved"])

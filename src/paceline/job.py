@@ -39,6 +39,7 @@ class Job:
     forward: Callable[..., Any] | None = None
     shares: str | tuple[float, ...] = "measured"
     most_rows: int | None = None
+    buffers: str = "own"
     found: InitVar[Sequence[str]] = ()
 
     def __post_init__(self, found: Sequence[str]) -> None:
@@ -98,6 +99,8 @@ class Job:
             faults.append(f"precision is 'fp32', 'bf16', 'fp16' or None (the plan's), got {self.precision!r}{scales}")
         if self.batch_norm not in ("local", "sync"):
             faults.append(f"batch_norm is 'local' or 'sync', got {self.batch_norm!r}")
+        if self.buffers not in ("own", "broadcast"):
+            faults.append(f"buffers is 'own' or 'broadcast', got {self.buffers!r}")
         if self.batch_norm == "sync" and self.accumulate != 1:
             faults.append("batch_norm='sync' is over the whole global batch, which accumulate > 1 never sees at once")
         return faults

@@ -33,6 +33,7 @@ from paceline.contract import (
     Verdict,
 )
 from paceline.drift import Drift
+from paceline.moved import Moved
 from paceline.report.record import Record
 from paceline.scaler import Scaler
 from paceline.stragglers import Stragglers
@@ -75,6 +76,7 @@ class Loop:
         self.kept: Kept | None = None  # of each update, where somebody may come late who is told of it
         self.terms: dict[str, float] = {}  # each named part of the last step's loss, as a mean
         self.stop = 0  # set by a signal: end after the step in which everyone knows of it
+        self.moved: Moved | None = None  # where forward changes more than it computes, among several
         self.hung = False  # likewise: end after the step in which everyone is
         self.guests = 0  # the generation in which those are taken in who wait, in the process that knows of them
         self.follows = False  # likewise: one of them is given what all have, beside the steps
@@ -174,6 +176,9 @@ class Loop:
         if self.drift:
             self.drift.after(agreement.drift, self.num_steps)
         self._spent["update_seconds"] = time.perf_counter() - begin
+        if self.moved and agreement.verdict is Verdict.APPLY and ballot.weight:
+            with self.whereabouts.at("comparing what forward changes"):
+                self.moved.after(ballot)
         return agreement
 
     def _agree(self, batch: Any, gradient: Gradient) -> tuple[Agreement, Any]:
@@ -204,6 +209,8 @@ class Loop:
             else:
                 ballot.stop, ballot.hung = self.stop, self.hung
                 ballot.guests, ballot.follows = self.guests, self.follows
+                if self.moved:
+                    self.moved.vote(ballot)
                 ballot.expected, ballot.samples = batch.weight, getattr(batch, "held", 0) or 0
                 begin = time.perf_counter()
                 ballot.fixed = self._update_s

@@ -82,6 +82,8 @@ class OwnLoop:
         shared = pace.witness.deal(batch, batches.mapped) if pace.witness else batch
         share = shared.share(pace.loop.seat)
         held = getattr(shared, "held", None)
+        if pace.loop.moved:
+            pace.loop.moved.begin(pace.num_steps)
         self._step = OwnStep(batch, 0 if share is None else batches.samples(share, held))
         device = pace.engine.weights[0].device
         return None if share is None else batches.mapped(share, lambda tensor: tensor.to(device))

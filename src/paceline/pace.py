@@ -25,6 +25,7 @@ from paceline.elastic.claim import CheckpointError, claim
 from paceline.elastic.export import export
 from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
+from paceline.engine import sequential
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
 from paceline.frozen import marks, plant
@@ -34,6 +35,7 @@ from paceline.link.ledger import Ledger
 from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
 from paceline.modes import asleep
+from paceline.moved import Moved
 from paceline.once import alone
 from paceline.own import OwnLoop
 from paceline.probe import shelf
@@ -179,6 +181,8 @@ class Pace:
             whereabouts=self.whereabouts,
             stragglers=self._stragglers() if self.leader and link else None,
         )
+        if exchange.consensus == "step" and (several or job.accumulate > 1):
+            self.loop.moved = self._moved()
         self.whereabouts.notice = self._notice
         self._signs = Signs(self.whereabouts, lambda: engine.pids).start() if link and not self.watched else None
         asked = (folder or os.environ.get("PACELINE_RUN")) and not self.watched
@@ -234,6 +238,22 @@ class Pace:
         world, host = self.world, os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {world.local_rank}" if world.local_size > 1 else ""
         return f"rank {world.node} of {world.num_nodes} on {host}{part}"
+
+    def _moved(self) -> Moved | None:
+        engine, job = self.engine, self.job
+        if not isinstance(engine, sequential.Engine):
+            return None
+        answered = engine.answered if job.batch_norm == "sync" else None
+        return Moved(
+            engine.moving,
+            self.exchange,
+            self.record,
+            lambda: self.world.rank,
+            lambda: self.leader,
+            job.buffers == "broadcast",
+            answered,
+            job.accumulate,
+        )
 
     def _stragglers(self) -> Stragglers | None:
         return None if self.watched else Stragglers(self.record, self.ledger.everyone, self.job.shares == "measured")

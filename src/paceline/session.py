@@ -50,6 +50,7 @@ def join(
     precision: str | None = None,
     scheduler: Any = None,
     batch_norm: str = "local",
+    buffers: str = "own",
     seed: int = 0,
     metric: Callable[..., Any] | None = None,
     forward: Callable[..., Any] | None = None,
@@ -76,6 +77,8 @@ def join(
     precision           "fp32", "bf16", "fp16" (with loss scaling); None: what the plan says
     scheduler           a torch.optim.lr_scheduler, stepped once per applied step
     batch_norm          "local": each process's own statistics, as DDP; "sync": those of the global batch
+    buffers             that forward changes by a process's samples, such as a codebook: "own": each process keeps
+                        its own, and rank 0's are saved; "broadcast": rank 0's everywhere after each step, as DDP
     seed                of the order of samples, and of each process's randomness
     metric              ``metric(output, target)``, a sum over rows, for `evaluate` and the record
     forward             ``forward(model, batch)``, where model(*batch[:-1]) or model(**batch) is not the call
@@ -125,6 +128,7 @@ def join(
         forward,
         "measured" if found else balance.wanted(shares),
         most_rows,
+        buffers,
         found,
     )
     batch_size = job.batch_size
@@ -150,7 +154,7 @@ def join(
     if forward:
         parts[0].forward = forward
     parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
-    if against := asked.clashes(world, chosen, parts[0].numerics.precision, parts[1], exchange, codec):
+    if against := asked.clashes(world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers):
         raise ValueError(f"join: {'; '.join(against)}")
     late: Any = None
     if world.late and world.local_rank == 0:

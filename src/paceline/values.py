@@ -141,6 +141,9 @@ class Ballot:
     hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
     guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
     follows: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
+    idle: bool = False  # this process had no samples in this step
+    moves: int = 0  # buffers and parameters that do not train, which forward was found to change
+    source: int = 0  # the first process that had samples
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
     dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
@@ -152,8 +155,9 @@ class Ballot:
 
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
+    NOBODY = (1 << 32) - 1  # in ``source``
 
-    _HEAD = struct.Struct("<???ddIddddddqI?B?I?IIIIIII")
+    _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -176,6 +180,9 @@ class Ballot:
             self.hung,
             self.guests,
             self.follows,
+            self.idle,
+            self.moves,
+            self.source,
             len(self.used),
             len(self.dense),
             len(self.rows),
@@ -245,6 +252,9 @@ class Ballot:
             hung=all(b.hung for b in ballots),
             guests=max(b.guests for b in ballots),
             follows=any(b.follows for b in ballots),
+            idle=any(b.idle for b in ballots),
+            moves=max(b.moves for b in ballots),
+            source=min(b.source for b in ballots),
             # a process without rows has no terms
             terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
             used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
