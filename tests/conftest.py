@@ -63,6 +63,7 @@ any_shape.py::test_several_processes[two nodes-
 are_those_of_one_process[processes:3-
 between_processes[trained2
 but_while_all_others_wait[False
+chaos_waits.py::test_a_history_is_as_if
 chaos.py::test_a_stopped_node_is_given_up
 chaos.py::test_every_class_of_fault_is_outlived
 chaos.py::test_of_two_parts_one_goes_on

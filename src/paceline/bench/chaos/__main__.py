@@ -4,6 +4,7 @@
 --only WORDS               classes of faults, separated by commas, by how their names begin
 --nodes N --epochs N       of each training
 --record FOLDER            writes README.md and raw.json there
+--waits N --seed N         instead: trainings that go below the minimum of nodes, or lose all; needs no root
 --against torchrun,horovod instead: what a killed node costs, here and there
 
 Ends with status 1 where a law was broken, a run hung, or ended.
@@ -17,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.bench.chaos import killed, many, tally
+from paceline.bench.chaos import killed, many, tally, waits
 from paceline.bench.chaos.faults import CLASSES
 
 
@@ -44,9 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=80)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--against")
+    parser.add_argument("--waits", type=int)
     asked = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:
+        if asked.waits:
+            words = f"python -m paceline.bench.chaos {' '.join(arguments or sys.argv[1:])}"
+            return waits.waits(asked.waits, asked.seed, asked.record, words, show)
         kinds = chosen(asked.only)
         if asked.against:
             return killed.compare(asked.against.split(","), asked.faults, asked.seed, asked.nodes, asked.record, show)

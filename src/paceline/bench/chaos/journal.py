@@ -1,5 +1,6 @@
 """What a process computed, and when: lines that whoever kills it cannot take back.
 
+    {"began": true}                                      before it joins
     {"tried": step, "generation": g, "rows": [...]}      before its gradient leaves
     {"applied": step, "generation": g, "loss": x, "mark": crc32 of its weights or 0, "nodes": n}
     {"ended": step}
@@ -24,6 +25,7 @@ class Journal:
         path = folder / f"{launch}.{node}.{local_rank}.{os.getpid()}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.step = self.generation = 0
+        self.note(began=True)
 
     def note(self, **facts: Any) -> None:
         line = {"t": time.monotonic(), "generation": self.generation, **facts}
@@ -48,6 +50,7 @@ class Life:
     last: dict[int, int] = field(default_factory=dict)  # step -> the generation in which it was computed last
     applied: dict[int, Applied] = field(default_factory=dict)
     ended: bool = False
+    began_s: float = 0.0
     _read: int = 0
 
     @property
@@ -95,6 +98,8 @@ class Life:
             self.last[step] = generation
         elif "applied" in said:
             self.applied[said["applied"]] = Applied(said["t"], generation, said["loss"], said["mark"], said["nodes"])
+        elif "began" in said:
+            self.began_s = said["t"]
         elif "ended" in said:
             self.ended = True
 

@@ -24,9 +24,9 @@ TOLERANCE = 1e-9
 Breach = tuple[int, int, str]  # launch, step, what
 
 
-def breaches(lives: Sequence[Life], folder: Path, steps: int) -> list[Breach]:
+def breaches(lives: Sequence[Life], folder: Path, steps: int, clip: float | None = None) -> list[Breach]:
     """Every law that was broken, in the order of steps. ``folder``: with the weights that processes left."""
-    losses, weights = training.undisturbed(steps)
+    losses, weights = training.undisturbed(steps, clip)
     found: list[Breach] = []
     last = {step: life.launch for life in sorted(lives, key=lambda life: life.launch) for step in life.applied}
     for step, launch in sorted(last.items()):

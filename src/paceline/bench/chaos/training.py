@@ -1,4 +1,4 @@
-"""What is trained while faults strike: python -m paceline.bench.chaos.training FOLDER LAUNCH EPOCHS.
+"""What is trained while faults strike: python -m paceline.bench.chaos.training FOLDER LAUNCH EPOCHS [CLIP].
 
 A small network with factors and batch norm over everyone, in float64, steps of some STEP_S. It goes on from the run's
 newest checkpoint, keeps a journal in FOLDER, saves beside the training, and leaves its weights in FOLDER.
@@ -30,6 +30,7 @@ SEED, BATCH, COUNT = 3, 24, 24 * 12 + 7  # the last batch of an epoch is a short
 STEPS = -(-COUNT // BATCH)  # of an epoch
 STEP_S = 0.05
 SAVE_EVERY = 20
+AUTO = "auto"  # in place of a launch's number
 
 
 class Net(nn.Module):
@@ -81,7 +82,7 @@ def mark(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def undisturbed(steps: int, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """(losses, weights) of plain PyTorch in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more would wait for each other on so small a network
@@ -92,6 +93,8 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
         loss = F.cross_entropy(net(source.x[mine]), source.y[mine][:, 0])
         loss.backward()  # type: ignore[no-untyped-call]
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         losses.append(float(loss.detach()))
     torch.set_num_threads(threads)
@@ -113,12 +116,29 @@ def slowly(note: Callable[[list[int]], None]) -> Callable[[Tensor, Tensor], Tens
     return loss
 
 
-def main(folder: str, launch: str, epochs: str) -> None:
+def starts(folder: Path) -> list[str]:
+    """The starts of all nodes by the launcher, each by its rendezvous port, in their order."""
+    path = folder / "starts"
+    return list(dict.fromkeys(path.read_text().split())) if path.exists() else []
+
+
+def _this_start(folder: Path) -> int:
+    """Its number: a launcher that starts all nodes again does not say it. Nodes are given names of their own."""
+    os.environ["PACELINE_HOST"] = f"node{os.environ.get('PACELINE_NODE') or os.environ['GROUP_RANK']}"
+    with (folder / "starts").open("a") as file:
+        file.write(f"{os.environ['MASTER_PORT']}\n")
+    return starts(folder).index(os.environ["MASTER_PORT"]) + 1
+
+
+def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
     torch.set_num_threads(1)
+    if launch == AUTO:
+        launch = str(_this_start(Path(folder)))
     journal = Journal(Path(folder), int(launch), node(), int(os.environ.get("LOCAL_RANK", "0")))
     net, optimizer = build()
     loss = slowly(lambda mine: journal.note(tried=journal.step, rows=mine))
-    pace = paceline.join(net, optimizer, loss, batch_size=BATCH, seed=SEED, batch_norm="sync")
+    norm = float(clip) if clip else None
+    pace = paceline.join(net, optimizer, loss, batch_size=BATCH, seed=SEED, batch_norm="sync", clip=norm)
     follow(pace, journal)
     with saved_or_told(), pace:
         pace.restore()
@@ -128,8 +148,9 @@ def main(folder: str, launch: str, epochs: str) -> None:
             try:
                 with saved_or_told():  # the step was made, also where what is written beside it was not
                     pace.step(batch)
-            except paceline.Stopped:  # after the step, too
-                note(pace, journal)
+            except paceline.Stopped:  # after the step, or while too few nodes were left for it
+                if pace.num_steps > journal.step:
+                    note(pace, journal)
                 raise
             note(pace, journal)
             if pace.num_steps % SAVE_EVERY == 0:

@@ -1,0 +1,52 @@
+"""Real histories below the minimum of nodes: what is told of them, whose start is whose, and one that is played."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.bench.chaos import training, waits
+from paceline.bench.chaos.waits import ALL, BELOW, STORIES, History, Waits, told
+
+
+def test_every_history_that_was_wrong_or_hung_is_told_with_its_seed():
+    found = [History(seed, STORIES[seed % len(STORIES)], 3, 2) for seed in range(10)]
+    found[5].wrong.append("step 7 twice")
+    found[6].hung, found[6].killed = "16 s", [(1.0, 2, 30), (1.0, 0, 30)]
+    text = told(found)
+    assert text.startswith("# 10 real histories below the minimum of nodes: 1 wrong, 1 hung")
+    assert f"| {BELOW} | 2 | 0 | 2 | 0.0 | 1 | 0 |" in text
+    assert f"| {ALL} | 2 | 2 | 2 | 0.0 | 0 | 1 |" in text
+    assert "seed 5, below: 3 nodes, at least 2; killed" in text
+    assert "WRONG: step 7 twice" in text
+    assert "seed 6, all: 3 nodes, at least 2; killed node 2 at step 30, node 0 at step 30" in text
+
+
+def test_a_start_is_known_by_its_rendezvous_and_a_joining_node_belongs_to_that_of_those_it_joins(tmp_path, monkeypatch):
+    said = []
+    for node, port in (("0", "7"), ("1", "7"), ("1", "7"), ("0", "3"), ("1", "3")):
+        monkeypatch.setenv("GROUP_RANK", node)
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setenv("PACELINE_HOST", "")
+        said.append(training._this_start(tmp_path))
+        assert os.environ["PACELINE_HOST"] == f"node{node}"
+    assert said == [1, 1, 1, 2, 2]
+    assert training.starts(tmp_path) == ["7", "3"]
+
+
+def test_what_strikes_is_the_seeds(tmp_path):
+    one, other = (Waits(7, tmp_path) for _ in range(2))
+    assert one.history == other.history
+    assert one.dice.random() == other.dice.random()
+    assert one.history.minimum <= one.history.nodes
+    assert {Waits(seed, tmp_path).history.story for seed in range(len(STORIES))} == set(STORIES)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_history_is_as_if_nothing_had_happened(tmp_path, seed, monkeypatch):
+    monkeypatch.setattr(waits, "LIMIT_S", 110.0)
+    history = Waits(seed, tmp_path).play()
+    assert (history.wrong, history.hung) == ([], "")
+    assert len(history.killed) >= 2
+    assert history.starts == (2 if history.story == ALL else 1)
