@@ -29,8 +29,8 @@ WAYS: Ways = {  # into how many parts each batch goes, and who computes them
 }
 
 
-def run(case: Case, ways: Ways = WAYS) -> dict[str, Verdict]:
-    """By way."""
+def run(case: Case, ways: Ways = WAYS, ask: bool = True) -> dict[str, Verdict]:
+    """By way. ``ask``: `paceline verify` about what differs without a word."""
     plain, first = (together(case, [{}], join)[0] for join in (Plain, partial(Plain, still=True)))
     if fault := plain.error or first.error or ("" if plain.losses and moved(plain, first) else "nothing was trained"):
         return dict.fromkeys(ways, Verdict(Outcome.FAILED, text=f"the plain loop: {fault}"))
@@ -47,7 +47,7 @@ def run(case: Case, ways: Ways = WAYS) -> dict[str, Verdict]:
     for name, (parts, who) in ways.items():
         ranks: list[Trained] = together(case, who(), paceline.join)
         verdicts[name] = judge(case, ranks, plain, first, partial(controls, parts))
-    if case.differs and any(each.outcome is Outcome.WRONG for each in verdicts.values()):
+    if ask and case.differs and any(each.outcome is Outcome.WRONG for each in verdicts.values()):
         text = verified(case)
         for name, each in verdicts.items():
             if text and each.outcome is Outcome.WRONG:
@@ -68,6 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="zoo", description=__doc__)
     parser.add_argument("names", nargs="*", help="patterns of cases, such as 'gpt2*'; all by default")
     parser.add_argument("--only", nargs="*", default=FAMILIES, choices=FAMILIES, help="families, by module")
+    parser.add_argument("--quick", action="store_true", help="do not ask `paceline verify` about what differs")
     parser.add_argument("--page", type=Path, help="where the table goes")
     asked = parser.parse_args()
     if lacking := missing(asked.only):
@@ -80,7 +81,7 @@ def main() -> int:
     start = time.monotonic()
     for case in cases:
         begun = time.monotonic()
-        found[case.name] = verdicts = run(case)
+        found[case.name] = verdicts = run(case, ask=not asked.quick)
         words = "; ".join(f"{way}: {verdict}" for way, verdict in verdicts.items())
         print(f"{case.family}/{case.name}: {words} [{time.monotonic() - begun:.1f} s]", flush=True)
         for text in dict.fromkeys(v.text for v in verdicts.values() if v.text):
