@@ -25,6 +25,7 @@ from paceline.engine.backward import Backward, Pass
 from paceline.engine.batch import call, counted, divisible, filled, judged, leaves, mapped, samples, split, target
 from paceline.engine.buffers import dense, solidify
 from paceline.engine.everyone import Everyone
+from paceline.engine.halves import unlike
 from paceline.engine.inputs import Inputs
 from paceline.engine.layout import Layout
 from paceline.engine.means import Means, labels_of
@@ -59,6 +60,7 @@ class Engine(contract.Engine):
         self._norms_of_all: Callable[[], AbstractContextManager[None]] = nullcontext
         self._norms: list[tuple[Layers, Everyone]] = []
         self._inputs, self._keeps = Inputs(), True
+        self._halved = False  # whether the loss has been looked at
 
     def open(
         self,
@@ -133,8 +135,13 @@ class Engine(contract.Engine):
             else:
                 with labels_of(batch, means, mapped) as given:
                     output = self.forward(self.model, given)
-                self.hint = AUXILIARY if getattr(output, "aux_loss", None) is not None else ""
-            return batch, output, judged(self.loss, output, batch, num_rows, means, self.divided)
+                if getattr(output, "aux_loss", None) is not None:
+                    self.hint = AUXILIARY
+            said = judged(self.loss, output, batch, num_rows, means, self.divided)
+            if self.divided and not self._halved:
+                self._halved = True
+                self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
+            return batch, output, said
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         start, batch = time.perf_counter(), filled(batch)
