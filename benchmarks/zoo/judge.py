@@ -14,13 +14,13 @@ from zoo.case import Case
 from zoo.ranks import Trained
 
 EXACT = 1e-9  # of what training moved
-FLOAT32 = 1e-4  # the most that rounding to it may be
+FLOAT32 = 1e-4  # the most that rounding, of which that to float32 is the largest, may be
 ROUNDING = 3.0  # times what the control differs: parts of other sizes round otherwise
 
 
 class Outcome(Enum):
     EXACT = "exact"
-    ROUNDED = "float32"
+    ROUNDED = "rounding"
     REFUSED = "refused"
     REPORTED = "reported"
     NAMED = "verify names it"

@@ -27,7 +27,7 @@ parameters, of all buffers, or of the losses, whichever is largest.
 | result | meaning |
 |---|---|
 | exact | The number is at most {exact:.0e}. |
-| float32 | The model computes its loss, or a part of itself, in float32, or amplifies rounding. The number is at most \
+| rounding | The model computes its loss, or a part of itself, in float32, or amplifies rounding. The number is at most \
 {rounding:.0f} times that of a control: one process that computes each batch in two (three) parts and adds up their \
 gradients, or that takes the samples of each batch in reverse order. |
 | refused | `join` or the first step raises an error. Its text is below. |

@@ -35,7 +35,7 @@ def named(name: str) -> Any:
 
 
 def net(name: str, side: int = 32, **words: Any) -> Parts:
-    return timm.create_model(name, num_classes=5, **words), images(side), F.cross_entropy
+    return timm.create_model(name, num_classes=5, drop_rate=0.0, **words), images(side), F.cross_entropy
 
 
 @of_timm(SGD, lr=0.05, momentum=0.9, nesterov=True, join=SYNC)
