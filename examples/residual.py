@@ -55,6 +55,7 @@ with paceline.join(
     optimizer,
     nn.CrossEntropyLoss(label_smoothing=0.05),
     batch_size=64,
+    batch_norm="sync",  # the statistics of the global batch, however many processes have it
     precision="bf16" if arguments.bf16 else None,
     folder=arguments.out,  # with a folder, Ctrl-C ends the step, saves, and exits
 ) as pace:

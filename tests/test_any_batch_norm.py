@@ -14,7 +14,7 @@ from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.norm import Layers
 from paceline.engine.replicas import Engine as Replicas
 from paceline.link.memory import world
-from paceline.norms import over_batches
+from paceline.norms import over_batches, own_statistics
 
 
 class WithAct(nn.BatchNorm1d):
@@ -245,3 +245,18 @@ def test_what_is_covered_is_restored():
     assert copied.norm.inner[0].forward.__self__ is copied.norm.inner[0]
     layers.restore()
     assert not any("forward" in vars(module) for module in made.modules())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "batch norm (1) takes"),
+        (nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm2d(2), nn.BatchNorm2d(2)), "batch norm (0 and 2 more) takes"),
+        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval()), ""),  # frozen
+        (nn.Sequential(nn.GroupNorm(1, 2), nn.InstanceNorm2d(2, track_running_stats=True)), ""),
+    ],
+)
+def test_local_statistics_are_reported(model, said):
+    text = own_statistics(model)
+    assert text.startswith(said)
+    assert bool(text) == bool(said)

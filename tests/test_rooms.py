@@ -87,6 +87,7 @@ RULES = {
             "wrapped",
             "modes",
             "unstepped",
+            "norms",
             "compare",
             "evaluate",
             "saving",

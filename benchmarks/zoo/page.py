@@ -27,9 +27,9 @@ parameters, of all buffers, or of the losses, whichever is largest.
 | result | meaning |
 |---|---|
 | exact | The number is at most {exact:.0e}. |
-| rounding | The model computes its loss, or a part of itself, in float32, or amplifies rounding. The number is at most \
-{rounding:.0f} times that of a control: one process that computes each batch in two (three) parts and adds up their \
-gradients, or that takes the samples of each batch in reverse order. |
+| rounding | The model computes its loss, or a part of itself, in float32, or amplifies rounding. The number is at \
+most {rounding:.0f} times that of a control: one process that computes each batch in two (three) parts and adds up \
+their gradients, or that takes the samples of each batch in reverse order. |
 | refused | `join` or the first step raises an error. Its text is below. |
 | reported | The model is not the same in parts, and a line on standard error says why. Its text is below. |
 | verify names it | Nothing is said during training. `paceline verify` reports the cause. |

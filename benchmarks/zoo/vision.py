@@ -97,7 +97,13 @@ def mlp_mixer() -> Parts:
 @of_timm(named("adafactor"), lr=0.001)
 def swin_tiny() -> Parts:
     return net(
-        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, depths=(1, 1), num_heads=(2, 4), embed_dim=24
+        "swin_tiny_patch4_window7_224",
+        drop_path_rate=0.0,
+        img_size=32,
+        window_size=4,
+        depths=(1, 1),
+        num_heads=(2, 4),
+        embed_dim=24,
     )
 
 
@@ -112,9 +118,9 @@ def mobilevit_xxs() -> Parts:
     return net("mobilevit_xxs", 64)
 
 
-@of_timm(AdamW, lr=0.001)
+@of_timm(AdamW, lr=0.001, join=SYNC)
 def xcit_nano() -> Parts:
-    """Its position encoding and local part have batch norm, local here."""
+    """Its patches and local part have batch norm."""
     return net("xcit_nano_12_p16_224", img_size=32, depth=2)
 
 

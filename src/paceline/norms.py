@@ -19,3 +19,16 @@ def _normalises(module: nn.Module) -> bool:
     kept = [name for name, each in module._parameters.items() if each is not None and not each.requires_grad]
     kept += module._buffers
     return all(any(word in name for name in kept) for word in ("mean", "var"))
+
+
+def own_statistics(model: nn.Module) -> str:
+    """One line about layers that normalise each process's own samples, where several have some; or nothing."""
+    names = [name for name, module in over_batches(model).items() if module.training]
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"batch norm ({names[0]}{more}) takes the statistics of each process's, replica's or micro-batch's own "
+        f"samples, as in DistributedDataParallel: the result depends on how many there are; join(batch_norm='sync') "
+        f"takes those of the global batch"
+    )

@@ -36,6 +36,7 @@ from paceline.live import Live, stacks, tell
 from paceline.loop import Loop
 from paceline.modes import asleep
 from paceline.moved import Moved
+from paceline.norms import own_statistics
 from paceline.once import alone
 from paceline.own import OwnLoop
 from paceline.probe import shelf
@@ -407,13 +408,17 @@ class Pace:
         return text
 
     _mode: bool | None = None  # the model's, in the last step
-    _told_mode = _told_hint = False
+    _told_mode = _told_norms = _told_hint = False
 
     def _look_at_mode(self) -> None:
         """Before the first step, and where the mode has changed since the last; it is said once."""
         self._mode = self.job.model.training
         if not self._told_mode and (text := asleep(self.job.model, self.num_steps)):
             self._told_mode = True
+            self._hint(text)
+        local = self.engine.divided and self.job.batch_norm == "local"
+        if local and not self._told_norms and (text := own_statistics(self.job.model)):
+            self._told_norms = True
             self._hint(text)
 
     def _hint(self, text: str) -> None:
