@@ -36,12 +36,12 @@ test-all: $(VENV)/.ready
 chaos: $(VENV)/.ready
 	$(BIN)/python -m paceline.bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)
 
-$(VENV)/.zoo: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet -e '.[dev,zoo]' -c constraints.txt
+$(VENV)/zoo/.ready: $(VENV)/.ready benchmarks/zoo/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/zoo -r benchmarks/zoo/requirements.txt
 	@touch $@
 
-zoo: $(VENV)/.zoo
-	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks $(BIN)/python -m zoo --page docs/zoo.md
+zoo: $(VENV)/zoo/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=benchmarks:$(VENV)/zoo $(BIN)/python -m zoo --page docs/zoo.md
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="where the table goes")
     asked = parser.parse_args()
     if lacking := missing(asked.only):
-        print(f"zoo: {', '.join(lacking)} not installed; pip install 'paceline[zoo]'", file=sys.stderr)
+        print(f"zoo: {', '.join(lacking)} not installed; use `make zoo`, or --only", file=sys.stderr)
         return 2
     cases = [
         c for c in corpus(asked.only) if not asked.names or any(fnmatch.fnmatch(c.name, each) for each in asked.names)

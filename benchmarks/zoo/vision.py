@@ -53,11 +53,6 @@ def efficientnet_b0() -> Parts:
     return net("efficientnet_b0")
 
 
-@of_timm(SGD, lr=0.05, join=SYNC)
-def efficientnet_lite0() -> Parts:
-    return net("efficientnet_lite0")
-
-
 @of_timm(SGD, lr=0.05, momentum=0.9, join=SYNC)
 def regnetx_002() -> Parts:
     return net("regnetx_002")
@@ -139,11 +134,6 @@ def shufflenet_v2() -> Parts:
 @of_torchvision(Adam, lr=0.0005)
 def squeezenet() -> Parts:
     return torchvision.models.squeezenet1_1(num_classes=5, dropout=0.0), images(), F.cross_entropy
-
-
-@of_torchvision(SGD, lr=0.005, momentum=0.9, weight_decay=1e-4, join=SYNC)
-def mnasnet() -> Parts:
-    return torchvision.models.mnasnet0_5(num_classes=5, dropout=0.0), images(), F.cross_entropy
 
 
 class Segment(nn.Module):
