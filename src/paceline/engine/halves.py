@@ -28,7 +28,7 @@ SCORES = "logits_per_"  # as `transformers` calls each image's scores for all te
 WRITES = {"STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR"}
 REMEDY = (
     "so several processes or micro-batches, each of which sees its own samples alone, train another loss than one: "
-    "`paceline verify` measures how far it is, and docs/troubleshooting.md says what to do"
+    "`paceline verify` names the cause, and docs/same.md says what to do"
 )
 
 
