@@ -17,12 +17,17 @@ from paceline.live import Live
 from paceline.whereabouts import Whereabouts
 
 
+def ours():
+    """The names of this process: others on the machine, as those of other tests, come and go meanwhile."""
+    return {name for name in live.names() if name.startswith(f"{live.PREFIX}{os.getpid()}-")}
+
+
 @pytest.fixture
 def served():
     """A name that echoes questions."""
-    before = set(live.names())
+    before = ours()
     server = Live(lambda question: {"asked": question})
-    (name,) = set(live.names()) - before
+    (name,) = ours() - before
     yield name
     server.close()
 
@@ -30,9 +35,9 @@ def served():
 @pytest.fixture
 def particular():
     """A name that knows objects alone."""
-    before = set(live.names())
+    before = ours()
     server = Live(lambda question: {"asked": question.get("stacks")})
-    (name,) = set(live.names()) - before
+    (name,) = ours() - before
     yield name
     server.close()
 
@@ -62,10 +67,16 @@ def test_whatever_names_others_choose_stacks_are_found(name):
             server.close()
 
 
+def test_what_answers_and_is_no_run_is_none_of_those_that_are_asked_for(served, particular):
+    """Story: `doctor --run` ended in a KeyError wherever anything else answered on the machine."""
+    with pytest.raises(ValueError, match="no process of run 'mine' answers on this machine"):
+        now.ask("mine")
+
+
 def test_after_its_end_nothing_is_left():
-    before = set(live.names())
+    before = ours()
     server = Live(lambda question: {})
-    (name,) = set(live.names()) - before
+    (name,) = ours() - before
     server.close()
     end = time.monotonic() + 10
     while name in live.names():

@@ -11,6 +11,8 @@ from paceline.link import waits
 
 STACK_S = 3.0  # for each that is asked for over the network
 
+KNOWN = {"run", "folder", "node", "local_rank"}  # what every answer of a run says; what else answers is none
+
 Answers = Sequence[dict[str, Any]]
 
 
@@ -18,7 +20,7 @@ def ask(run: str, stacks: bool = False) -> Answers:
     """Of all processes of ``run`` here, first ranks first. ``run``: its folder, or the id of a detached one, or how
     that begins. Raises ValueError where none is there."""
     told = {name: live.ask(name) for name in live.names()}
-    found = {name: answer for name, answer in told.items() if answer}
+    found = {name: answer for name, answer in told.items() if answer and answer.keys() >= KNOWN}
     mine = sorted(
         (name for name, answer in found.items() if _is(answer, run)),
         key=lambda name: (found[name]["node"], found[name]["local_rank"]),
