@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from machines import Machines, needs_machines, refuse_calls
 from needs import needs
+from paceline.bench.chaos.machines import TURN
 from paceline.launch import symptoms
 from paceline.launch.doctor import examine
 from paceline.launch.findings import IN_THE_WAY
@@ -259,6 +261,13 @@ def two_machines():
     with Machines(2, rate="100mbit") as two:
         OUR_HOMES.add(str(two.folder))
         yield two
+
+
+@needs_machines
+def test_networks_of_machines_are_there_one_at_a_time(two_machines):
+    """Story: two processes of the tests made one each, with the same addresses, and reached each other's machines."""
+    with open(TURN) as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @needs_machines

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import getpass
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import paceline
@@ -17,6 +19,7 @@ from paceline.bench.cluster.namespaces import Cluster
 
 LAUNCHER = "10.77.0.200"
 ANSWER_S = 10.0
+TURN = Path("/run/paceline-machines.lock")
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
@@ -32,6 +35,17 @@ def do(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=20)
 
 
+@contextlib.contextmanager
+def turn() -> Iterator[None]:
+    """One network of machines at a time: the route from here to their addresses is the same for all."""
+    with open(TURN, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # whoever was forked meanwhile has it open, too
+
+
 class Machines:
     """``ssh`` is a client's command line that knows them as node0, node1, ...; their own names lead home, as on Debian.
 
@@ -42,14 +56,12 @@ class Machines:
         self.cluster, self.path = Cluster(num_nodes, rate), path
 
     def __enter__(self) -> Machines:
-        self._temporary = tempfile.TemporaryDirectory(prefix="paceline-machines-")
-        self.folder = Path(self._temporary.name)
-        self.cluster.__enter__()
-        try:
+        with contextlib.ExitStack() as made:
+            made.enter_context(turn())
+            self.folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="paceline-machines-")))
+            made.enter_context(self.cluster)
             self._begin()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._made = made.pop_all()
         return self
 
     def _begin(self) -> None:
@@ -94,8 +106,7 @@ class Machines:
         (self.folder / f"hosts{node}").write_text(f"127.0.0.1 localhost\n127.0.1.1 node{node}\n{others}")
 
     def __exit__(self, *_: object) -> None:
-        self.cluster.__exit__()
-        self._temporary.cleanup()
+        self._made.close()
 
     def hosts(self, count: int) -> str:
         """The first so many, as ``-H`` takes them."""
