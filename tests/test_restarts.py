@@ -20,6 +20,7 @@ HEAD = """
 import json, os, signal, sys, time
 from pathlib import Path
 from paceline import status
+from paceline.link.ticket import Ticket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
 JOINS, RESUMES = "PACELINE_JOIN" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
@@ -35,7 +36,10 @@ def touch(name): (FOLDER / name).touch()
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def join():
     if "PACELINE_TICKET" in os.environ:
-        Path(os.environ["PACELINE_TICKET"]).write_text("{}")
+        ticket = Ticket(os.environ.get("PACELINE_SECRET", ""), "2:3", ["name address 1 host"])
+        ticket.write(Path(os.environ["PACELINE_TICKET"]))
+    if "PACELINE_NOTES" in os.environ:
+        Path(os.environ["PACELINE_NOTES"], "met").touch()
     status.report(joined=True)
     touch(f"joined-{NODE}-{LIFE}")
 def fail(error, step):

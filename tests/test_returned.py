@@ -250,3 +250,12 @@ def test_who_leads_stops_while_it_gives_another_its_state_and_nobody_waits_for_i
         event["time"] for event in read(tmp_path) if event["event"] == "regroup" and event["time"] > halted_s + 1
     )
     assert after - halted_s < 15.0, done.stderr
+
+
+@pytest.mark.parametrize("victims", [(1, 2), (0, 1)])
+def test_fewer_than_the_minimum_are_left_and_wait_and_both_come_back(tmp_path, victims):
+    """Story: the launcher gave the last one 15 s, nodes that came back found nobody, and a traceback said so."""
+    done = launch(tmp_path, *(f"{node}:3:forward" for node in victims), "back", least=2)
+    check(tmp_path, done)
+    assert all(done.stderr.count(f"node {node} ended, and is started again") == 1 for node in victims)
+    assert "resumes from" not in done.stderr

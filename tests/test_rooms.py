@@ -110,7 +110,7 @@ RULES = {
     "launch.measure": ("plan", "find", "world", "link.chosen", "probe.*", "launch.*"),
     "launch*": (
         *("plan", "quota", "report.record", "link.proof", "link.waits", "live", "probe.survey", "launch.*"),
-        *("interrupt", "status"),
+        *("interrupt", "patience", "status", "link.ticket"),
     ),
     "together": ("balance", "probe.*"),
     "nodes": ("plan", "together", "link.collective", "probe.*", "launch.*"),

@@ -179,7 +179,11 @@ def start_over_ssh(
         if made:
             environment["PACELINE_PLAN"] = carried_plan(made)
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
-    meeting = check(nodes, way, paths, address, needs)
+
+    def meet() -> tuple[str, int]:
+        return check(nodes, way, paths, address, needs)
+
+    meeting = meet()
     # the hosts may refuse to go on with another run than the one that is there
     waits = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
     if settings and out and not waits:
@@ -187,7 +191,8 @@ def start_over_ssh(
     detach.begun()
     quiet = bool(settings and settings.json)
     result = sys.stdout.buffer if quiet else None
-    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most)
+    again = _restarts(restarts, least)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most, again, meet)
     if settings and out and waits and code != REFUSED:
         _keep(settings, made, out)
     if code == 0 and out and not quiet:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
 import time
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 MOST = 2000  # bytes of `last`
 LONGEST = 64 << 20  # of a line, which then is cut
@@ -27,7 +30,11 @@ class Lines:
 
     With ``result``, a last line that is a JSON object goes there instead, without a name. Where a line ends with
     ``mark``, that is left out, and `marked` from then on. ``unheard``: nobody reads the file, which leads nowhere now.
+    What stands in a line between ``says`` and the first byte of that is JSON for ``hear``, and left out as well.
     """
+
+    says = b""
+    hear: Callable[[Any], None]
 
     def __init__(self, name: str, source: int, out: BinaryIO, result: BinaryIO | None = None, mark: bytes = b""):
         self.last, self.marked, self._mark = "", not mark, mark
@@ -43,6 +50,7 @@ class Lines:
         if end or len(self._rest) > LONGEST or (not data and self._rest):
             *lines, rest = bytes(self._rest), *others.split(b"\n")
             lines = lines if self.marked else self._unmarked(lines)
+            lines = self._heard(lines) if self.says else lines
             self._rest = bytearray(rest)
             telling = next((line for line in reversed(lines) if line.strip()), None)
             if telling is not None:
@@ -72,6 +80,19 @@ class Lines:
         self.marked = True
         before = lines[found].removesuffix(self._mark)
         return [*lines[:found], *([before] if before else []), *lines[found + 1 :]]
+
+    def _heard(self, lines: list[bytes]) -> list[bytes]:
+        """What a script writes without an end may stand before."""
+        left = []
+        for line in lines:
+            before, sign, said = line.partition(self.says)
+            words, end, _ = said.partition(self.says[:1])
+            if sign and end:
+                with contextlib.suppress(ValueError):
+                    self.hear(json.loads(words))
+            if before or not (sign and end):
+                left.append(before if end else line)
+        return left
 
     def _write(self, lines: list[bytes]) -> None:
         if self._result:

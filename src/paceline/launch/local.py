@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline import status
 from paceline.launch.again import Again
 from paceline.launch.alone import Notes
 from paceline.launch.restarts import Ending, Restarts
 from paceline.launch.team import DONE, FAILED, HOLDS, JOINS, Team
+from paceline.link.ticket import Ticket
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
@@ -81,6 +83,7 @@ class Asked:
 
     team: Team
     later: Callable[[], Sequence[int]]
+    tell: Callable[[dict[str, Any]], None] | None = None
     received: list[int] = field(default_factory=list)
     hurry: bool = False
     hung: bool = False
@@ -116,6 +119,8 @@ def start(
     returns: int = 0,
     restarts: int = 0,
     together: bool = False,
+    joins: bool = False,
+    tell: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
@@ -132,6 +137,8 @@ def start(
     returns     how often each of those that failed is started again, as a joining node
     restarts    how often all of them are, from the newest checkpoint, where no node with all state is left
     together    several processes of which none meets another are a failure
+    joins       it begins as a joining node, with the ticket that PACELINE_TICKET names
+    tell        is given the node's state when that has changed
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     base = {**os.environ, **(environment or {})}
@@ -148,7 +155,7 @@ def start(
         base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
-        if restarts or (returns and base.get("PACELINE_NODES")):
+        if restarts or tell or (returns and base.get("PACELINE_NODES")):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             base[status.VARIABLE] = str(folder)
         notes: Notes | None = None
@@ -156,7 +163,7 @@ def start(
             notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))), sum(sizes))
             base |= notes.environment(base)
         team = Team(command, sizes, folder, closed=asked is not None)
-        orders = Asked(team, asked or tuple)
+        orders = Asked(team, asked or tuple, tell)
         heard = once(orders.pass_on)
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, heard))
@@ -165,15 +172,14 @@ def start(
         if folder and returns and base.get("PACELINE_NODES"):
             ticket = Path(base.setdefault("PACELINE_TICKET", str(folder / "ticket.json")))
             stack.callback(ticket.unlink, missing_ok=True)
-            back = {"PACELINE_JOIN": str(ticket)}
-            again = Again(ticket, returns, lambda owner: team.begin(owner, {**back, "PACELINE_NODE": str(owner)}))
+            again = Again(ticket, returns, lambda owner: team.begin(owner, _joining(ticket, owner)))
         policy = Restarts(restarts)
         while True:
             _lay(team, base, node, meeting)
             if again:
                 again.begin_anew(node is None)
             for owner in range(len(sizes)) if node is None else [node]:
-                team.begin(owner)
+                team.begin(owner, _joining(Path(base["PACELINE_TICKET"]), owner) if joins else None)
             ending = _watch(team, orders, least, again)
             pause_s = None if orders.received else policy.after(ending)
             pids = [child.process.pid for child in team.children]
@@ -182,6 +188,32 @@ def start(
                 code = 128 + orders.received[0] if orders.received else ending.code
                 return notes.code(pids) if notes and code == 0 else code
             base["PACELINE_RESUME"] = "1"
+
+
+def _joining(ticket: Path, node: int) -> dict[str, str]:
+    """The variables of a joining node. Its processes meet at a port of its own."""
+    return {"PACELINE_JOIN": str(ticket), "PACELINE_NODE": str(node), "MASTER_PORT": str(free_port())}
+
+
+def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
+    """Its node's state, where it is another than before."""
+    if orders.tell is None:
+        return before
+    (state,) = team.states().values()
+    said: dict[str, Any] = {"state": state, "members": _members(team.environment.get("PACELINE_TICKET"))}
+    if state == FAILED:
+        code = team.code(next(iter(team.states())))
+        said |= {"code": code, "faults": sorted(team.faults(), key=str), "begun": team.begun}
+    if said != before:
+        orders.tell(said)
+    return said
+
+
+def _members(ticket: str | None) -> list[str]:
+    try:
+        return list(Ticket.read(Path(ticket or "")).members)
+    except ValueError:
+        return []
 
 
 def _lay(team: Team, base: Mapping[str, str], node: int | None, meeting: tuple[str, int] | None) -> None:
@@ -206,8 +238,10 @@ def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending
     failed: int | None = None
     killed = False
     end, limit_s = float("inf"), float("inf")
+    said: dict[str, Any] = {}
     while True:
         orders.look()
+        said = _tell(team, orders, said)
         states = team.states()
         lost = [node for node, state in states.items() if state == FAILED]
         if failed is None and lost and not _go_on(states, least, again):
@@ -234,6 +268,7 @@ def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending
             failed = failed or -signal.SIGKILL
             break
         time.sleep(GLANCE_S)
+    _tell(team, orders, said)
     return _ending(team, least, failed, killed)
 
 

@@ -5,21 +5,29 @@ lines. The first line is a JSON object: node, sizes, host, port, engine, command
 line is the number of a signal to pass on, or 0 when a node elsewhere has failed. When stdin ends the launcher is gone:
 the node saves and ends, unless it was started to stay, as one of a detached run is. Where a run survives losses, it
 ends when all its nodes are without the launcher: one that has lost its line alone trains on.
-Once it has its orders it says so on stdout, in a line that the launcher keeps to itself.
+Once it has its orders it says so on stdout, in a line that the launcher keeps to itself, as it does with each change of
+its state: whether it has all state, who the members are, which errors ended its processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from paceline.launch import local, outlet, receive
+from paceline.launch.occupied import Seat
+from paceline.launch.team import HOLDS
+from paceline.link.ticket import Ticket
 
 STARTED = b"\x06paceline has started\x06"
+SAYS = b"\x06paceline says "  # before an object in JSON, and STARTED's last byte
 
 
 class Orders:
@@ -38,6 +46,11 @@ class Orders:
         said: dict[str, Any] = json.loads(line)
         self.stays, self.survives = bool(said.get("stays")), bool(said.get("returns"))
         return said
+
+    @property
+    def ended(self) -> bool:
+        """Whether the launcher is gone."""
+        return self._ended
 
     def later(self) -> list[int]:
         """Signals to pass on since the last call; 0: end soon. A launcher that is gone asks for both, once, where its
@@ -71,22 +84,49 @@ def _obey() -> int:
         said = orders.first()
         os.write(1, STARTED + b"\n")
         os.chdir(said["folder"])
-        with receive.hold(said["folder"]):
-            return local.start(
-                said["command"],
-                said["engine"],
-                len(said["sizes"]),
-                said["environment"],
-                node=said["node"],
-                meeting=(said["host"], said["port"]),
-                asked=orders.later,
-                sizes=said["sizes"],
-                returns=said.get("returns", 0),
-                together=True,
-            )
+        with receive.hold(said["folder"]), contextlib.ExitStack() as stack:
+            return _run(said, orders, stack)
     except (ValueError, OSError) as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
+
+
+def tell(facts: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more
+        os.write(1, SAYS + json.dumps(facts).encode() + STARTED[:1] + b"\n")
+
+
+def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> int:
+    environment, done, joins = dict(said["environment"]), None, "ticket" in said
+    if "run" in said:
+        seat = Seat(said["run"], said["node"], said["turn"])
+        if not seat.free() and joins:
+            tell({"state": HOLDS})  # as far as is known here
+        ended = seat.wait(orders.later)
+        if ended is not None:  # without a launcher that could have heard of it
+            return ended if ended != 255 else 1
+        done = stack.enter_context(seat.taken())
+    if joins:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
+        path = Path(environment.setdefault("PACELINE_TICKET", str(Path(folder, "ticket.json"))))
+        Ticket(environment["PACELINE_SECRET"], **said["ticket"]).write(path)
+    code = local.start(
+        said["command"],
+        said["engine"],
+        len(said["sizes"]),
+        environment,
+        node=said["node"],
+        meeting=(said["host"], said["port"]),
+        asked=orders.later,
+        sizes=said["sizes"],
+        returns=said.get("returns", 0),
+        joins=joins,
+        together=not joins,
+        tell=tell if "run" in said else None,
+    )
+    if done:
+        done(code, not orders.ended)
+    return code
 
 
 if __name__ == "__main__":

@@ -12,24 +12,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
 from paceline.launch import detach
-from paceline.launch.again import RETURNS
+from paceline.launch.again import PAUSE_S, RETURNS
 from paceline.launch.calls import kill
 from paceline.launch.check import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
 from paceline.launch.lines import Lines, shown
 from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes, once
-from paceline.launch.node import STARTED
+from paceline.launch.node import SAYS, STARTED
+from paceline.launch.restarts import Ending, Restarts
+from paceline.launch.team import DONE, FAILED, HOLDS, JOINS
+from paceline.patience import wait_s
 
 NODE = f"{OWN_PATH}; from paceline.launch import node; sys.exit(node.main())"
 GLANCE_S = 0.1
+MOST_PAUSE_S = 30.0  # between two attempts to reach a host
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
 # they are about this machine
-LEFT_HERE = ("PACELINE_HOST", "PACELINE_SSH", "PACELINE_LOCAL_SIZES", "PACELINE_JOIN", "PACELINE_NODE")
+LEFT_HERE = (
+    "PACELINE_HOST",
+    "PACELINE_STATUS",
+    "PACELINE_SSH",
+    "PACELINE_LOCAL_SIZES",
+    "PACELINE_JOIN",
+    "PACELINE_NODE",
+)
 
 
 def carried(names: Sequence[str] = ()) -> dict[str, str]:
@@ -42,6 +54,51 @@ def carried(names: Sequence[str] = ()) -> dict[str, str]:
     return {**mine, **{name: os.environ[name] for name in names}}
 
 
+@dataclass
+class Orders:
+    """What all starts of a run share. ``run``: its name on the hosts. ``least``, ``most``: nodes, where some may fail.
+
+    ``meet``: checks every host once more, and says where they meet. Raises ValueError.
+    """
+
+    command: Sequence[str]
+    engines: Sequence[str]
+    way: Way
+    environment: dict[str, str]
+    least: int
+    most: int
+    meet: Callable[[], tuple[str, int]] | None = None
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = ""
+    turn: int = 0
+    meeting: tuple[str, int] = "", 0
+    members: list[str] = field(default_factory=list)
+
+    def begin(self, meeting: tuple[str, int]) -> None:
+        """Another start: who is left of the one before does not know its secret."""
+        self.secret, self.turn, self.meeting, self.members = secrets.token_hex(32), self.turn + 1, meeting, []
+
+    def of(self, node: Node, joins: bool) -> dict[str, Any]:
+        """What a host is told."""
+        own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": self.secret, **self.environment}
+        own["PACELINE_HOST"] = node.host.name
+        if self.least:
+            own["PACELINE_NODES"] = f"{self.least}:{max(self.most, len(self.engines))}"
+        said = {
+            **{"node": node.index, "sizes": [num_processes(each) for each in self.engines]},
+            **{"host": self.meeting[0], "port": self.meeting[1], "engine": self.engines[node.index]},
+            **{"command": [self.way.python, *self.command], "environment": own},
+            **{"folder": self.way.at(node.host).folder, "stays": detach.left()},
+            "returns": RETURNS if self.least else 0,
+        }
+        if self.least or self.turn > 1 or self.meet:
+            said |= {"run": self.run, "turn": self.turn}
+        if joins:
+            hides = self.environment.get("PACELINE_ENCRYPT") == "1"
+            said["ticket"] = {"nodes": own["PACELINE_NODES"], "members": self.members, "hides": hides}
+        return said
+
+
 def start(
     hosts: Sequence[Host],
     command: Sequence[str],
@@ -52,6 +109,8 @@ def start(
     result: BinaryIO | None = None,
     least: int = 0,
     most: int = 0,
+    restarts: int = 0,
+    meet: Callable[[], tuple[str, int]] | None = None,
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
@@ -59,55 +118,94 @@ def start(
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
     passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
     yet; a second one gives them GRACE_S, as a node's failure does. Where nobody reads the output any more, that is a
-    SIGTERM. With ``least`` a failure ends nothing as long as so many nodes run, and others may come late, up to
-    ``most``.
+    SIGTERM. With ``least`` a failure ends nothing as long as a node has all state, a host whose line is lost is reached
+    again by its name, and others may join, up to ``most``. ``restarts``: how often all nodes are started again, from
+    the newest checkpoint, once ``meet`` says where.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
-    sizes = [num_processes(each) for each in engines]
-    secret = secrets.token_hex(32)  # of this run; it travels through stdin, as everything here
+    orders = Orders(command, engines, way, dict(environment), least, most, meet if restarts else None)
     heard = once(received.append)
     before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    policy = Restarts(restarts)
+    try:
+        while True:
+            orders.begin(meeting)
+            ending = _start(hosts, orders, received, heard, result)
+            pause_s = None if received else policy.after(ending)
+            found = _meet_again(orders, received, pause_s) if pause_s is not None else None
+            if found is None:
+                return 128 + received[0] if received else ending.code
+            meeting = found
+            orders.environment["PACELINE_RESUME"] = "1"
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(
+    hosts: Sequence[Host],
+    orders: Orders,
+    received: list[int],
+    heard: Callable[[int, object], None],
+    result: BinaryIO | None,
+) -> Ending:
+    """One start of all nodes, to its end."""
     nodes: list[Node] = []
     try:
-        for host in hosts:
-            nodes.append(Node(host, way, result, first=not nodes))
-        for index, node in enumerate(nodes):
-            own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": secret, **environment, "PACELINE_HOST": node.host.name}
-            if least:
-                own["PACELINE_NODES"] = f"{least}:{max(most, len(hosts))}"
-            node.tell(
-                {
-                    **{"node": index, "sizes": sizes, "host": meeting[0], "port": meeting[1]},
-                    **{"engine": engines[index], "command": [way.python, *command], "environment": own},
-                    **{"folder": way.at(node.host).folder, "stays": detach.left()},
-                    "returns": RETURNS if least else 0,
-                }
-            )
-        first = _watch(nodes, received, heard, least or len(nodes), detach.left())
+        for index, host in enumerate(hosts):
+            nodes.append(Node(host, index, orders.way, result if index == 0 else None, bool(result)))
+        for node in nodes:
+            node.tell(orders.of(node, joins=False))
+        failure = _watch(nodes, orders, received, heard)
     finally:
         for node in nodes:
             node.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        return 128 + received[0]
-    if first is None:
-        return 0
-    code = first.process.returncode
+    done = any(node.process.returncode == 0 for node in nodes)
+    if received or failure is None:
+        return Ending(128 + received[0] if received else 0, done=done)
+    first, code = failure
     name, said = first.host.name, first.errors.last or "it said nothing"
     what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
     if code == LOST:  # sys.exit(-1) ends with it as well
         what = f"lost {name}, or its script ended with exit code"
     print(f"paceline: {what} {code}: {shown(said)}", file=sys.stderr)
-    return code if code > 0 else 128 - code
+    faults = frozenset((str(error), step) for node in nodes for error, step in node.failure.get("faults", ()))
+    begun = bool(orders.members) or any(node.failure.get("begun") for node in nodes)
+    return Ending(code if code > 0 else 128 - code, faults, begun, code < 0 or code > 128, done)
+
+
+def _meet_again(orders: Orders, received: Sequence[int], pause_s: float) -> tuple[str, int] | None:
+    """Where the hosts meet next, once all of them can be reached; None where that is not within PACELINE_WAIT, or a
+    signal came."""
+    end, told = time.monotonic() + pause_s + wait_s(), False
+    while True:
+        later = time.monotonic() + pause_s
+        while time.monotonic() < later:
+            if received:
+                return None
+            time.sleep(GLANCE_S)
+        try:
+            return orders.meet() if orders.meet else orders.meeting
+        except ValueError as error:
+            pause_s = min(2 * max(pause_s, PAUSE_S), MOST_PAUSE_S)
+            over = time.monotonic() + pause_s > end
+            if over or not told:
+                print(f"paceline: {error}", file=sys.stderr, flush=True)
+            told = True
+            if over:
+                return None
 
 
 class Node:
     """One host's ssh."""
 
-    def __init__(self, host: Host, way: Way, result: BinaryIO | None = None, first: bool = True):
-        self.host = host
+    def __init__(self, host: Host, index: int, way: Way, result: BinaryIO | None = None, quiet: bool = False):
+        self.host, self.index, self.result, self.quiet = host, index, result, quiet
+        self.said: dict[str, Any] = {}  # the last that it said of its state
+        self.failure: dict[str, Any] = {}  # the last that it said of a failure
+        self.counted = self.heard = False
+        self.lost = 0
         self.process = subprocess.Popen(
             way.command(host, "-c", NODE),
             stdin=subprocess.PIPE,
@@ -120,10 +218,33 @@ class Node:
         assert self.process.stderr
         self.stdin, self._untold = self.process.stdin, bytearray()
         os.set_blocking(self.stdin.fileno(), False)  # an ssh that has stalled takes no more than a pipe holds
-        out = sys.stderr if result else sys.stdout
-        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result if first else None, STARTED)
+        out = sys.stderr if quiet else sys.stdout
+        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result, STARTED)
+        self.output.says, self.output.hear = SAYS, self._hear
         self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
         self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
+
+    def _hear(self, said: Any) -> None:
+        if isinstance(said, dict):
+            self.said, self.heard = said, True
+            self.failure = said if said.get("state") == FAILED else self.failure
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        for pipe, lines in self.pipes.items():
+            selector.register(pipe, selectors.EVENT_READ, lines)
+
+    @property
+    def code(self) -> int:
+        """With which it failed, or its line was lost; 0: neither."""
+        return self.process.poll() or int(self.failure.get("code") or 0) or self.lost
+
+    @property
+    def state(self) -> str:
+        """A node that has said nothing yet has been started as a member."""
+        code = self.process.poll()
+        if code is not None:
+            return FAILED if code else DONE
+        return str(self.said.get("state", HOLDS))
 
     def tell(self, what: object) -> None:
         self._untold += json.dumps(what).encode() + b"\n"
@@ -146,18 +267,19 @@ class Node:
 
 
 def _watch(
-    nodes: Sequence[Node], received: Sequence[int], heard: Callable[[int, object], None], least: int, stay: bool
-) -> Node | None:
-    """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first, where
-    fewer than ``least`` did not. ``heard``: adds to ``received``. ``stay``: a node whose line is lost trains on, and
-    the others with it."""
+    nodes: list[Node], orders: Orders, received: Sequence[int], heard: Callable[[int, object], None]
+) -> tuple[Node, int] | None:
+    """Passes lines and signals on until all have ended, or had their time. Returns the node that failed first and its
+    exit code, where the others could not train on. ``heard``: adds to ``received``. In a detached run a node whose line
+    is lost trains on, and the others with it."""
     first: Node | None = None
+    code = 0
     told, end, late = 0, float("inf"), float("inf")
+    stay, lines = detach.left(), Again(nodes, orders)
     sys.stdout.flush()
     with selectors.DefaultSelector() as selector:
         for node in nodes:
-            for pipe, lines in node.pipes.items():
-                selector.register(pipe, selectors.EVENT_READ, lines)
+            node.register(selector)
         while True:
             over = all(node.process.poll() is not None for node in nodes)
             ready = selector.select(0 if over else GLANCE_S)
@@ -168,15 +290,20 @@ def _watch(
                     heard(signal.SIGTERM, None)
             for node in nodes:
                 node.go_on()
-            if over and not ready:
-                return first or _first_failed(nodes, least)
+            back = not (first or received) and lines.look(selector)
+            if over and not ready and not back:
+                first = first or _first_failed(nodes, orders.least)
+                return (first, code or first.code) if first else None
             for number in received[told:]:
                 told += 1
                 for node in nodes:
                     node.tell(number)
-            if first is None and not received:
-                first = _first_failed(nodes, least, (0, LOST) if stay else (0,))
+            if first is None and not received and not back:
+                first = lines.failed() if orders.least else _first_failed(nodes, 0, (0, LOST) if stay else (0,))
+                code = first.code if first else 0
                 for other in nodes if first else ():
+                    if other.state == JOINS:  # it has nothing to save
+                        other.tell(signal.SIGTERM)
                     other.tell(0)
             if first or received:
                 allowed_s = GRACE_S if first or told > 1 else PATIENCE_S
@@ -191,7 +318,78 @@ def _watch(
                     node.process.wait()
             if time.monotonic() > end:
                 _say_cut_off(running, "did not end in time")
-                return first
+                return (first, code or first.code) if first else None
+
+
+class Again:
+    """Hosts whose lines are lost are reached again by their names, and start their nodes as joining nodes there."""
+
+    def __init__(self, nodes: list[Node], orders: Orders):
+        self.nodes, self.orders = nodes, orders
+        self._lost_s: dict[int, float] = {}  # since when no line to a host has held
+        self._next_s: dict[int, float] = {}
+        self._count: dict[int, int] = {}
+        self._begun: dict[int, int] = {}  # how often each node was started on a host that was reached again
+        self._first: Node | None = None
+
+    def look(self, selector: selectors.BaseSelector) -> bool:
+        """Whether a host is still to be reached."""
+        if not self.orders.least:
+            return False
+        for node in self.nodes:
+            if node.said.get("members") and node.state == HOLDS:
+                self.orders.members = node.said["members"]
+                break
+        now = time.monotonic()
+        for node in self.nodes:
+            if node.process.poll() is None and node.heard and not node.counted:
+                node.counted = True
+                self._begun[node.index] = self._begun.get(node.index, -1) + 1
+                self._lost_s.pop(node.index, None)
+                self._count.pop(node.index, None)
+        for node in [node for node in self.nodes if self._away(node)]:
+            since_s, count = self._lost_s.setdefault(node.index, now), self._count.get(node.index, 0)
+            due_s = self._next_s.setdefault(node.index, now + min(PAUSE_S * 2.0**count, MOST_PAUSE_S))
+            if now < due_s or now - since_s > wait_s():
+                continue
+            del self._next_s[node.index]
+            self._count[node.index] = count + 1
+            self._reach(node, selector)
+        return any(now - self._lost_s.get(node.index, now) <= wait_s() for node in self.nodes if self._unknown(node))
+
+    def _unknown(self, node: Node) -> bool:
+        """Whether it may still have all state, as far as is known: it is to be reached, or has not answered yet."""
+        return self._away(node) or (bool(node.lost) and not node.heard and node.process.poll() is None)
+
+    def _away(self, node: Node) -> bool:
+        """Its line is lost, and not its node, as far as is known. Before all have met there is nothing to join."""
+        code = node.process.poll()
+        lost = code is not None and (code == LOST or code < 0) and self._begun.get(node.index, 0) <= RETURNS
+        return lost and bool(self.orders.members) and not any(each.state == DONE for each in self.nodes)
+
+    def _reach(self, node: Node, selector: selectors.BaseSelector) -> None:
+        if self._count[node.index] == 1:
+            print(f"paceline: lost the line to {node.host.name}; trying to reach it again", file=sys.stderr, flush=True)
+        for pipe in node.pipes:
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(pipe)
+        node.close()
+        another = Node(node.host, node.index, self.orders.way, node.result, node.quiet)
+        another.said, another.failure, another.lost = {"state": JOINS}, node.failure, node.code
+        another.tell(self.orders.of(another, joins=True))
+        another.register(selector)
+        self.nodes[self.nodes.index(node)] = another
+
+    def failed(self) -> Node | None:
+        """The first that failed, where those who are left cannot end the training."""
+        failed = [node for node in self.nodes if node.state == FAILED and node.process.poll() is not None]
+        self._first = self._first or next(iter(failed), None)
+        states = [node.state for node in self.nodes]
+        if DONE in states:
+            return None
+        if HOLDS not in states:
+            return self._first or self.nodes[0]
+        return self._first if len(states) - len(failed) < self.orders.least else None
 
 
 def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
@@ -200,6 +398,6 @@ def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
 
 
 def _first_failed(nodes: Sequence[Node], least: int, well: Sequence[int] = (0,)) -> Node | None:
-    """None as long as enough have not. ``well``: codes that are no failure."""
+    """None as long as enough have not. ``least``: 0: all. ``well``: codes that are no failure."""
     failed = [node for node in nodes if node.process.poll() not in (None, *well)]
-    return failed[0] if len(nodes) - len(failed) < least and failed else None
+    return failed[0] if len(nodes) - len(failed) < (least or len(nodes)) and failed else None

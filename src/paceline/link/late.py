@@ -15,6 +15,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +30,9 @@ from paceline.link.meeting_point import MeetingPoint
 from paceline.link.proof import Hiding, secret_of_environment
 from paceline.link.quorum import HERE, SILENT
 from paceline.link.survivors import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
-from paceline.link.ticket import awaited
+from paceline.link.ticket import Ticket
 from paceline.link.torch import Link
+from paceline.patience import wait_s
 from paceline.whereabouts import BACK_S, Whereabouts
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
@@ -48,7 +50,7 @@ class Late(memory.Link):
         super().__init__(memory.Hub(1), 0)
         self.whereabouts = Whereabouts(BACK_S)  # all others have measured their steps
         self._link: Link | None = None
-        self.grows, self._ticket, found, self._kind = True, ticket, awaited(ticket), kind
+        self.grows, self._ticket, found, self._kind = True, ticket, _awaited(ticket), kind
         if found.hides != kind.hides:
             theirs, mine = ("with", "without") if found.hides else ("without", "with")
             raise ValueError(
@@ -223,6 +225,23 @@ class Late(memory.Link):
     def leave(self) -> None:
         """What it asked is forgotten: it is a member, or gives up."""
         self._hang_up()
+
+
+def _awaited(path: Path) -> Ticket:
+    """The ticket of a joining node, which may be a moment ahead of it. Raises LinkError where none comes."""
+    limit_s = wait_s()
+    end, waits = time.monotonic() + limit_s, False
+    while not path.exists():
+        if time.monotonic() >= end:
+            raise LinkError(
+                f"there is no run to join: no ticket at {path} within {limit_s:g} s; the run has ended, or its nodes "
+                f"write their ticket elsewhere (PACELINE_TICKET)"
+            )
+        if not waits:
+            waits = True
+            sys.stderr.write(f"paceline: this node waits for the ticket of the run, {path}, up to {limit_s:g} s\n")
+        time.sleep(PAUSE_S)
+    return Ticket.read(path)
 
 
 class Over(LinkError):

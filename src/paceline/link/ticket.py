@@ -9,17 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.contract import LinkError
 from paceline.link.proof import Hiding
-from paceline.patience import wait_s
-
-GLANCE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -53,23 +47,6 @@ class Ticket:
             raise ValueError(
                 f"{path} is no ticket of a run ({error!r}); give the ticket.json of a run that was started with --nodes"
             ) from None
-
-
-def awaited(path: Path) -> Ticket:
-    """The ticket of a joining node, which may be a moment ahead of it. Raises LinkError where none comes."""
-    limit_s = wait_s()
-    end, waits = time.monotonic() + limit_s, False
-    while not path.exists():
-        if time.monotonic() >= end:
-            raise LinkError(
-                f"there is no run to join: no ticket at {path} within {limit_s:g} s; the run has ended, or its nodes "
-                f"write their ticket elsewhere (PACELINE_TICKET)"
-            )
-        if not waits:
-            waits = True
-            sys.stderr.write(f"paceline: this node waits for the ticket of the run, {path}, up to {limit_s:g} s\n")
-        time.sleep(GLANCE_S)
-    return Ticket.read(path)
 
 
 def publish(members: Sequence[str], secret: bytes) -> None:
