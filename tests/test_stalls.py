@@ -142,7 +142,7 @@ def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_t
     run.until(lambda: len([e for e in read(run.folder) if e["event"] == "step"]) > steps + 20, "they stand still")
     if victim:
         os.kill(run.pids[f"{victim}.0"], signal.SIGCONT)
-        run.until(lambda: "went on without it" in run.said, "it goes on as well")
+        run.until(lambda: "continued without it" in run.said, "it goes on as well")
     (run.folder / "enough").touch()
     if victim == 0:
         os.kill(run.pids["0.0"], signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start
     run.until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in others), "they do not end")
     (run.folder / "enough").unlink()
     os.kill(run.pids[f"{victim}.0"], signal.SIGCONT)
-    run.until(lambda: "may have gone on without it" in run.said, "it goes on alone")
+    run.until(lambda: "may have continued without this process" in run.said, "it goes on alone")
 
 
 def test_an_undisturbed_run_says_nothing(start):
