@@ -182,6 +182,7 @@ told_nothing[torch]
 told_nothing[no data]
 one_line[processes-own loop]
 one_line[nodes-own loop]
+wait_and_both_come_back[victims1
 """.strip().splitlines()
 
 

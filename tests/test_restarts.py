@@ -27,7 +27,7 @@ JOINS, RESUMES = "PACELINE_JOIN" in os.environ, os.environ.get("PACELINE_RESUME"
 told = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
 (FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**told, "joins": JOINS, "resumes": RESUMES}))
 def until(*names):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not all((FOLDER / name).exists() for name in names):
         if time.monotonic() > end:
             sys.exit(f"no {names}")
@@ -51,7 +51,7 @@ def fail(error, step):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts three nodes of a script that follows HEAD; gives the exit code, and each node's lives."""
-    monkeypatch.setattr(again, "PAUSE_S", 0.02)
+    monkeypatch.setattr(again, "PAUSE_S", 0.5)  # longer than nodes that fail together are apart
     monkeypatch.setattr(restarts, "PAUSE_S", 0.02)
     for name in ("PACELINE_SECRET", "PACELINE_TICKET"):
         monkeypatch.delenv(name, raising=False)
@@ -136,9 +136,11 @@ def test_a_node_that_still_saves_is_given_time(start, tmp_path):
 
 
 def test_the_same_error_after_the_same_number_of_steps_twice_running_is_the_scripts(start, capfd):
-    code, lives = start("join()\nfail(IndexError(f'at {os.getpid()}'), 12)")
+    code, lives = start(
+        "join()\nuntil('joined-0-1', 'joined-1-1', 'joined-2-1')\nfail(IndexError(f'at {os.getpid()}'), 12)"
+    )
     assert code == 1
-    assert [len(each) for each in lives.values()] == [2, 2, 2]
+    assert [sum(not each["joins"] for each in life) for life in lives.values()] == [2, 2, 2]
     said = capfd.readouterr().err
     assert "failed twice after 12 steps with the same error (IndexError: at " in said
     assert said.rstrip().endswith("not started again")

@@ -97,7 +97,7 @@ def run(
     least, most = span(nodes, hosts)
     ticket = late(join, nodes, hosts)
     if detach:
-        leave(["run", *command])
+        leave(["run", *command], hosts)
     if hosts:
         way = Way(ssh_command, python or sys.executable)
         packed = Path(data) if data else None

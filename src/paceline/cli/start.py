@@ -282,9 +282,9 @@ def along(
     return nodes, Path(deliveries[0].home), [first, *command[1:]], Path(place) if place else None
 
 
-def leave(words: list[str]) -> None:
+def leave(words: list[str], hosts: str | None) -> None:
     """With --detach: goes on in the launcher started so; whoever started that follows until it has begun, and exits."""
-    if run := detach.leave(words):
+    if run := detach.leave(words, hosts):
         follow(run, until_begun=True)
 
 

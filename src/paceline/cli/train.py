@@ -136,7 +136,7 @@ def train(
     if not launched:
         check_writable(out or Path("runs"))
     if detach:
-        leave(["train", settings.model_name])
+        leave(["train", settings.model_name], hosts)
     own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if launched:
         from paceline import train as job

@@ -30,6 +30,7 @@ VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
 RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
 GLANCE_S = 0.05
+KILLED = 137  # the exit code of a launcher that was ended by SIGKILL
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,6 +87,13 @@ class Detached:
     def _end(self) -> int:
         if self.code is None:
             print(f"paceline: {self.id} was killed, or its machine stopped: no exit code was noted", file=sys.stderr)
+        if self.code in (None, KILLED) and self.begun and (hosts := self.about.get("hosts")):
+            print(
+                f"paceline: the launcher of {self.id} was killed, and its nodes may train on without it, on {hosts}: "
+                f"`paceline doctor --run {self.id}` there shows where each is. They save and end by SIGTERM to the "
+                f"script on any of them; what they print is lost, and failed hosts come back by --join alone",
+                file=sys.stderr,
+            )
         return 1 if self.code is None else self.code
 
     def interrupt(self) -> None:
@@ -122,8 +130,9 @@ def find(name: str) -> Detached:
     return fits[0]
 
 
-def leave(words: Sequence[str]) -> Detached | None:
-    """Starts this very command once more, detached, and returns that; None in the one that was started so."""
+def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
+    """Starts this very command once more, detached, and returns that; None in the one that was started so. ``hosts``:
+    where its nodes run, if elsewhere."""
     if mine := os.environ.pop(VARIABLE, None):
         _mine.append(Path(mine))
         os.environ[RUN] = Path(mine).name
@@ -133,7 +142,7 @@ def leave(words: Sequence[str]) -> Detached | None:
     folder = home() / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder.mkdir(parents=True, mode=0o700)
     try:
-        output, lock = _lay(folder, words)
+        output, lock = _lay(folder, words, hosts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -145,12 +154,13 @@ def leave(words: Sequence[str]) -> Detached | None:
     return Detached(folder)
 
 
-def _lay(folder: Path, words: Sequence[str]) -> tuple[int, int]:
+def _lay(folder: Path, words: Sequence[str], hosts: str | None) -> tuple[int, int]:
     """The files of a run, open: its output and its lock, which is held. run.json comes last, and whole."""
     about = {
         "command": list(words),
         "folder": os.getcwd(),
         "host": socket.gethostname(),
+        "hosts": hosts,
         "date": time.strftime("%F %T"),
     }
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
