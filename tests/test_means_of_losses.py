@@ -150,7 +150,6 @@ def _joined(loss, model=None, **how):
         nn.L1Loss(reduction="none"),
         partial(F.l1_loss, reduction="none"),
     ],
-    ids=str,
 )
 def test_a_loss_that_is_no_mean_is_refused_at_join(loss):
     with pytest.raises(ValueError, match=r"loss has reduction='(sum|none)', .*use reduction='mean'"):
