@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.probe.causes import KINDS
+from paceline import verify
+from paceline.probe.causes import KINDS, Cause
+from paceline.probe.witness import Comparison
 from verifying import HIDDEN, IN, OUT, Script, kinds, rank, size, verified
 
 CLASSES = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
@@ -383,3 +387,27 @@ def test_a_cause_that_nobody_had_in_mind_is_named(cause, tmp_path, monkeypatch):
 def test_the_page_explains_every_cause():
     page = (Path(__file__).parent.parent / "docs" / "same.md").read_text()
     assert {kind for kind in KINDS if f"| `{kind}` |" not in page} == set()
+
+
+@pytest.mark.parametrize(("steps", "kind"), [(3, "layer"), (1, "unknown")])
+def test_what_the_last_weights_hide_the_first_may_show(steps, kind, monkeypatch):
+    """A branch over the whole batch was taken in the first steps alone, and the experiments came after the last."""
+    asked = []
+
+    def start(command, engine, nodes, environment):
+        asked.append(json.loads(environment["PACELINE_VERIFY"])["steps"])
+        return 0
+
+    def explained(compared, *_):
+        return replace(compared, causes=(Cause.of("layer" if compared.steps == 1 < steps else "unknown", "it"),))
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(verify.local, "start", start)
+    monkeypatch.setattr(verify, "_run", lambda *_: 0)
+    monkeypatch.setattr(verify, "ended", lambda folder: ["join0"])
+    monkeypatch.setattr(verify, "compare", lambda *_: Comparison(asked[-1], 0.1, 0.1, "w", 1e-9, 0.1))
+    monkeypatch.setattr(verify, "explained", explained)
+    found = verify.verify(["script.py"], steps, 2, "sequential", "float64")
+    assert asked == ([3, 1] if steps == 3 else [1])
+    assert found.steps == steps
+    assert [cause.kind for cause in found.causes] == [kind]

@@ -43,6 +43,8 @@ NEUTRAL = "paceline: threads:2, not measured; `paceline run SCRIPT` measures and
         ([trained(buffer=2.0), trained()], 0.0, Outcome.WRONG),
         ([trained(loss=2.0), trained(loss=2.0)], 0.0, Outcome.WRONG),
         ([trained(off=0.1), trained(off=0.1, said=HINT)], 0.1, Outcome.REPORTED),
+        ([trained(), trained(said=HINT)], 0.0, Outcome.ALARM),
+        ([trained(), trained(said=NEUTRAL)], 0.0, Outcome.EXACT),
         ([trained(off=0.1, said="a warning"), trained(off=0.1, said="paceline: saved")], 0.1, Outcome.WRONG),
         ([trained(off=0.1, said=NEUTRAL), trained(off=0.1)], 0.1, Outcome.WRONG),
         ([trained("ValueError: join: no"), trained("LinkError: rank 0 was lost")], 0.0, Outcome.REFUSED),
@@ -54,7 +56,7 @@ NEUTRAL = "paceline: threads:2, not measured; `paceline run SCRIPT` measures and
 def test_what_became_of_a_case(ranks, control, outcome):
     verdict = judge(CASE, ranks, trained(), FIRST, lambda: (control,))
     assert verdict.outcome is outcome, verdict
-    assert verdict.outcome.bad == (outcome in (Outcome.WRONG, Outcome.FAILED))
+    assert verdict.outcome.bad == (outcome in (Outcome.WRONG, Outcome.ALARM, Outcome.FAILED))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])

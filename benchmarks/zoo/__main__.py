@@ -60,7 +60,8 @@ def verified(case: Case) -> str:
     script = str(Path(__file__).with_name("one.py"))
     command = [sys.executable, "-m", "paceline", "verify", "--steps", "6", script, case.name, case.module]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    said = [line for line in done.stdout.splitlines() if re.search(case.differs, line, re.IGNORECASE)]
+    causes = [line.removeprefix("- ") for line in done.stdout.splitlines() if line.startswith("- ")]
+    said = [line for line in causes if re.search(case.differs, line, re.IGNORECASE)]
     return " ".join(said) if done.returncode == 1 else ""
 
 

@@ -15,7 +15,7 @@ from zoo.case import Named, Parts, family, labels, numbers
 from zoo.layers import mlp
 
 case = family("contrastive")
-ACROSS = "in-batch|negatives|across|not a mean over|other samples"
+ACROSS = "compares"
 
 
 def views() -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What became of a case: equal to the plain loop, refused, reported, or wrong without a word."""
+"""What became of a case: equal to the plain loop, refused, reported, or wrong without a word; or a word for nothing."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Outcome(Enum):
     REPORTED = "reported"
     NAMED = "verify names it"
     FAILED = "failed"
+    ALARM = "FALSE ALARM"
     WRONG = "WRONG"
 
     @property
     def bad(self) -> bool:
-        return self in (Outcome.FAILED, Outcome.WRONG)
+        return self in (Outcome.FAILED, Outcome.ALARM, Outcome.WRONG)
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,13 @@ def judge(
     apart = max(gap(each, plain, first) for each in ranks[:1])
     same = [_far(each.parameters, ranks[0].parameters, first.parameters) for each in ranks]
     found = max(apart, *same)
+    said = [line for each in ranks for line in lines(each)]
+    alarm = " / ".join(dict.fromkeys(said))
     if found <= EXACT:
-        return Verdict(Outcome.EXACT, found)
+        return Verdict(Outcome.ALARM if alarm else Outcome.EXACT, found, alarm)
     alone = max((each for each in controls() if each <= FLOAT32), default=0.0)
     if found <= ROUNDING * alone:
-        return Verdict(Outcome.ROUNDED, found)
-    said = [line for each in ranks for line in lines(each)]
+        return Verdict(Outcome.ALARM if alarm else Outcome.ROUNDED, found, alarm)
     told = next((line for line in said if case.differs and re.search(case.differs, line, re.I)), "")
-    text = told or f"said: {' / '.join(dict.fromkeys(said)) or 'nothing'}"
+    text = told or f"said: {alarm or 'nothing'}"
     return Verdict(Outcome.REPORTED if told else Outcome.WRONG, found, text)

@@ -422,7 +422,7 @@ def balanced(output: Any, target: Tensor) -> dict[str, Tensor]:
     return {"class": F.cross_entropy(output[0], target), "balance": 0.1 * output[1]}
 
 
-@case(Adam, lr=0.01, differs="not a mean over|product of means|other than samples")
+@case(Adam, lr=0.01, differs="mixes samples|layer|compares|not a mean|by size|function of a mean")
 def experts_balanced() -> Parts:
     """With a loss that balances how often each is used over the batch: a product of two means."""
     return Experts(True), table(), balanced
@@ -531,8 +531,9 @@ class Recursive(nn.Module):
         return self.head(out + left * x)
 
 
-@case(Adam, lr=0.01)
+@case(Adam, lr=0.01, differs="mixes samples|layer|by size|branch|number of samples")
 def adaptive_time() -> Parts:
+    """The loop ends when all samples of the batch have had enough."""
     return Recursive(), table(), F.cross_entropy
 
 

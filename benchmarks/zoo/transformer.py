@@ -111,7 +111,7 @@ def mixtral() -> Parts:
     return build("MixtralForCausalLM", config), texts(), None
 
 
-@case(AdamW, lr=0.003, differs="aux|router|not a mean over|product of means|refuse|other than")
+@case(AdamW, lr=0.003, differs="auxiliary")
 def mixtral_balanced() -> Parts:
     """With the router's loss: a product of two means over the batch."""
     words = causal(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5)
@@ -249,7 +249,7 @@ def with_loss(model: Any, batch: Any) -> Any:
     AdamW,
     lr=0.003,
     join={"forward": with_loss},
-    differs="in-batch|negatives|contrast|across|not a mean over|refuse|other samples|other than",
+    differs="compares",
 )
 def clip() -> Parts:
     """Images and texts, each against all others of the batch."""

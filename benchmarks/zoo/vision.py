@@ -68,11 +68,6 @@ def lcnet_035() -> Parts:
     return net("lcnet_035")
 
 
-@of_timm(SGD, lr=0.02, join=SYNC)
-def levit_128s() -> Parts:
-    return net("levit_128s", 64)
-
-
 @of_timm(AdamW, lr=0.001, weight_decay=0.05, schedule=partial(CosineAnnealingLR, T_max=6), join={"clip": 1.0})
 def vit_tiny() -> Parts:
     return net("vit_tiny_patch16_224", img_size=32, depth=2)

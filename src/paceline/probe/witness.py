@@ -28,6 +28,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 # of what training moved: what float32 inside a float64 model may leave, and that with an optimizer that divides by the
 # size of a gradient where no experiment finds a cause
 ROUNDED, AMPLIFIED = 1e-5, 1e-3
+UNKNOWN = "unknown"  # the kind of a cause that no experiment found
 LOOKS = 3  # steps of which all is noted
 
 JOINS = itertools.count()  # of this process
@@ -269,6 +270,11 @@ class Comparison:
         return max(self.loss, self.weight) <= self.tolerance and self.metric <= max(self.tolerance, ROUNDED)
 
     @property
+    def unknown(self) -> bool:
+        """Whether it differs and no experiment found a cause."""
+        return any(cause.kind == UNKNOWN for cause in self.causes)
+
+    @property
     def same(self) -> bool:
         return self.close or max(self.loss, self.moved, self.metric) <= self.rounding
 
@@ -321,7 +327,7 @@ def explained(compared: Comparison, many: Path, one: Path, again: Path, others: 
     named = causes(found, _said(many / join)["facts"], alone, second or None, [facts for facts in told if facts])
     if rounding and not named and (close := replace(compared, rounding=AMPLIFIED, causes=(rounding,))).same:
         return close
-    unknown = Cause.of("unknown", "no experiment found the cause")
+    unknown = Cause.of(UNKNOWN, "no experiment found the cause")
     return replace(compared, causes=(*named, *([rounding] if rounding else [])) or (unknown,))
 
 
