@@ -48,7 +48,8 @@ class Sshd:
         end = time.monotonic() + 10
         trying = [*self.ssh.split(), "one", "true"]
         while (tried := subprocess.run(trying, capture_output=True, text=True, check=False)).returncode:
-            told = f"sshd does not answer: {tried.stderr}{(self.folder / 'log').read_text()}"
+            log = self.folder / "log"
+            told = f"sshd does not answer: {tried.stderr}{log.read_text() if log.exists() else ''}"
             assert self.process.poll() is None, told
             assert time.monotonic() < end, told
             time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -41,7 +42,9 @@ def steps(run):
 
 
 def files(path):
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+    """What is in them, but for which of this process's joins has written it."""
+    found = {file.name: file.read_bytes() for file in path.iterdir()}
+    return found | {"checkpoint.json": re.sub(rb'"(join|sha256)": ("[0-9a-f]*"|\d+)', b"", found["checkpoint.json"])}
 
 
 def idle():

@@ -15,7 +15,7 @@ import ranks
 from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap, reference, rows
 from paceline import buffers
 from paceline.compare import compare
-from paceline.contract import FACTORS
+from paceline.contract import FACTORS, NoGradient
 from paceline.data.feed import Given
 from paceline.data.order import Seat
 from paceline.engine.numerics import Numerics
@@ -170,7 +170,8 @@ def test_a_step_that_counts_nothing_leaves_what_is_owed(overlap):
         rank.engine.settle()
         before, weights = owed(rank), rank.state()
         x, y = BATCHES[1]
-        rank.loop.step(Whole((x, torch.full_like(y, -1))))
+        with pytest.raises(NoGradient, match="every process's weight is 0"):
+            rank.loop.step(Whole((x, torch.full_like(y, -1))))
         rank.engine.settle()
         after = owed(rank)
         rank.exchange.close()

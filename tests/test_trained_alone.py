@@ -84,12 +84,6 @@ def test_one_process_is_alone_by_right(tmp_path, capfd):
     assert run(tmp_path, "print(1)", capfd, "sequential") == (0, "")
 
 
-def test_of_nodes_elsewhere_the_first_says_it(tmp_path, capfd):
-    for node in (0, 1):
-        code, errors = run(tmp_path, "print(1)", capfd, "sequential", 2, node=node, meeting=("127.0.0.1", 1))
-        assert (code, errors.count(SAID)) == (1 - node, 1 - node)
-
-
 @pytest.mark.parametrize("end", ["pace.close()", ""], ids=["closed", "left open"])
 def test_a_loop_that_joins_and_never_steps(tmp_path, capfd, end):
     code, errors = run(tmp_path, JOINED + OWN_LOOP + end, capfd)

@@ -6,7 +6,6 @@ A checksum of them goes with every vote. Where it differs, all processes tell ea
 
 from __future__ import annotations
 
-import marshal
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 CLOSE = 1e-5  # relative: what an optimizer or a schedule computes differs so between unlike processors
 NAMES = {"lr": "the learning rate"}
-VERSION = 2  # of marshal's format: the last in which equal values are equal bytes
 MOST = 3  # named in an error
 
 Numbers = list[dict[str, Any]]  # of each group
@@ -37,10 +35,9 @@ class Options:
             return zlib.crc32(repr(self.numbers(known=True)).encode())
         names = self._names
         values = [group.get(name) for group in self._optimizer.param_groups for name in names]
-        try:
-            return zlib.crc32(marshal.dumps(values, VERSION))
-        except ValueError:  # a learning rate may be a tensor
-            return zlib.crc32(marshal.dumps(list(map(_plain, values)), VERSION))
+        if any(isinstance(value, Tensor) for value in values):  # whose words leave digits out
+            values = list(map(_plain, values))
+        return zlib.crc32(repr(values).encode())
 
     def numbers(self, known: bool = False) -> Numbers:
         """``known``: without those that differ by rounding."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Rule
+from paceline.engine.moving import Moving
 from paceline.engine.timeline import Timeline
 
 
@@ -43,6 +44,7 @@ class Engine(contract.Engine):
     ) -> None:
         """The model's own layers are not looked at."""
         line, self.optimizer = self.timeline, optimizer
+        self.moving = Moving(torch.nn.Module())
         self.specs = line.specs
         self.names = tuple(name for spec in self.specs for name in spec.names)
         dtype = getattr(torch, line.dtype)

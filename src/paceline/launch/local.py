@@ -159,7 +159,7 @@ def start(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             base[status.VARIABLE] = str(folder)
         notes: Notes | None = None
-        if together and sum(sizes) > 1 and not node:  # where node 0 met nobody, nobody did
+        if together and sum(sizes) > 1 and node is None:  # what other machines start may be no training
             notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))), sum(sizes))
             base |= notes.environment(base)
         team = Team(command, sizes, folder, closed=asked is not None)
