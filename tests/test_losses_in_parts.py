@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,6 +117,23 @@ def test_no_false_alarm(loss, output, target):
         assert unlike(loss, output, batch, rows) == ""
 
 
+def test_what_other_threads_draw_meanwhile_stays_drawn():
+    torch.manual_seed(0)
+    wanted = [torch.rand(()) for _ in range(6)]
+    torch.manual_seed(0)
+    drawn = []
+
+    def loss(output, target):
+        loader = threading.Thread(target=lambda: drawn.append(torch.rand(())))
+        loader.start()
+        loader.join()
+        return F.cross_entropy(output, target)
+
+    unlike(loss, A, CLASSES, None)
+    assert drawn
+    assert [*drawn, *(torch.rand(()) for _ in range(6 - len(drawn)))] == wanted
+
+
 def test_looking_leaves_no_trace():
     calls = 0
 
@@ -131,13 +149,14 @@ def test_looking_leaves_no_trace():
 
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
             self.seen += 1
-            return (output - target).square().sum() + torch.rand(()) * 0
+            return (output - target).square().sum()
 
     running, state = Running(), torch.get_rng_state()
     assert unlike(counting, A, (A, B), ROWS) == ""
     assert calls == 0
     assert unlike(running, A, (A, B), ROWS)
     assert running.seen == 0
+    assert unlike(lambda output, target: running(output, target) * torch.rand(()), A, (A, B), ROWS) == ""
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -13,12 +13,13 @@ import copy
 import dis
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.engine.batch import count, cut, judged, leaves
 
@@ -61,7 +62,6 @@ def _values(loss: Callable[..., Any], output: Any, batch: Any, rows: int) -> tup
         return None
     many = min(ROWS, rows)
     first = min(FIRST, many // 2)
-    devices = [each.device for each in leaves(output) if each.is_cuda]
 
     def of(*edges: int) -> float:
         total = weight = 0.0
@@ -70,13 +70,23 @@ def _values(loss: Callable[..., Any], output: Any, batch: Any, rows: int) -> tup
             total, weight = total + float(value) * times, weight + much
         return total / weight
 
-    with torch.no_grad(), torch.random.fork_rng(devices[:1]):
+    with torch.no_grad(), _NoDraws():
         whole, again, apart = of(0, many), of(0, many), of(0, first, many)
     low = any(each.dtype in (torch.float16, torch.bfloat16) for each in leaves(_plain(output)))
     near = (NEAR_LOW if low else NEAR) * max(abs(whole), abs(apart))
-    if whole != again or not abs(whole - apart) > near:  # it draws, or is not finite, or is alike
+    if whole != again or not abs(whole - apart) > near:  # it remembers, or is not finite, or is alike
         return None
     return whole, apart
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, a draw of this thread's is refused. Putting the generator back afterwards would take back what
+    other threads, such as a loader's, have drawn meanwhile."""
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError(f"{func} draws")
+        return func(*args, **(kwargs or {}))
 
 
 def _apart(loss: Any) -> Callable[..., Any] | None:
