@@ -10,7 +10,7 @@ RECORD ?= benchmarks/$(shell date +%F)_$(shell nproc)-cores_chaos-simulated
 help:
 	@echo "make train   set up, then train the embedded sample the fastest way this machine allows"
 	@echo "make test    set up, then run the tests"
-	@echo "make test-dear those that show on other numbers what others show"
+	@echo "make test-dear the tests that do not fit into its ten minutes"
 	@echo "make test-all both"
 	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"
 	@echo "make zoo     100 models on several nodes and processes against a plain loop; writes docs/zoo.md, ten minutes or so"

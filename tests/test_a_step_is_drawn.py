@@ -80,6 +80,7 @@ def main_track(drawn, node, name):
     return drawn[0][track]
 
 
+@pytest.mark.dear
 def test_every_process_of_every_node_is_there(drawn):
     found, _ = drawn
     each = {"compute", "waiting"} | {"wire, gradients", "wire, control"}

@@ -174,6 +174,7 @@ def test_it_is_an_error_on_all_processes_and_of_one_alone_it_is_none():
         assert losses[0] > 0
 
 
+@pytest.mark.dear("own loop", "processes")
 @pytest.mark.parametrize(
     "lines",
     [

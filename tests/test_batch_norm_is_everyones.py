@@ -127,6 +127,7 @@ def test_24_rows_here_and_8_there_are_32_in_one_process():
         assert gap(state, want) < 1e-10
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("engine", "num_nodes"), [("processes:3", 1), ("processes:2", 2)])
 def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
     command = [sys.executable, "-W", "error", str(HERE / "scripts" / "norms.py"), str(tmp_path)]

@@ -191,6 +191,7 @@ def test_every_node_knows_the_names_of_all():
     assert not left_behind()
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_every_peer_takes_its_turns_beside_ours():
     """Each file of the folder that can run here, as the races begin it; DDP's bf16 hook and PowerSGD among them."""
@@ -229,6 +230,7 @@ def test_horovod_is_raced_apart_where_it_is_and_where_not_the_record_says_so(mon
             assert told == ([f"horovod is not raced: {why}"] if why else []), name
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_node_that_fails_is_told_and_nothing_stays():
     race = Race("tiny", 4, 2, (Entry("paceline", options={"codec": "topkk"}),), (Phase(None, 1, 0),), 20.0)
@@ -248,6 +250,7 @@ def test_a_signal_is_heeded_only_where_it_is_asked_for(number):
             heed()
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_signal_takes_the_cluster_down_with_it():
     command = [sys.executable, "-m", "paceline", "bench", "cluster", "--model", "tiny", "--steps", "100000"]
@@ -270,6 +273,7 @@ def test_a_signal_takes_the_cluster_down_with_it():
         process.wait()
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_the_command_races_and_writes_a_record(tmp_path):
     asked = ["bench", "cluster", "--model", "tiny", "--batch-per-node", "4", "--rate", "1gbit", "--steps", "3"]
@@ -319,6 +323,7 @@ def _used(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_emulated_compute_is_labelled_and_its_dense_twin_sends_more():
     (found,) = scaling.curves(Pace(1, 2), quiet, (("tiny", 4, 2),), (2,), (None,))
@@ -328,6 +333,7 @@ def test_emulated_compute_is_labelled_and_its_dense_twin_sends_more():
     assert float(sent["paceline"]) < 0.2 * float(sent["dense"])
 
 
+@pytest.mark.dear
 def test_no_layer_of_the_dense_twin_may_be_factors(tmp_path):
     scaling.keep("tiny", 4, tmp_path / "line.json")
     line = Timeline.read(tmp_path / "line.json")
@@ -377,6 +383,7 @@ def test_absent_fashion_images_name_their_package(tmp_path):
         images("train", (tmp_path,))
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_row_that_was_never_run_is_predicted_then_measured():
     cell = predicted.Cell("tiny", 4, 2, ("100mbit", "1gbit"))

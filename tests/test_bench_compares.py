@@ -41,6 +41,7 @@ def test_memory_is_of_all_processes():
     assert duel.memory("a", "b", "pss_bytes") == 0.25
 
 
+@pytest.mark.dear
 def test_contenders_compute_the_same():
     ways = [Contender("torch", "torch:1"), Contender("ours", "paceline", "threads:1")]
     duel = fight("mlp", 32, ways, 1, (2, 2))
@@ -50,6 +51,7 @@ def test_contenders_compute_the_same():
     assert plain.peak_bytes >= plain.pss_bytes > 0
 
 
+@pytest.mark.dear
 def test_a_contender_that_fails_is_named():
     with pytest.raises(ValueError, match=r"'?mine'? failed on mlp with batch 32 \(exit code 2\)"):
         fight("mlp", 32, [Contender("torch", "torch"), Contender("mine", "paceline", "threads:none")], 1, (1, 1))

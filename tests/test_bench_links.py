@@ -32,6 +32,7 @@ def test_a_wrong_sum_and_a_byte_too_many_are_seen():
     assert "| ring | 500.000 | 12.192 |" in found(4096, True, cores=1).details, "four messages, one core"
 
 
+@pytest.mark.dear
 def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "SIZES", (links.SIZES[0], links.SIZES[2]))
     asked = ["bench", "links", "--processes", "2", "--rounds", "2", "--only", "ring,two_level", "--out", str(tmp_path)]
@@ -45,6 +46,7 @@ def test_the_suite_races_gloo_and_writes_a_record(tmp_path, monkeypatch):
         assert one["details"] in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_sums_over_shaped_cables_take_as_long_as_their_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(links, "SIZES", (links.SIZES[0], links.SIZES[2]))
@@ -65,6 +67,7 @@ def _cells(line):
     return [cell.strip() for cell in line.split("|")]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -112,6 +112,7 @@ def test_a_flipped_byte_is_refused(at, secret):
         writer.join(10.0)
 
 
+@pytest.mark.dear("False")
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, hurry):
     """Story: below 4 Mbit/s no node of more than a few megabytes could come."""

@@ -37,6 +37,7 @@ else:
 """
 
 
+@pytest.mark.dear
 @needs_cluster
 @pytest.mark.parametrize("how", ["cable", "stopped", "a stranger's cable"])
 def test_who_does_not_confirm_is_named_and_who_stands_still_is_not(how):

@@ -260,6 +260,7 @@ def played(*planned, kinds=(), nodes=3, epochs=30):
     return outcomes
 
 
+@pytest.mark.dear
 @needs_machines
 def test_the_launcher_dies_and_rank_0_and_the_training_ends_as_if_nothing_had_been():
     """Over ssh, as users start it: a step is lost at most."""
@@ -269,6 +270,7 @@ def test_the_launcher_dies_and_rank_0_and_the_training_ends_as_if_nothing_had_be
     assert second.lost <= 1
 
 
+@pytest.mark.dear
 @needs_machines
 @pytest.mark.parametrize("kind", CLASSES)
 def test_every_class_of_fault_is_outlived(kind):
@@ -277,6 +279,7 @@ def test_every_class_of_fault_is_outlived(kind):
     assert one.lost <= 1 or kind in ENDING
 
 
+@pytest.mark.dear
 @needs_machines
 @pytest.mark.parametrize(("cut_off", "go_on"), [((1, 2), (0, 3)), ((0, 2), (0, 2)), ((2,), (0, 1, 3))])
 def test_of_two_parts_one_goes_on(cut_off, go_on):
@@ -285,6 +288,7 @@ def test_of_two_parts_one_goes_on(cut_off, go_on):
     assert one.left == go_on
 
 
+@pytest.mark.dear
 @needs_machines
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_node_is_given_up_and_comes_back_to_nothing(victim):

@@ -43,6 +43,7 @@ def test_what_strikes_is_the_seeds(tmp_path):
     assert {Waits(seed, tmp_path).history.story for seed in range(len(STORIES))} == set(STORIES)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_history_is_as_if_nothing_had_happened(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(waits, "LIMIT_S", 110.0)

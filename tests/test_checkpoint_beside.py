@@ -273,6 +273,7 @@ print("begun", flush=True)
 """
 
 
+@pytest.mark.dear
 def test_a_script_that_simply_ends_waits_for_it(tmp_path, hold):
     hold(tmp_path)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

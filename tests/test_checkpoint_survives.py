@@ -42,6 +42,7 @@ def killed(*arguments):
     return json.loads(done.stdout)
 
 
+@pytest.mark.dear("500")
 @pytest.mark.parametrize("num_kills", [25, 500])
 def test_sigkill_at_random_moments_never_leaves_less_than_what_was_reported(tmp_path, num_kills):
     """Of writers that training waits for, and of those beside it."""
@@ -186,6 +187,7 @@ def refused(run, turn, step, number):
     return False
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("step", [2, 1])
 def test_a_full_disk_at_every_level_is_told_and_the_previous_one_stands(tmp_path, step):
     page, outcomes = 4096, []

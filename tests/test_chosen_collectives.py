@@ -114,6 +114,7 @@ def one_process(rank, size, port):
     print(json.dumps(faults))
 
 
+@pytest.mark.dear
 def test_over_gloo_between_processes():
     size = 3
     port = str(local.free_port())
@@ -155,6 +156,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.dear
 def test_training_by_a_chosen_collective_equals_training_by_gloo(tmp_path):
     command = [sys.executable, "-c", TRAINING, str(tmp_path), "", "halving"]
     assert local.start(command, "sequential", num_nodes=2) == 0

@@ -123,6 +123,7 @@ def test_a_script_that_ends_between_averages_is_told_with_all_its_steps(report):
     assert json.loads(report.read_text())["num_steps"] == 7
 
 
+@pytest.mark.dear
 def test_nodes_that_average_now_and_then_stop_at_the_same_step(tmp_path, monkeypatch):
     """One has ten times the work of the other, and neither knows when it began."""
     monkeypatch.setenv("PACELINE_TRIAL", str(tmp_path / "trial.json"))
@@ -250,6 +251,7 @@ HANGS = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_
 HANGS += "open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: time.sleep(1)\n"
 
 
+@pytest.mark.dear
 def test_a_script_that_does_not_get_on_is_ended_whatever_it_ignores(script, tmp_path, monkeypatch):
     """The limit is over when the script hangs."""
     pid = tmp_path / "pid"

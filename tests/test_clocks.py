@@ -62,6 +62,7 @@ def test_a_planted_wall_clock_is_found(source, found):
     assert [name for _, name in wall_clocks(source)] == found
 
 
+@pytest.mark.dear
 def test_a_clock_that_jumps_by_days_at_every_look_changes_nothing(tmp_path):
     """Two nodes, of which one dies: the other goes on, saves, and ends the training."""
     start = (

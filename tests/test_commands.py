@@ -66,6 +66,7 @@ def photos(tmp_path):
     return tmp_path / "photos"
 
 
+@pytest.mark.dear
 def test_alexnet_trains_on_a_folder_of_jpegs(photos, tmp_path):
     words = ("--data", photos, "--epochs", 1, "--batch-size", 4, "--engine", "processes:2", "--out", tmp_path / "run")
     said = paceline("train", "--model", "alexnet", *words)
@@ -76,6 +77,7 @@ def test_alexnet_trains_on_a_folder_of_jpegs(photos, tmp_path):
     assert sum(event["event"] == "step" for event in read(tmp_path / "run")) == 3
 
 
+@pytest.mark.dear
 def test_a_broken_image_is_one_error_that_names_it(photos, tmp_path):
     for broken in (photos / "class1").iterdir():
         broken.write_bytes(broken.read_bytes()[:100])
@@ -88,6 +90,7 @@ def test_a_broken_image_is_one_error_that_names_it(photos, tmp_path):
     assert re.search(r"paceline: cannot read .*\n- .*class1/\d\.jpg", done.stderr)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("start", [(), ("-m", "paceline", "run", "--engine", "processes:2")], ids=["alone", "run"])
 def test_the_example_learns_and_prints_once(start):
     done = subprocess.run([sys.executable, *start, OWN_LOOP], capture_output=True, text=True, timeout=100, check=False)
@@ -111,12 +114,14 @@ def test_list_gives_every_plug_in_its_description():
             assert any(re.match(rf"{room} +{name} +\S+ \S+", line) for line in said)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("how", [("--nodes", 2), ("--nodes", 2, "--engine", "processes:2")])
 def test_verify_says_the_same_of_an_exact_exchange(how):
     said = paceline("verify", "--steps", 6, *how, OWN_LOOP)
     assert re.search(r"6 steps in float64, dropout off: .*\nthe same\n", said)
 
 
+@pytest.mark.dear
 def test_verify_catches_another_mathematics(tmp_path):
     """Weights averaged every other step are not one process on the global batch."""
     script = tmp_path / "local_steps.py"
@@ -124,6 +129,7 @@ def test_verify_catches_another_mathematics(tmp_path):
     assert "NOT the same" in paceline("verify", "--steps", 4, script, code=1)
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_verify_on_two_machines():
     with Cluster(2, "1gbit") as cluster:
@@ -134,6 +140,7 @@ def test_verify_on_two_machines():
         assert "the same" in said[0]
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_bytes_on_the_wire_are_those_declared(tmp_path):
     """Conservation: what the network cards counted is what the exchange's cost says, plus small change."""
@@ -155,6 +162,7 @@ def test_bytes_on_the_wire_are_those_declared(tmp_path):
         assert said["declared"] < 0.5 * said["dense"], "factors saved nothing"
 
 
+@pytest.mark.dear
 def test_verify_says_why_batch_norm_differs(tmp_path):
     script = tmp_path / "normed.py"
     script.write_text(Path(OWN_LOOP).read_text().replace("nn.ReLU(), nn.Linear(512, 512)", "nn.BatchNorm1d(512)"))

@@ -143,6 +143,7 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
     assert said.splitlines()[-1] == "9 things stand in the way of a run"
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_a_port_that_is_taken_is_told(sshd):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -186,6 +187,7 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
     )
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_the_others_go_on_without_a_host_that_comes_late_and_it_is_told(sshd, tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.launch.doctor.COME_S", 3.0)
@@ -290,6 +292,7 @@ def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(t
         assert pair["latency_s"] < 0.05
 
 
+@pytest.mark.dear
 @needs_machines
 def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines):
     said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--address", "node0", code=1)
@@ -298,6 +301,7 @@ def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines)
     assert said.splitlines()[-1] == "one thing stands in the way of a run"
 
 
+@pytest.mark.dear
 @needs_machines
 @pytest.mark.parametrize("named", ["lo", "=lo"])
 def test_nccl_s_interface_is_told_to_every_host(two_machines, monkeypatch, named):
@@ -320,6 +324,7 @@ def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
         assert said.splitlines()[-1] == "one thing stands in the way of a run"
 
 
+@pytest.mark.dear
 @needs_machines
 def test_a_silent_host_a_hung_login_and_a_firewall_together_are_told_in_time(two_machines, tmp_path):
     """Each took its own time, one after the other: fifteen seconds and more."""

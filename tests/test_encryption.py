@@ -382,6 +382,7 @@ def test_the_option_reaches_every_process(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.dear
 def test_a_node_dies_and_the_others_go_on_encrypted(tmp_path):
     from test_outlived import check, launch
 

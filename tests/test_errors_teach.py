@@ -322,6 +322,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.dear("engine proceses:2", "engine threads:many")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -411,6 +412,7 @@ def test_where_nodes_may_be_lost_weights_must_be_everyones_after_each_step(monke
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("field", "other"), [("batch_size", "batch_size=12"), ("model", "batch_size=8"), ("clip", "clip=1.0")]
 )

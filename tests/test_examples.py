@@ -67,12 +67,14 @@ def test_every_example_is_here():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(LEARNS)
 
 
+@pytest.mark.dear("characters")
 @pytest.mark.filterwarnings("ignore")  # those of other libraries are theirs
 @pytest.mark.parametrize("name", [name for name in LEARNS if name != "residual"])
 def test_alone(name, alone):
     check(name, alone(name))
 
 
+@pytest.mark.dear("own_loop")
 @pytest.mark.parametrize("name", LEARNS)
 def test_two_processes(name, two_processes):
     if name not in HERE:

@@ -78,6 +78,7 @@ def until_ended(processes, clocks, limit_s):
         time.sleep(0.02)
 
 
+@pytest.mark.dear("launcher", "local rank 1", "local rank 2")
 @pytest.mark.parametrize("victim", ["local rank 0", "local rank 1", "local rank 2", "launcher"])
 def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_path):
     temporary = tmp_path / "temporary"
@@ -108,6 +109,7 @@ def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_pat
         assert "Traceback" not in errors
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("victim", ["0.0", "0.1", "1.0"])
 def test_a_death_inside_a_node_reaches_every_process_of_every_node(victim, tmp_path):
     """Two nodes of two processes: the node that loses one gives up, and the other node loses that node."""
@@ -129,6 +131,7 @@ def test_a_death_inside_a_node_reaches_every_process_of_every_node(victim, tmp_p
     assert len(lines) == 3
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
     """4 MB over 2 Mbit/s fill the link for some twelve seconds; nobody is taken for dead."""
@@ -140,6 +143,7 @@ def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
     assert all(float(words) > LIMIT_S for words in said)
 
 
+@pytest.mark.dear("tls", "cable of rank 0", "cable of rank 1", "SIGKILL of rank 1")
 @needs_cluster
 @pytest.mark.parametrize(
     ("how", "link"),
@@ -178,6 +182,7 @@ def test_every_surviving_node_ends_within_ten_seconds_and_says_whom_it_lost(how,
             assert re.match(want, said[0])
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_two_that_do_not_reach_each_other_any_more_are_told_though_rank_0_hears_both(tmp_path):
     """What they send goes to a card that nobody has; heartbeats go on."""
@@ -203,6 +208,7 @@ def test_two_that_do_not_reach_each_other_any_more_are_told_though_rank_0_hears_
     assert any("no answer from there for 5 s" in line for line in said), said
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("ending", "want"), [("pass", "has left"), ("raise KeyError('mine')", "died")])
 def test_a_script_that_ends_without_closing_has_left_and_one_that_fails_has_died(tmp_path, ending, want):
     """Rank 0 ends after 5 steps, rank 1 wants 8: by a plain end, and by an error of its own."""

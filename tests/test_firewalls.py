@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from cluster import Cluster
 
 import launching
@@ -24,6 +25,7 @@ def begin(cluster, script, *arguments):
     return [cluster.start(node, command, environment=environment, port=PORT, **pipes) for node in range(2)]
 
 
+@pytest.mark.dear
 def test_calls_in_one_direction_alone_are_told_to_both_before_training(tmp_path):
     """Rank 1 reaches the meeting point, and rank 0 reaches rank 1; rank 1 reaches nothing else of rank 0."""
     with Cluster(2) as cluster, refuse_calls(cluster, 0, caller=1, but=PORT):
@@ -37,6 +39,7 @@ def test_calls_in_one_direction_alone_are_told_to_both_before_training(tmp_path)
         assert len(re.findall(want, text, re.MULTILINE)) == 1, text
 
 
+@pytest.mark.dear
 def test_a_lane_that_cannot_be_connected_any_more_is_told_within_ten_seconds(tmp_path):
     """Heartbeats go on; only new connections are let in no more."""
     with Cluster(2) as cluster:

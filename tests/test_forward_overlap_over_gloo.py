@@ -13,6 +13,7 @@ from nodes import build
 from paceline.report.record import read
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("num_nodes", [2, 3])
 def test_the_same_training(tmp_path, num_nodes):
     launch("ahead.py", tmp_path, engine="sequential", num_nodes=num_nodes)

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import launching
 from machines import needs_cluster
 from paceline.bench.hostile import NODES, faults
@@ -11,6 +13,7 @@ from paceline.bench.hostile import NODES, faults
 MESSAGES = 300
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_stranger_says_everything_to_every_open_port_and_a_listener_hears_all():
     """10,000 messages in a minute: python -m paceline.bench.hostile."""

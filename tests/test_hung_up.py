@@ -59,6 +59,7 @@ def until_step(folder, count):
         time.sleep(0.02)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("cut", [(1,), (0,), (0, 1)], ids=["one", "the one that leads", "both"])
 def test_one_trains_on_and_all_of_them_save_and_end(nodes, tmp_path, cut):
     until_step(tmp_path, 5)

@@ -108,6 +108,7 @@ def same_end(folder, other):
     return steps(folder) == steps(other) and all(torch.equal(weights[name], want[name]) for name in want)
 
 
+@pytest.mark.dear
 def test_two_processes_stopped_twice_end_as_if_never(undisturbed, tmp_path):
     stops = [(signal.SIGTERM, "launcher", 143), (signal.SIGINT, 1, 130)]
     for i, (number, whom, code) in enumerate(stops):
@@ -126,6 +127,7 @@ def test_two_processes_stopped_twice_end_as_if_never(undisturbed, tmp_path):
     assert same_end(tmp_path, undisturbed[0])
 
 
+@pytest.mark.dear
 def test_one_process_stopped_twice_ends_as_if_never(tmp_path):
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         returned, _, errors = stop(PLAIN, tmp_path / "stopped", number, 0)
@@ -137,6 +139,7 @@ def test_one_process_stopped_twice_ends_as_if_never(tmp_path):
     assert same_end(tmp_path / "stopped", tmp_path / "whole")
 
 
+@pytest.mark.dear
 def test_what_a_script_prints_is_read_once(undisturbed):
     assert undisturbed[1] == "begun\n"
 
@@ -147,6 +150,7 @@ def test_nothing_is_kept_in_dev_shm(undisturbed):
     assert (undisturbed[0] / "shm.txt").read_text() == ""
 
 
+@pytest.mark.dear
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     process = begin(TWO, tmp_path, 4)
     try:
@@ -209,6 +213,7 @@ def test_a_launcher_that_is_told_twice_at_once_is_as_patient_as_told_once(tmp_pa
     assert saved.exists()
 
 
+@pytest.mark.dear
 def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_path):
     done = subprocess.run(
         [sys.executable, str(HERE / "scripts" / "killed_nights.py"), str(tmp_path / "killed"), "1", "10", "6"],
@@ -230,6 +235,7 @@ def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_pat
     assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
+@pytest.mark.dear
 def test_a_full_disk_is_one_clear_error_for_all_and_costs_nothing_kept(tmp_path):
     """Met while all wait, and beside the training: the next step tells all, or the end."""
     with tmpfs(tmp_path / "disk", f"size={3 << 20}") as run:

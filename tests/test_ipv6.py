@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from cluster import Cluster
 
 import launching
@@ -67,6 +68,7 @@ def trained(processes, folder):
     assert len(weights) == 1
 
 
+@pytest.mark.dear
 @needs_ipv6
 @needs_cluster
 def test_two_machines_train_over_it(tmp_path):
@@ -83,6 +85,7 @@ def test_two_machines_train_over_it(tmp_path):
         trained([cluster.start(node, command, environment=where, **more) for node in range(2)], tmp_path)
 
 
+@pytest.mark.dear
 @needs_ipv6
 def test_two_processes_train_over_loopback(tmp_path):
     (tmp_path / "enough").touch()

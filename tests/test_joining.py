@@ -67,6 +67,7 @@ def quiet(tmp_path_factory):
     return results(folder)
 
 
+@pytest.mark.dear
 def test_the_local_launcher_gives_each_run_a_secret_in_the_environment_alone(quiet):
     """The script looks into every command line of the machine."""
     assert re.fullmatch("[0-9a-f]{64}", quiet[1])
@@ -78,6 +79,7 @@ def frame(dice):
     return (b"", HEADER, HEADER + dice.randbytes(66), b"\xff\xff\xff\xff")[kind] + noise
 
 
+@pytest.mark.dear
 def test_two_thousand_random_frames_at_the_port_while_a_run_joins_and_trains(tmp_path, quiet):
     port, sent, over = free_port(), [0, 0, 0, 0], threading.Event()
 
@@ -118,6 +120,7 @@ def test_two_thousand_random_frames_at_the_port_while_a_run_joins_and_trains(tmp
     assert not errors[1]
 
 
+@pytest.mark.dear
 def test_a_wrong_secret_ends_the_guest_and_is_told_on_both_sides(tmp_path):
     with two(tmp_path, secrets=("open sesame", "sesame")) as (serving, refused):
         _, errors = refused.communicate(timeout=60.0)
@@ -131,6 +134,7 @@ def test_a_wrong_secret_ends_the_guest_and_is_told_on_both_sides(tmp_path):
     assert "sesame" not in line + errors
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("engine", "num_nodes", "size"), [("sequential", 2, 2), ("processes:2", 2, 4)])
 def test_what_does_not_train_is_rank_0s_in_every_process(engine, num_nodes, size, tmp_path):
     """Story: a frozen layer that was drawn anew on each node stayed each one's own."""
@@ -142,6 +146,7 @@ def test_what_does_not_train_is_rank_0s_in_every_process(engine, num_nodes, size
         assert torch.equal(first["1.weight"], wanted["1.weight"]) == (rank == 0)
 
 
+@pytest.mark.dear
 def test_a_script_that_has_a_default_group_joins_too(tmp_path, quiet):
     """Its store listens at MASTER_PORT, so the meeting point is elsewhere."""
     (tmp_path / "enough").touch()
@@ -173,12 +178,14 @@ def torchrun(script, folder, processes, **more):
             agent.communicate()
 
 
+@pytest.mark.dear
 def test_torchrun_starts_it_with_its_agents_store_on_the_port(tmp_path, quiet):
     (tmp_path / "enough").touch()
     torchrun(SCRIPT, tmp_path, 1)
     assert results(tmp_path) == (quiet[0], "-")
 
 
+@pytest.mark.dear
 def test_torchrun_with_two_processes_per_node_trains_to_the_bits_of_such_nodes_here(tmp_path):
     torchrun(launching.JOINED, tmp_path, 2)
     launching.assert_as_four_here(tmp_path)
@@ -198,6 +205,7 @@ def said_in_a_cluster(cluster, folder, environments):
     return [of_node[0] for of_node in lines]
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_firewall_that_lets_the_meeting_through_and_no_more_is_told_to_all(tmp_path):
     """Node 1 sends nothing but to MASTER_PORT."""

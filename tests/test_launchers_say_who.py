@@ -187,6 +187,7 @@ def mpirun():
     return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
 
 
+@pytest.mark.dear
 def test_two_processes_of_a_real_mpirun_train_as_two_of_a_node(mpirun, tmp_path):
     clean = {name: value for name, value in environment().items() if not name.startswith(ABROAD)}
     joined = [sys.executable, str(HERE / "scripts" / "joined.py"), str(tmp_path)]

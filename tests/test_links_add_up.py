@@ -377,6 +377,7 @@ def faults():
     return of
 
 
+@pytest.mark.dear("nccl", *(f"{kind}-{n}" for kind in ("mpi", "tls", "torch") for n in (1, 3, 4, 5)))
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
     ("link", "size"), [(link, size) for link in names("link") for size in WORLDS.get(link, NETWORK)[1]]

@@ -116,6 +116,7 @@ def test_who_does_not_greet_is_silent(mute, monkeypatch):
     assert mute.look() == SILENT
 
 
+@pytest.mark.dear
 def test_a_stopped_member_is_left_behind(mute, monkeypatch):
     """Story: its kernel answered, so the others waited for it, for five minutes."""
     monkeypatch.setattr(survivors, "KNOCK_S", 0.3)
@@ -150,6 +151,7 @@ def test_who_has_stood_still_does_not_take_the_others_for_killed():
 # that all others reach
 
 
+@pytest.mark.dear
 def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monkeypatch):
     """Story: all met again and again, found each time that two of them could not train together, and all ended."""
     port = free_port()

@@ -96,6 +96,7 @@ def two_nodes(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.dear
 def test_two_nodes_go_on_bit_for_bit(two_nodes):
     for node in range(2):
         said = json.loads((two_nodes / f"{node}.json").read_text())
@@ -103,6 +104,7 @@ def test_two_nodes_go_on_bit_for_bit(two_nodes):
         assert said["faults"] == []
 
 
+@pytest.mark.dear("processes:2")
 def test_another_number_of_nodes_owes_as_much(two_nodes):
     """One node goes on from what two have kept, and keeps it in turn."""
     kept = read_newest(two_nodes / "run")
@@ -120,6 +122,7 @@ def test_another_number_of_nodes_owes_as_much(two_nodes):
     assert all(torch.equal(again[0][index][0], residual) for index, residual in expected.items())
 
 
+@pytest.mark.dear("processes:2")
 @pytest.mark.parametrize(("codec", "other"), [("none", "'none'"), ("half", "'half'"), ("feedback/topk:keep=0.3", "")])
 def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, codec, other):
     """How much of the gradient a codec sends may change: what it owes stays."""

@@ -85,6 +85,7 @@ def test_vgg16_weights_are_named_as_torchvisions() -> None:
     assert halfway.shape == (1, 512, 28, 28), "after the eighth convolution"
 
 
+@pytest.mark.dear
 def test_vgg16_begins_undecided_and_learns() -> None:
     torch.manual_seed(0)
     network, labels = vgg16.build(10).eval(), torch.tensor([3, 7])  # eval: without dropout

@@ -105,6 +105,7 @@ def test_an_evaluation_that_leaves_it_in_eval_mode_is_told(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.dear
 def test_one_process_of_all_says_it(tmp_path):
     script = launching.small(
         tmp_path, "model.eval()", "pace.step((torch.ones(4, 4), torch.ones(4, dtype=int)))", before=""

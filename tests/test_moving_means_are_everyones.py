@@ -27,6 +27,7 @@ class Keras(nn.Module):
         return self.head((x - self.mean) * self.still)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("engine", "num_nodes", "how"),
     [("sequential", 2, "evaluate"), ("processes:2", 1, "save"), ("processes:2", 1, "export")],

@@ -32,6 +32,7 @@ needs_mpi = needs(mpi=mpirun.unavailable())
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.dear("3")
 @needs_mpi
 @pytest.mark.parametrize(("size", "way"), [(2, "shared memory"), (3, "sockets")])
 def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, tmp_path):
@@ -52,6 +53,7 @@ def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, 
         assert gap(model.state_dict(), wanted) > 1e-2, "nothing was learned, so nothing is tested"
 
 
+@pytest.mark.dear
 @needs_mpi
 @needs_cluster
 def test_two_processes_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(tmp_path):
@@ -79,6 +81,7 @@ def endless(folder, size, way="shared memory", options=()):
     return started, wait_for([folder / f"{rank}.0" for rank in range(size)], started)
 
 
+@pytest.mark.dear
 @needs_mpi
 @pytest.mark.parametrize(("victim", "way"), [(1, "shared memory"), (0, "sockets")])
 def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_lets_it(victim, way, tmp_path):
@@ -95,6 +98,7 @@ def test_every_survivor_ends_within_ten_seconds_and_names_the_dead_where_mpirun_
     assert "Traceback" not in errors
 
 
+@pytest.mark.dear
 @needs_mpi
 @needs_cluster
 @pytest.mark.parametrize("options", [(), ("--with-ft", "ulfm")], ids=["plain", "ulfm"])
@@ -137,6 +141,7 @@ def test_a_rank_that_left_early_is_named_to_those_who_wait_for_it():
     assert said == ["waited for sum, but rank 1 on node1 has left: its script ended earlier than this one"]
 
 
+@pytest.mark.dear
 @needs_mpi
 @needs_cluster
 def test_declared_bytes_are_those_on_the_wire():
@@ -148,6 +153,7 @@ def test_declared_bytes_are_those_on_the_wire():
         assert 0.99 < counted / (4 * declared) < 1.06, (name, counted / (4 * declared))
 
 
+@pytest.mark.dear
 @needs_mpi
 def test_verify_under_mpirun_compares_with_one_process_of_no_launchers(tmp_path):
     """Story: the one process read in mpirun's variables that it was one of several, and waited for the others."""

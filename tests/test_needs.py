@@ -29,6 +29,7 @@ def test_here(): want(git="", chromium="")
 """
 
 
+@pytest.mark.dear("options1")
 @pytest.mark.parametrize("options", [[], ["-n", "2"]])
 def test_the_line_stands_between_the_reasons_and_the_last_line(tmp_path, options):
     (tmp_path / "test_some.py").write_text(SOME)

@@ -68,6 +68,7 @@ def test_bf16_is_autocast_bit_for_bit(engine):
     assert float(F.cross_entropy(exact(batches[0][0]), batches[0][1]).detach()) != losses[0], "nothing was rounded"
 
 
+@pytest.mark.dear
 def test_bf16_between_processes_is_near_autocast(tmp_path):
     """Within 0.5 %: a process's rows are rounded as before, but their factors are multiplied in float32."""
     launch("rounded.py", tmp_path, engine="processes:2")
@@ -256,6 +257,7 @@ def test_a_loss_that_breaks_by_itself_is_said_to():
     pace.close()
 
 
+@pytest.mark.dear
 def test_two_processes_name_the_layer_that_only_the_second_saw_break(tmp_path):
     done = launch("broken.py", tmp_path, engine="processes:2", code=1)
     lines = [line for line in done.stderr.splitlines() if line]

@@ -60,6 +60,7 @@ def alone(case):
     return losses, state, model.state_dict()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("case", CASES)
 def test_steps_and_state_are_those_of_one_process(trained, case):
     folder, size = trained
@@ -90,6 +91,7 @@ def same(one, other):
         assert one == pytest.approx(other) if isinstance(one, float) else one == other
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -108,6 +110,7 @@ def test_wrong_uses_are_refused_by_every_process(trained, what, words):
         assert re.match(words, said[what]), said[what]
 
 
+@pytest.mark.dear
 def test_cores_are_given_back(trained):
     folder, size = trained
     for rank in range(size):

@@ -69,6 +69,7 @@ def check(folder, done, survivors, num_losses):
     return said, events
 
 
+@pytest.mark.dear
 def test_the_leader_dies_and_then_another_and_the_last_one_ends_the_training(tmp_path):
     done = launch(tmp_path, "0:3:backward", "2:7:forward")
     said, events = check(tmp_path, done, ["1-0"], num_losses=2)
@@ -79,6 +80,7 @@ def test_the_leader_dies_and_then_another_and_the_last_one_ends_the_training(tmp
     assert all(event["seconds"] < 30 for event in told)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("where", ["vote", "evaluate"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_wherever_a_node_dies_the_others_end_the_training(tmp_path, victim, where):
@@ -87,10 +89,12 @@ def test_wherever_a_node_dies_the_others_end_the_training(tmp_path, victim, wher
     check(tmp_path, launch(tmp_path, f"{victim}:{step}:{where}"), survivors, num_losses=1)
 
 
+@pytest.mark.dear
 def test_what_the_leader_died_in_writing_the_next_one_writes(tmp_path):
     check(tmp_path, launch(tmp_path, f"0:{NUM_STEPS}:save"), ["1-0", "2-0"], num_losses=1)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_node_of_several_processes_dies_as_one(tmp_path, victim):
     done = launch(tmp_path, f"{victim}:4:forward", engine="processes:2", num_nodes=2)
@@ -98,12 +102,14 @@ def test_a_node_of_several_processes_dies_as_one(tmp_path, victim):
     check(tmp_path, done, said, num_losses=1)
 
 
+@pytest.mark.dear
 def test_where_nobody_is_to_outlive_a_loss_in_an_evaluation_says_who_was_doing_what(tmp_path):
     done = launch(tmp_path, f"1:{NUM_STEPS}:evaluate", num_nodes=2, least=0)
     assert done.returncode != 0
     assert re.search(r"rank 0 of 2 on .+, evaluating at step \d+: lost rank 1", done.stderr), done.stderr
 
 
+@pytest.mark.dear
 def test_batch_norm_over_everyone_outlives_two_nodes_of_two_processes(tmp_path):
     """Both die in the middle of a step, when batch statistics are being added up; alone, it is the same training."""
     alone, nodes = tmp_path / "alone", tmp_path / "nodes"

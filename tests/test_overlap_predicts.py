@@ -347,6 +347,7 @@ def write_timeline(path: Path) -> Line:
     return Line.of(said)
 
 
+@pytest.mark.dear
 @needs_cluster
 @pytest.mark.parametrize(("rate", "delay_ms"), [("300mbit", 0.0), pytest.param("200mbit", 20.0, marks=needs_tun)])
 def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_ms, tmp_path):

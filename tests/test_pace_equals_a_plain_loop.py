@@ -49,6 +49,7 @@ def test_one_process(engine, threads, table, name):
     same(got, want, 1e-12 if sums_anew or own_update else 0)
 
 
+@pytest.mark.dear("tied")
 @pytest.mark.parametrize(("table", "name"), [(t, n) for t, n in ALL if not tables.TABLES[t][n].alone])
 def test_two_processes(trained, table, name):
     said = json.loads((trained / f"{table} {name}.json").read_text())

@@ -36,6 +36,7 @@ def test_one_process(name, engine):
     same(name, *own_loops.LOOPS[name](engine))
 
 
+@pytest.mark.dear("processes:2-several")
 @pytest.mark.parametrize("name", own_loops.PLAIN)
 def test_several_processes(ran, name):
     said = json.loads((ran / f"{name}.json").read_text())

@@ -98,6 +98,7 @@ def test_an_interrupted_pack_goes_on_and_ends_with_the_same_bytes(broken, tmp_pa
     assert files(out) == files(tmp_path / "whole")
 
 
+@pytest.mark.dear
 def test_a_full_disk_is_told_and_the_pack_goes_on_when_there_is_room(photos, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # writing beyond fails, as on a full disk

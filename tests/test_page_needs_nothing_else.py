@@ -308,6 +308,7 @@ def visit(chrome, whole, six, tmp_path):
     assert set(asked) == {(tmp_path / "page.html").as_uri()}
 
 
+@pytest.mark.dear("360")
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_it_fits_phones_and_desks_by_day_and_night(visit, whole, six, width, colours):

@@ -54,6 +54,7 @@ def steps(folder, node):
     return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("sides", "least"), [([[0], [1]], 1), ([[0, 3], [1, 2]], 2), ([[0], [1, 2]], 1)], ids=["1-1", "2-2", "1-2"]
 )

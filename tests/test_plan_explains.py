@@ -234,6 +234,7 @@ def sleeps(tmp_path, monkeypatch):
     return [str(script), str(tmp_path / "log")]
 
 
+@pytest.mark.dear
 def test_a_plan_of_a_command_whose_parts_cannot_be_timed_tries_rows_as_they_come(sleeps, tmp_path):
     """In real processes. The two equal rows are timed again by turns, stay a tie, and the earlier is chosen."""
     shown = []

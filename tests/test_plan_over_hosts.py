@@ -79,6 +79,7 @@ def own(tmp_path, monkeypatch):
         yield {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
+@pytest.mark.dear
 @needs(sshd=unavailable())
 def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path, own):
     options = ["--budget", 1, "--what-if", "nodes=8,link=10gbit,latency=1ms"]
@@ -115,6 +116,7 @@ def test_a_plan_over_hosts_is_measured_answered_written_kept_and_obeyed(tmp_path
     assert f"plan: sequential ({told['reason']}; measured {told['date']})" in done.stderr
 
 
+@pytest.mark.dear
 @needs(sshd=unavailable())
 @pytest.mark.timeout(400)
 def test_a_plan_over_three_real_hosts_tries_two_and_three(tmp_path, own):

@@ -433,6 +433,7 @@ def test_a_command_that_fails_is_told(tmp_path, text, told):
         take([str(tmp_path / "job.py")], "exact", 1.0, survey())
 
 
+@pytest.mark.dear
 def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     """Micro-batches are for what does not fit."""
     job = JOB.replace("nn.Linear(256, 512), nn.ReLU()", "Few(256, 512), nn.ReLU()")
@@ -444,6 +445,7 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("words", "ways"),
     [
@@ -473,6 +475,7 @@ def test_a_model_that_cannot_be_taken_apart_is_told_why(tmp_path):
     assert why == "paceline: not profiled: ZeroDivisionError: division by zero"
 
 
+@pytest.mark.dear
 def test_a_named_budget_is_spent_where_nothing_could_be_tried_before(tmp_path):
     """Story: a plan from a minute in which the machine was busy was answered for ever."""
     (tmp_path / "job.py").write_text(JOB)

@@ -22,6 +22,7 @@ def work(tmp_path):
     return lay(tmp_path / "work")
 
 
+@pytest.mark.dear
 def test_a_full_disk_there_is_one_line(work, tmp_path):
     """A file system of 1 MB, where this may be mounted."""
     small = tmp_path / "small"

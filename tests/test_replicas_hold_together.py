@@ -175,6 +175,7 @@ def test_nothing_goes_round_while_replicas_are_equal(tmp_path):
     assert len({event["sent_bytes"] for event in events[2:] if event["event"] == "step"}) == 1
 
 
+@pytest.mark.dear
 def test_nodes_of_several_processes_come_together(tmp_path):
     launch("mixed.py", tmp_path, "planted", engine="processes:2", num_nodes=2)
     one, other = (torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(2))
@@ -208,6 +209,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
     assert num_bytes == sum(weight.nbytes for weight in one)
 
 
+@pytest.mark.dear
 def test_a_node_of_one_process_and_one_of_two_come_together(tmp_path):
     """Story: the one sent weights with what the optimizer remembers, the other weights alone, in one broadcast."""
     start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], '', 2, sizes=(1, 2)))"
@@ -221,6 +223,7 @@ def test_a_node_of_one_process_and_one_of_two_come_together(tmp_path):
     assert max(event.get("gap", 0.0) for event in events) > 1e-6
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("what", ["instructions", "threads"])
 def test_nodes_that_compute_differently_are_held_together(what, tmp_path):
     """By other instructions of the processor, or by another number of threads: sums are added up in other parts."""

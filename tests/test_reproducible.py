@@ -166,6 +166,7 @@ def test_a_number_of_shares_is_refused(given):
         parse("engine", given)
 
 
+@pytest.mark.dear
 def test_one_and_two_nodes_over_gloo_have_the_same_bits(tmp_path):
     """By `join`, which takes the exchange that the engine needs; float32, as models are."""
     states = []

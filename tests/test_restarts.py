@@ -170,6 +170,7 @@ def test_errors_of_lost_links_are_not_the_scripts(start, capfd):
     assert (code, len(lives[0])) == (0, 3)
 
 
+@pytest.mark.dear
 def test_a_node_that_fails_too_often_ends_the_wait_of_the_others_who_save(start, tmp_path):
     code, lives = start(
         "if JOINS: sys.exit(7)\njoin()\nif RESUMES: sys.exit()\n"

@@ -17,6 +17,7 @@ def test_from_every_step_of_one_process(name, tmp_path):
     assert resuming.check(resuming.KINDS[name], tmp_path, "sequential") == []
 
 
+@pytest.mark.dear("micro")
 @pytest.mark.parametrize("name", ["micro-batches", "fp16"])
 def test_from_every_step_of_two_threads(name, tmp_path):
     assert resuming.check(resuming.KINDS[name], tmp_path, "threads:2") == []
@@ -29,6 +30,7 @@ def two_processes(tmp_path_factory):
     return json.loads((folder / "faults.json").read_text())
 
 
+@pytest.mark.dear("plain")
 @pytest.mark.parametrize("name", resuming.KINDS)
 def test_from_every_step_of_two_processes(two_processes, name):
     assert two_processes[name] == []
@@ -183,6 +185,7 @@ def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.dear
 def test_nodes_that_compute_in_unlike_rows_go_on_together(tmp_path):
     """Stories: the leader alone went on with the forms that had been found, and the others' messages did not fit; a
     buffer of complex numbers was a lost peer."""

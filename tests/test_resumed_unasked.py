@@ -187,6 +187,7 @@ def weights_of(folder):
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pt"))]
 
 
+@pytest.mark.dear
 def test_all_nodes_killed_at_once_end_with_the_bits_of_a_resume_by_hand(tmp_path):
     far, near = tmp_path / "far", tmp_path / "near"
     words = "run", "--plan", "sequential", "--shares", "equal", "--nodes", "2:2"
@@ -201,6 +202,7 @@ def test_all_nodes_killed_at_once_end_with_the_bits_of_a_resume_by_hand(tmp_path
     assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
+@pytest.mark.dear
 def test_without_a_folder_two_killed_nodes_begin_at_step_0(tmp_path):
     _, errors = finish(begin("run", "--plan", "sequential", "--nodes", "2:2", KILLED, tmp_path, 2))
     assert "no checkpoint, since the run has no folder (--out): it begins at step 0" in errors

@@ -75,6 +75,7 @@ def check(folder, done, nodes=3, local=1, exact=True):
     return events
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("num_nodes", "victim"), [(2, 1), (3, 1), (3, 0)])
 def test_the_others_go_on_and_it_comes_back(tmp_path, num_nodes, victim):
     """Also who led does, and no longer leads then."""
@@ -90,10 +91,12 @@ def test_the_others_go_on_and_it_comes_back(tmp_path, num_nodes, victim):
     assert len([event for event in events if event["event"] == "redo"]) <= 2  # one for the forms
 
 
+@pytest.mark.dear
 def test_all_but_one_come_back(tmp_path):
     check(tmp_path, launch(tmp_path, "0:2:vote", "2:2:forward", "back"))
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_nodes_of_several_processes(tmp_path, optimizer):
     """What is large goes ahead there too."""
@@ -104,6 +107,7 @@ def test_nodes_of_several_processes(tmp_path, optimizer):
     assert welcome["ahead_bytes"] > 2 * sum(p.nbytes for p in build(Plain).parameters())
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("what", "engine", "num_nodes"),
     [("spread1", "sequential", 3), ("settle0", "sequential", 3), ("settle1", "processes:2", 2)],
@@ -116,6 +120,7 @@ def test_who_dies_while_all_join_ends_nothing(tmp_path, what, engine, num_nodes)
     assert told[-1]["num_nodes"] == num_nodes
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("how", ["half", "adam", "shares", "sync", "virtual"])
 def test_however_it_trains(tmp_path, how):
     """Against the same training by one process, which nothing happens to."""
@@ -139,6 +144,7 @@ def test_however_it_trains(tmp_path, how):
         assert all(gap(state, want) < 1e-9 for state in found)
 
 
+@pytest.mark.dear
 def test_who_has_too_little_memory_for_more_rows_takes_them_in_more_parts_until_it_is_back(tmp_path):
     check(tmp_path, launch(tmp_path, "1:3:backward", "back", "memory"))
     times = [json.loads(path.read_text())["times"] for path in sorted(tmp_path.glob("?-?.json"))]
@@ -149,6 +155,7 @@ def test_who_has_too_little_memory_for_more_rows_takes_them_in_more_parts_until_
         assert changes == [1, 2]
 
 
+@pytest.mark.dear
 def test_who_comes_back_and_dies_while_it_is_given_the_state_costs_a_step(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "take")
     events = check(tmp_path, done)
@@ -156,6 +163,7 @@ def test_who_comes_back_and_dies_while_it_is_given_the_state_costs_a_step(tmp_pa
     assert [event["num_nodes"] for event in events if event["event"] == "regroup"] == [2, 3, 2, 3]
 
 
+@pytest.mark.dear
 def test_who_dies_while_it_is_given_a_copy_costs_nothing(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "copy")
     events = check(tmp_path, done)
@@ -165,6 +173,7 @@ def test_who_dies_while_it_is_given_a_copy_costs_nothing(tmp_path):
     assert len([event for event in events if event["event"] == "redo"]) <= 2  # and one for the forms
 
 
+@pytest.mark.dear
 def test_who_comes_back_and_is_reached_by_nobody_ends_nobody(tmp_path):
     """Story: of members that did not reach a new one, the one with the highest rank ended itself."""
     done = launch(tmp_path, "2:3:forward", "back", "shut")
@@ -173,6 +182,7 @@ def test_who_comes_back_and_is_reached_by_nobody_ends_nobody(tmp_path):
     assert "node 1 ended" not in done.stderr
 
 
+@pytest.mark.dear
 def test_who_has_another_model_is_refused_by_name(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "other")
     check(tmp_path, done)
@@ -184,6 +194,7 @@ def _has_lost(folder):
     return record.exists() and "regroup" in record.read_text()
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("encrypt", "engine", "its"),
     [
@@ -230,6 +241,7 @@ def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt,
     assert welcome["num_bytes"] < 50_000
 
 
+@pytest.mark.dear
 def test_who_dies_when_another_is_taken_in_comes_back_as_well(tmp_path):
     events = check(tmp_path, launch(tmp_path, "1:2:backward", "back", "meet2"))
     told = [event for event in events if event["event"] == "regroup"]
@@ -237,6 +249,7 @@ def test_who_dies_when_another_is_taken_in_comes_back_as_well(tmp_path):
     assert sum(len(event["came"]) for event in told) == 2
 
 
+@pytest.mark.dear
 def test_who_leads_stops_while_it_gives_another_its_state_and_nobody_waits_for_it(tmp_path):
     """The one that is given it notices as the others do: it is alive, and they meet with all who are."""
     done = launch(tmp_path, "1:3:forward", "back", "halt", num_nodes=4)
@@ -252,6 +265,7 @@ def test_who_leads_stops_while_it_gives_another_its_state_and_nobody_waits_for_i
     assert after - halted_s < 15.0, done.stderr
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("victims", [(1, 2), (0, 1)])
 def test_fewer_than_the_minimum_are_left_and_wait_and_both_come_back(tmp_path, victims):
     """Story: the launcher gave the last one 15 s, nodes that came back found nobody, and a traceback said so."""

@@ -160,6 +160,7 @@ def test_two_of_three_die_in_one_step_and_it_is_computed_again_once_both_are_bac
     assert len([event for event in events if event["event"] == "redo"]) <= 3  # one for the forms
 
 
+@pytest.mark.dear
 def test_joining_nodes_of_several_processes_are_waited_for(tmp_path):
     run = Run(tmp_path, ["0:3:backward", "sync", "clip"], num_nodes=2, local=2)
     said, _ = outlive(run, exact=False)
@@ -168,6 +169,7 @@ def test_joining_nodes_of_several_processes_are_waited_for(tmp_path):
     assert "host0 may come back" in said
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("words", [("take",), ("copy",), ("2:7:evaluate",), ("1:5:save", "1:9:backward")], ids=str)
 def test_more_are_lost_while_state_is_sent_or_nodes_wait(tmp_path, words):
     run = Run(tmp_path, ["0:2:forward", "2:2:backward", "sync", "clip", *words], minimum=3)
@@ -175,6 +177,7 @@ def test_more_are_lost_while_state_is_sent_or_nodes_wait(tmp_path, words):
     normed(tmp_path)
 
 
+@pytest.mark.dear("15")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (0, 75)])
 def test_a_signal_or_the_end_of_the_wait_saves_and_ends(tmp_path, number, code):
     """A checkpoint, and an exit code that asks for the run to be resumed from it."""

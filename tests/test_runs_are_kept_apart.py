@@ -164,6 +164,7 @@ def test_another_programs_manifest_makes_no_shards(tmp_path):
     assert os.listdir(tmp_path / "cat")
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("more", [{}, {"PACELINE_NODES": "1:2"}], ids=["fixed", "elastic"])
 def test_a_refused_folder_ends_all_processes(tmp_path, more):
     """Story: with --nodes the others took who was refused for lost, and went on in the other run's folder."""

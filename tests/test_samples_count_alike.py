@@ -315,6 +315,7 @@ def test_datasets_of_unlike_machines_are_told(tmp_path):
     compare_data(Answers(b'{"numbers of samples": 3}'), data_facts(iter([])))
 
 
+@pytest.mark.dear
 def test_processes_that_split_by_chance_are_told(tmp_path):
     split = "train, rest = torch.utils.data.random_split(torch.utils.data.TensorDataset(torch.randn(80, 4)), [60, 20])"
     script = launching.small(tmp_path, "for batch in pace.batches(train): pace.step(batch)", before=split)

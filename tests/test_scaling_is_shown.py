@@ -122,6 +122,7 @@ def test_one_run_says_what_it_sent_and_did_not_hide(folders, tmp_path):
     assert "sent per step" not in one
 
 
+@pytest.mark.dear
 @needs(**lacks())
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_it_fits_phones_and_desks_by_day_and_night(folders, tmp_path, colours):

@@ -47,6 +47,7 @@ def test_weights_that_were_given_other_memory_are_still_everyones(exchange):
     assert changed, "the checksum is of what trains"
 
 
+@pytest.mark.dear
 def test_processes_of_a_node_refuse_weights_in_other_memory(tmp_path):
     script = launching.small(
         tmp_path,

@@ -50,6 +50,7 @@ def begin(sshd, *words, cwd):
     return launching.begin(*words, cwd=cwd, PACELINE_SSH=sshd.ssh)
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_a_run_starts_in_the_snapshot_and_a_second_sends_only_what_changed(sshd, work):
     output, errors = finish(begin(sshd, "run", "-H", "one", "--send", "train.py", cwd=work))
@@ -70,6 +71,7 @@ def test_a_run_starts_in_the_snapshot_and_a_second_sends_only_what_changed(sshd,
     assert base_of(sshd).stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_training_goes_on_data_that_were_sent(sshd, work, tmp_path):
     """Real images, packed; the run's folder is below the home folder there, or where an absolute path says."""

@@ -37,6 +37,7 @@ def said(folder, loop):
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.dear("sequential-step")
 @pytest.mark.parametrize(("engine", "loop"), CASES)
 def test_a_slow_node_gives_rows_away_and_gets_some_back(ran, engine, loop):
     one, *others = said(ran[engine], loop)

@@ -18,6 +18,7 @@ from paceline.link.virtual import World
 COUNT = 300  # on a busy machine a schedule may take a tenth of a second
 
 
+@pytest.mark.dear("20000", "60000", "70000", "50000", "10000", "40000", "30000")
 @pytest.mark.parametrize("first", range(0, 80_000, 10_000))
 def test_no_schedule_breaks_a_law_and_every_class_of_fault_has_struck(first):
     found = Tally.of(range(first, first + COUNT))
@@ -174,6 +175,7 @@ def test_many_are_recorded(tmp_path, capsys):
     assert "20 schedules" in capsys.readouterr().out
 
 
+@pytest.mark.dear
 def test_two_processes_play_what_one_does():
     assert tally(0, 24, processes=2) == Tally.of(range(24))
 

@@ -18,6 +18,7 @@ from paceline.link.quorum import Roll
 COUNT = 60  # ten of each story
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("first", range(0, 24_000, 6_000))
 def test_no_history_breaks_a_law(first):
     found = Tally.of(range(first, first + COUNT), waits=True)
@@ -28,6 +29,7 @@ def test_no_history_breaks_a_law(first):
     assert not set(found.starts) - {1, 2, 3}
 
 
+@pytest.mark.dear
 def test_a_history_is_a_function_of_its_seed():
     for seed in range(len(STORIES)):
         one, other = (play(Schedule.of_waiting(seed)) for _ in range(2))
@@ -43,6 +45,7 @@ def test_a_step_that_is_taken_below_the_minimum_is_found(monkeypatch):
     assert found(range(0, 60, 6))
 
 
+@pytest.mark.dear
 def test_a_joining_node_that_is_given_an_older_state_is_found(monkeypatch):
     """Planted: the leader sends what it has begun with, under the number of the step."""
     begin = Rank.__init__

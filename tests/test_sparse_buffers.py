@@ -141,6 +141,7 @@ def test_a_late_node_is_told_of_it():
         assert torch.equal(guest.aside.to_dense(), leader.aside.to_dense())
 
 
+@pytest.mark.dear
 def test_processes_on_two_nodes(tmp_path):
     body = (
         "import test_sparse_buffers as sparse",

@@ -28,6 +28,7 @@ def srun(cluster, *words, **more):
     return sorted(done.stdout.splitlines())
 
 
+@pytest.mark.dear
 def test_two_nodes_of_srun_train_to_the_bits_of_two_nodes_here(cluster, tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "near").mkdir()
@@ -40,12 +41,14 @@ def test_two_nodes_of_srun_train_to_the_bits_of_two_nodes_here(cluster, tmp_path
         assert all(torch.equal(far[key], near[key]) for key in near)
 
 
+@pytest.mark.dear
 def test_two_tasks_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(cluster, tmp_path):
     said = srun(cluster, "-N2", "--ntasks-per-node=2", "--overcommit", sys.executable, JOINED, tmp_path)
     assert said == [f"process {rank} of 2 of node {node} of 2 is done" for rank in range(2) for node in range(2)]
     assert_as_four_here(tmp_path)
 
 
+@pytest.mark.dear
 def test_tasks_that_are_dealt_unevenly_know_their_places(cluster):
     """Three tasks on two nodes: Slurm gives two to the one, or fills the first."""
     words = "from paceline.world import World; w = World.of_environment(); print(w.rank, w.node, w.local_rank, w.sizes)"

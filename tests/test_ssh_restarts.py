@@ -74,6 +74,7 @@ def test_a_machine_that_comes_back_is_reached_by_its_name_and_its_node_joins(sta
     assert lives[1][1]["PACELINE_SECRET"] == lives[0][0]["PACELINE_SECRET"]
 
 
+@pytest.mark.dear
 def test_a_node_that_lost_its_line_alone_is_found_where_it_trains(start, tmp_path):
     def cut(process):
         until(tmp_path, "joined-0-1", "joined-1-1", "joined-2-1")
@@ -112,6 +113,7 @@ def test_without_restarts_the_exit_code_asks_for_a_resume(start, script, code, l
     assert found[0][0]["resumes"] is False
 
 
+@pytest.mark.dear
 def test_the_same_error_twice_is_the_scripts(start):
     errors, lives = start("join()\nfail(IndexError('x'), 12)", "--restarts", 3, nodes=(), code=1)
     assert [len(each) for each in lives] == [2, 2, 2]

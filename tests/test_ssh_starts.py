@@ -92,6 +92,7 @@ def test_hosts_may_be_ipv6_addresses(sshd, script):
     assert sorted(output.splitlines()) == ["[::1] ::1 ::1", "[fd00::2] ::1 fd00::2"]
 
 
+@pytest.mark.dear
 def test_a_node_that_fails_is_named_with_its_error_and_exit_code_and_the_others_end(sshd, tmp_path):
     _, errors = finish(begin(sshd, "--engine", "sequential", JOINED, tmp_path, 1), code=1)
     assert "did not end within" not in errors
@@ -226,6 +227,7 @@ def test_a_variable_that_is_not_set_is_told(sshd, script):
     )
 
 
+@pytest.mark.dear
 def test_hosts_of_unlike_slots_train_as_one_process_does(sshd, tmp_path):
     """Slots say how many processes the one host has; a plan's file says another row for the other."""
     unlike, (alone, both) = (

@@ -72,6 +72,7 @@ def doctor(run, *more):
     return subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("who", [0, 1])
 def test_every_node_that_waits_tells_it_within_fifteen_seconds(start, who):
     """Also where rank 0 hangs, through whom all others hear of each other."""
@@ -84,6 +85,7 @@ def test_every_node_that_waits_tells_it_within_fifteen_seconds(start, who):
     run.until(lambda: run.said.count("in asleep") >= len(waiting), "no stacks", 15.0 - (time.monotonic() - begin))
 
 
+@pytest.mark.dear
 def test_a_hang_is_told_with_its_stack_and_a_stopped_process_is_named_as_stalled(start):
     run = start(1, 30, names=["0.0", "1.0"], num_nodes=2, PACELINE_RUN="0117-hang")
     run.until(lambda: "stands here" in run.said and "in asleep" in run.said, "not told")
@@ -114,6 +116,7 @@ def test_a_hang_is_told_with_its_stack_and_a_stopped_process_is_named_as_stalled
     ), run.said
 
 
+@pytest.mark.dear
 def test_a_stopped_process_of_a_node_is_told_at_once_and_given_up_in_time(start):
     run = start(names=["0.0", "0.1"], engine="processes:2", LEAST_S="1.5")
     os.kill(run.pids["0.1"], signal.SIGSTOP)
@@ -122,6 +125,7 @@ def test_a_stopped_process_of_a_node_is_told_at_once_and_given_up_in_time(start)
     assert re.search(r"paceline: .*local rank 0 lost local rank 1 of this node while ", run.said)
 
 
+@pytest.mark.dear
 def test_a_stopped_process_that_goes_on_in_time_costs_nothing_but_time(start):
     run = start(names=["0.0", "0.1"], engine="processes:2", LEAST_S="20")
     os.kill(run.pids["0.1"], signal.SIGSTOP)
@@ -132,6 +136,7 @@ def test_a_stopped_process_that_goes_on_in_time_costs_nothing_but_time(start):
     assert run.process.returncode == 0, run.said
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_them(start, victim):
     run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=2)
@@ -150,6 +155,7 @@ def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_t
     assert run.process.returncode == 0, run.said
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("victim", [0, 1])
 def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start, victim):
     """Story: the others were gone, as if they had been killed, so it trained on, and saved over what they had saved."""
@@ -164,6 +170,7 @@ def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start
     run.until(lambda: "may have continued without this process" in run.said, "it goes on alone")
 
 
+@pytest.mark.dear
 def test_an_undisturbed_run_says_nothing(start):
     run = start(names=["0.0", "1.0"], num_nodes=2, LEAST_S="5")
     (run.folder / "enough").touch()
@@ -172,6 +179,7 @@ def test_an_undisturbed_run_says_nothing(start):
     assert not [event for event in read(run.folder) if event["event"] in ("late", "straggler")]
 
 
+@pytest.mark.dear
 def test_a_hang_inside_a_node_is_told_with_the_stack_of_who_hangs(start):
     """Local rank 1 computes for ever; nothing is ended by that."""
     run = start(0, 30, 1, names=["0.0", "0.1"], engine="processes:2", LEAST_S="1.5")
@@ -183,6 +191,7 @@ def test_a_hang_inside_a_node_is_told_with_the_stack_of_who_hangs(start):
     assert re.search(r"rank 0, local rank 1, pid \d+, at step 30: computing the gradient, for ", seen.stdout), seen
 
 
+@pytest.mark.dear("given up", "not long enough")
 @pytest.mark.parametrize(
     ("seconds", "what", "says"),
     [

@@ -255,6 +255,7 @@ def end(folder, nodes):
     return [node.communicate(timeout=60)[1] for node in nodes]
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tmp_path):
     core = sorted(os.sched_getaffinity(0))[1 % len(os.sched_getaffinity(0))]
@@ -278,6 +279,7 @@ def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tm
     assert any(event["new"][1] < 12 for event in shares)
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
     with Cluster(2) as cluster:
@@ -289,6 +291,7 @@ def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
     assert said[0].count(text) == 1
 
 
+@pytest.mark.dear
 @needs_cluster
 def test_a_network_that_becomes_slow_is_named(tmp_path):
     with Cluster(2) as cluster:

@@ -158,6 +158,7 @@ def check(results, fate, model, optimizer="momentum"):
     assert gap(left[0][1], want) < 1e-9
 
 
+@pytest.mark.dear("True-1", "False-2", "False-0")
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("after", [False, True])
 def test_any_rank_may_die_at_any_operation(victim, after):
@@ -168,6 +169,7 @@ def test_any_rank_may_die_at_any_operation(victim, after):
         check(train(3, fate, model), fate, model)
 
 
+@pytest.mark.dear("2")
 @pytest.mark.parametrize("deaf", [0, 2])
 def test_a_vote_that_came_through_for_one_came_through_for_all(deaf):
     """Rank 1 dies once its part has left; one of the others hears nothing of it any more, the other does."""

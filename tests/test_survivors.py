@@ -112,6 +112,7 @@ def test_another_whom_they_went_on_without_is_told_by_any_of_them(team):
     assert time.monotonic() - start < 5.0
 
 
+@pytest.mark.dear
 def test_the_one_that_decided_dies_before_they_have_come(team):
     members, heard, dead = team(3), threading.Semaphore(0), threading.Event()
 
@@ -187,6 +188,7 @@ class Refused(Apart):
     how = REFUSED
 
 
+@pytest.mark.dear("[]", "[0, 3]", "[1, 2, 3]")
 @pytest.mark.parametrize("apart", [Apart, Refused])
 @pytest.mark.parametrize(
     ("sides", "on"),
@@ -290,6 +292,7 @@ def test_one_that_is_cut_off_waits_and_ends_when_it_hears_that_the_others_contin
     assert [heir.generation for heir in heirs] == [1, 1]
 
 
+@pytest.mark.dear("2")
 @pytest.mark.parametrize("alone", [1, 2])
 def test_where_those_that_continued_have_ended_the_run_is_resumed_from_a_checkpoint(team, monkeypatch, alone):
     """A and B commit without C, both end, C returns: its weights may be older than theirs."""

@@ -59,6 +59,7 @@ def test_a_script_that_never_joins(tmp_path, capfd, where):
     assert errors.count(SAID) == 1
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     ("text", "want"),
     [
@@ -84,6 +85,7 @@ def test_one_process_is_alone_by_right(tmp_path, capfd):
     assert run(tmp_path, "print(1)", capfd, "sequential") == (0, "")
 
 
+@pytest.mark.dear("left open")
 @pytest.mark.parametrize("end", ["pace.close()", ""], ids=["closed", "left open"])
 def test_a_loop_that_joins_and_never_steps(tmp_path, capfd, end):
     code, errors = run(tmp_path, JOINED + OWN_LOOP + end, capfd)

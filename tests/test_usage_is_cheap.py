@@ -161,6 +161,7 @@ def test_a_launcher_s_other_children_count(record, monkeypatch, busy_child):
         until(lambda: any(event.get("processes", 0) >= 3 for event in seen(record)))
 
 
+@pytest.mark.dear
 def test_a_full_disk_stops_nothing(tmp_path, capfd):
     (tmp_path / "record.jsonl").symlink_to("/dev/full")
     record = Record(tmp_path)

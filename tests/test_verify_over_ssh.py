@@ -62,12 +62,14 @@ def verify(sshd, *words, code=0):
     return done.stdout, done.stderr
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_an_exact_run_is_the_same(sshd):
     said, _ = verify(sshd, "--steps", 4, "-H", "one,two", OWN_LOOP)
     assert re.search(r"4 steps in float64, dropout off: .*\nthe same\n$", said)
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_another_mathematics_is_not(sshd, tmp_path):
     script = tmp_path / "local_steps.py"
@@ -76,6 +78,7 @@ def test_another_mathematics_is_not(sshd, tmp_path):
     assert said.endswith("NOT the same\n")
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_a_script_that_ends_early_is_told(sshd, tmp_path):
     script = tmp_path / "short.py"
@@ -85,6 +88,7 @@ def test_a_script_that_ends_early_is_told(sshd, tmp_path):
     assert re.search(r"the script ended on all nodes \(exit code 0\) before step 3; .*fewer --steps", errors)
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_a_host_that_cannot_take_part_is_told_before_anything_starts(sshd):
     _, errors = verify(sshd, "-H", "one,shut", OWN_LOOP, code=2)
@@ -114,6 +118,7 @@ def test_weights_that_lie_below_tmp_are_their_owners_alone(tmp_path):
     assert (tmp_path / "new" / "many").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.dear
 def test_a_script_that_joins_twice_is_compared_by_the_join_that_takes_all_steps(tmp_path, monkeypatch):
     """Story: the second's first weights lay where the first's had lain, and one process began with those."""
     script = tmp_path / "twice.py"
