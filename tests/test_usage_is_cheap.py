@@ -16,6 +16,8 @@ from paceline.report.usage import Look, Usage
 from waiting import OwnTime, until
 
 SPIN = "import time\nprint('go', flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+TAKEN = 150_000_000
+TAKE = f"print('go', flush=True)\ninput()\nblock = bytearray(b'x') * {TAKEN}\nprint('taken', flush=True)\ninput()"
 
 
 @pytest.fixture
@@ -74,17 +76,29 @@ def test_the_machine_is_seen(record, busy_child):
     assert [name for name in set().union(*events) if f"`{name}`" not in told] == []
 
 
-def test_memory_grows_by_what_is_taken(record):
-    with Usage(record, 0.05):
+@pytest.fixture
+def taking_child():
+    """Takes memory when told. Of this process others share pages, which count as its own when they end."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", TAKE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def test_memory_grows_by_what_is_taken(record, taking_child):
+    with Usage(record, 0.05, root=taking_child.pid):
         until(lambda: any("pss_bytes" in event for event in seen(record)))
-        block = bytearray(b"x") * 150_000_000
+        taking_child.stdin.write(b"\n")
+        taking_child.stdin.flush()
+        taking_child.stdout.readline()
         looks = len(seen(record))
         until(lambda: len(seen(record)) > looks + 1)
     rss = [event["rss_bytes"] for event in seen(record) if "rss_bytes" in event]
-    assert rss[-1] - rss[0] == pytest.approx(len(block), rel=0.1)
+    assert rss[-1] - rss[0] == pytest.approx(TAKEN, rel=0.1)
     pss = [event["pss_bytes"] for event in seen(record) if "pss_bytes" in event]
     assert len(pss) == 2, "dear, so at the beginning and at the end of so short a run"
-    assert pss[-1] - pss[0] == pytest.approx(len(block), rel=0.1)
+    assert pss[-1] - pss[0] == pytest.approx(TAKEN, rel=0.1)
 
 
 def test_below_half_a_percent_of_a_core(record):

@@ -70,7 +70,7 @@ def _values(loss: Callable[..., Any], output: Any, batch: Any, rows: int) -> tup
             total, weight = total + float(value) * times, weight + much
         return total / weight
 
-    with torch.no_grad(), _NoDraws():
+    with torch.no_grad(), _NoDraws():  # type: ignore[no-untyped-call]
         whole, again, apart = of(0, many), of(0, many), of(0, first, many)
     low = any(each.dtype in (torch.float16, torch.bfloat16) for each in leaves(_plain(output)))
     near = (NEAR_LOW if low else NEAR) * max(abs(whole), abs(apart))
