@@ -40,6 +40,7 @@ def script(tmp_path):
         path = tmp_path / "script.py"
         path.write_text(
             "import os, signal, sys, time\nfrom pathlib import Path\n"
+            "sys.modules['dask'] = None\n"  # they meet by means of their own, as far as anybody can see
             f"FOLDER, NODE = Path({str(tmp_path)!r}), os.environ['GROUP_RANK']\n"
             "(FOLDER / f'pid.{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n" + text
         )
@@ -82,6 +83,16 @@ def test_two_nodes_over_ssh_train_to_the_bits_of_two_nodes_here(sshd, tmp_path):
     for name in ("0.pt", "1.pt"):
         far, near = (torch.load(tmp_path / where / name, weights_only=True) for where in ("far", "near"))
         assert all(torch.equal(far[key], near[key]) for key in near)
+
+
+@pytest.mark.parametrize(("hosts", "engine"), [("one,two", "sequential"), ("one", "processes:2")])
+def test_nodes_that_each_train_alone_are_a_failure(sshd, tmp_path, hosts, engine):
+    path = tmp_path / "script.py"
+    path.write_text("print('trained')")
+    output, errors = finish(begin(sshd, "--engine", engine, path, hosts=hosts), code=1)
+    assert output.count("trained") == len(hosts.split(","))  # what a node's first process says is passed on
+    assert errors.count("2 processes ran the script, and none joined the others") == 1
+    assert "started again" not in errors
 
 
 @needs(ipv6=no_ipv6())
@@ -203,7 +214,13 @@ def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_show
     far = subprocess.run([*sshd.ssh.split(), "one", "env"], capture_output=True, text=True, check=True, timeout=20)
     login = {line.partition("=")[0] for line in far.stdout.splitlines()}
     carried = {name for name in os.environ if re.match("PACELINE_|GLOO_|NCCL_|OMP_NUM_THREADS", name)}
-    set_there = {"PACELINE_HOST", "PYTHONUNBUFFERED", "LC_CTYPE"}  # Python itself sets the last in a C locale
+    set_there = {
+        "PACELINE_HOST",
+        "PACELINE_NOTES",
+        "PYTHONPATH",
+        "PYTHONUNBUFFERED",
+        "LC_CTYPE",
+    }  # Python itself sets the last in a C locale
     assert said.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import launching
-from paceline.launch import local
+from paceline.launch import alone, local
 
 SAID = "2 processes ran the script, and none joined the others (paceline.join, torch.distributed or MPI)"
 NEVER = "joined, but never stepped: the optimizer made 3 steps of the script's own, and 2 processes each trained alone"
@@ -47,7 +47,7 @@ if len(sys.argv) == 1:
 def run(folder, text, capfd, engine="processes:2", num_nodes=1, **how):
     script = folder / "train.py"
     script.write_text(text)
-    code = local.start([sys.executable, str(script)], engine, num_nodes, together=True, **how)
+    code = local.start([sys.executable, str(script)], engine, num_nodes, together=alone.code, **how)
     return code, capfd.readouterr().err
 
 

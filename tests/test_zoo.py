@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
-from zoo.case import Case
+from zoo.case import FAMILIES, Case
 from zoo.judge import Outcome, judge
 from zoo.plain import Plain
 from zoo.ranks import Trained
 
 ROOT = Path(__file__).resolve().parent.parent
+ZOO = ROOT / "benchmarks" / "zoo"
 PACKAGES = Path(sys.prefix) / "zoo"
 HINT = "paceline: layer 'norm' normalizes over a batch"
 CASE = Case("a", "b", torch.optim.SGD, differs="over a batch")
@@ -77,6 +80,20 @@ def test_the_control_in_parts_is_the_plain_loop(parts, weighed):
         results.append(([pace.step(batch) for batch in pace.batches(data, 2)], model.weight.detach()))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-12, atol=0)
+
+
+def names(module: str) -> list[str]:
+    """Of its cases: functions below a decorator that `family` made."""
+    tree = ast.parse((ZOO / f"{module}.py").read_text())
+    return [each.name for each in tree.body if isinstance(each, ast.FunctionDef) and each.decorator_list]
+
+
+def test_every_case_is_in_the_docs():
+    page = (ROOT / "docs" / "zoo.md").read_text()
+    cases = [name for module in FAMILIES for name in names(module)]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == cases, "make zoo"
+    assert len(cases) >= 60
+    assert "0 WRONG" in page
 
 
 def zoo(*arguments: str, limit_s: float) -> subprocess.CompletedProcess[str]:

@@ -16,11 +16,10 @@ from zoo.case import Parts, family, labels, numbers, table
 
 case = family("keras")
 SYNC = {"batch_norm": "sync"}
+keras.backend.set_floatx("float64")
 
 
 def build(*layers: Any) -> Any:
-    keras.backend.set_floatx("float64")
-    keras.utils.set_random_seed(1)
     return keras.Sequential(list(layers))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -81,6 +83,8 @@ def prepare() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
+    numpy.random.seed(SEED)
+    random.seed(SEED)  # Keras draws its layers' seeds from it
 
 
 def train(case: Case, join: Callable[..., Any]) -> Trained:

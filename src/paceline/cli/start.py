@@ -17,7 +17,7 @@ from paceline import plan as planning
 from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.elastic.claim import free
-from paceline.launch import detach, local, snapshot, ssh
+from paceline.launch import alone, detach, local, snapshot, ssh
 from paceline.launch.again import RETURNS
 from paceline.launch.calls import Calls
 from paceline.launch.check import check
@@ -128,7 +128,7 @@ def start(
         least=least,
         returns=RETURNS if least else 0,
         restarts=_restarts(restarts, least),
-        together=True,
+        together=alone.code,
     )
     if code == 0 and out and not quiet:
         print(f"run: {out}")
@@ -192,7 +192,7 @@ def start_over_ssh(
     quiet = bool(settings and settings.json)
     result = sys.stdout.buffer if quiet else None
     again = _restarts(restarts, least)
-    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most, again, meet)
+    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most, again, meet, alone.code)
     if settings and out and waits and code != REFUSED:
         _keep(settings, made, out)
     if code == 0 and out and not quiet:

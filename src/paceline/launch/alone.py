@@ -13,11 +13,15 @@ from paceline.launch import ended
 NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
 
 
-class Notes:
-    """A folder in which the processes of a run note whether they met others. ``num_processes``: of all nodes."""
+ALONE = "alone"
+UNSTEPPED = "unstepped"  # they joined, and trained without; they have said so
 
-    def __init__(self, folder: Path, num_processes: int):
-        self.folder, self.num_processes = folder, num_processes
+
+class Notes:
+    """A folder in which the processes of a run note whether they met others."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """What a process needs to be watched, beside what it is ``given``."""
@@ -25,16 +29,27 @@ class Notes:
         paths = [str(self.folder), given.get("PYTHONPATH", "")]
         return {NOTES: str(self.folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    def code(self, pids: Sequence[int]) -> int:
-        """Of a run whose processes all ended with 0."""
+    def found(self, pids: Sequence[int]) -> str:
+        """Of processes of this machine that all ended with 0: ALONE, UNSTEPPED, or nothing to be told."""
         if (self.folder / "unstepped").exists():
-            return 1  # they have said so
-        if (self.folder / "met").exists() or not all((self.folder / f"alone-{pid}").exists() for pid in pids):
-            return 0
+            return UNSTEPPED
+        met = (self.folder / "met").exists() or not all((self.folder / f"alone-{pid}").exists() for pid in pids)
+        return "" if met else ALONE
+
+
+def expected() -> None:
+    """Of a process that is no training, whatever it meets."""
+    if folder := os.environ.get(NOTES):
+        Path(folder, "met").touch()
+
+
+def code(found: str, num_processes: int) -> int:
+    """The exit code of a run of which that was ``found`` everywhere. Says what nobody else has said."""
+    if found == ALONE:
         print(
-            f"paceline: {self.num_processes} processes ran the script, and none joined the others (paceline.join, "
+            f"paceline: {num_processes} processes ran the script, and none joined the others (paceline.join, "
             f"torch.distributed or MPI): each did all of it alone. Call paceline.join and pace.step in the script, or "
             f"start one process: --plan sequential or threads:k",
             file=sys.stderr,
         )
-        return 1
+    return 1 if found else 0

@@ -118,7 +118,7 @@ def start(
     least: int = 0,
     returns: int = 0,
     restarts: int = 0,
-    together: bool = False,
+    together: Callable[[str, int], int] | None = None,
     joins: bool = False,
     tell: Callable[[dict[str, Any]], None] | None = None,
 ) -> int:
@@ -136,7 +136,8 @@ def start(
                 again; 0: one that fails ends all
     returns     how often each of those that failed is started again, as a joining node
     restarts    how often all of them are, from the newest checkpoint, where no node with all state is left
-    together    several processes of which none meets another are a failure
+    together    is given what was found of several processes that ended with 0 and met nobody, and how many there are
+                on all nodes; says with which exit code that is
     joins       it begins as a joining node, with the ticket that PACELINE_TICKET names
     tell        is given the node's state when that has changed
     """
@@ -159,8 +160,8 @@ def start(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             base[status.VARIABLE] = str(folder)
         notes: Notes | None = None
-        if together and sum(sizes) > 1 and node is None:  # what other machines start may be no training
-            notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))), sum(sizes))
+        if together and sum(sizes) > 1:
+            notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))))
             base |= notes.environment(base)
         team = Team(command, sizes, folder, closed=asked is not None)
         orders = Asked(team, asked or tuple, tell)
@@ -186,7 +187,7 @@ def start(
             team.end()
             if pause_s is None or not _pause(orders, pause_s):
                 code = 128 + orders.received[0] if orders.received else ending.code
-                return notes.code(pids) if notes and code == 0 else code
+                return together(notes.found(pids), sum(sizes)) if notes and together and code == 0 else code
             base["PACELINE_RESUME"] = "1"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline import plan as planning
 from paceline.find import find
+from paceline.launch import alone
 from paceline.launch.far import MARK
 from paceline.plan import Plan
 from paceline.probe import fresh, profile, trial
@@ -107,6 +108,7 @@ def measure_trial(
 def main(text: str) -> int:
     asked = json.loads(text)
     doing = asked.pop("do")
+    alone.expected()
     try:
         if doing == "node":
             for name in TOGETHER:

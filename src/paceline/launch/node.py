@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.launch import local, outlet, receive
 from paceline.launch.occupied import Seat
-from paceline.launch.team import HOLDS
+from paceline.launch.team import DONE, HOLDS
 from paceline.link.ticket import Ticket
 
 STARTED = b"\x06paceline has started\x06"
@@ -96,6 +96,13 @@ def tell(facts: dict[str, Any]) -> None:
         os.write(1, SAYS + json.dumps(facts).encode() + STARTED[:1] + b"\n")
 
 
+def _found(what: str, num_processes: int) -> int:
+    """Whether it was so on all nodes, the launcher knows."""
+    if what:
+        tell({"state": DONE, "found": what})
+    return 0
+
+
 def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> int:
     environment, done, joins = dict(said["environment"]), None, "ticket" in said
     if "run" in said:
@@ -121,7 +128,7 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
         sizes=said["sizes"],
         returns=said.get("returns", 0),
         joins=joins,
-        together=not joins,
+        together=_found if said.get("together") and not joins else None,
         tell=tell if "run" in said else None,
     )
     if done:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from paceline.launch import detach
+from paceline.launch import alone, detach
 from paceline.launch.again import PAUSE_S, RETURNS
 from paceline.launch.calls import kill
 from paceline.launch.check import LOST
@@ -73,10 +73,19 @@ class Orders:
     turn: int = 0
     meeting: tuple[str, int] = "", 0
     members: list[str] = field(default_factory=list)
+    together: Callable[[str, int], int] | None = None
 
     def begin(self, meeting: tuple[str, int]) -> None:
         """Another start: who is left of the one before does not know its secret."""
         self.secret, self.turn, self.meeting, self.members = secrets.token_hex(32), self.turn + 1, meeting, []
+
+    def judge(self, nodes: Sequence[Node]) -> int:
+        """The exit code of nodes that all ended with 0."""
+        found = {node.said.get("found", "") for node in nodes}
+        if self.together is None or (alone.UNSTEPPED not in found and len(found) > 1):
+            return 0
+        what = alone.UNSTEPPED if alone.UNSTEPPED in found else found.pop()
+        return self.together(what, sum(num_processes(engine) for engine in self.engines))
 
     def of(self, node: Node, joins: bool) -> dict[str, Any]:
         """What a host is told."""
@@ -89,7 +98,7 @@ class Orders:
             **{"host": self.meeting[0], "port": self.meeting[1], "engine": self.engines[node.index]},
             **{"command": [self.way.python, *self.command], "environment": own},
             **{"folder": self.way.at(node.host).folder, "stays": detach.left()},
-            "returns": RETURNS if self.least else 0,
+            **{"returns": RETURNS if self.least else 0, "together": self.together is not None},
         }
         if self.least or self.turn > 1 or self.meet:
             said |= {"run": self.run, "turn": self.turn}
@@ -111,6 +120,7 @@ def start(
     most: int = 0,
     restarts: int = 0,
     meet: Callable[[], tuple[str, int]] | None = None,
+    together: Callable[[str, int], int] | None = None,
 ) -> int:
     """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
 
@@ -120,11 +130,13 @@ def start(
     yet; a second one gives them GRACE_S, as a node's failure does. Where nobody reads the output any more, that is a
     SIGTERM. With ``least`` a failure ends nothing as long as a node has all state, a host whose line is lost is reached
     again by its name, and others may join, up to ``most``. ``restarts``: how often all nodes are started again, from
-    the newest checkpoint, once ``meet`` says where.
+    the newest checkpoint, once ``meet`` says where. ``together``: as of `local.start`.
     """
     received: list[int] = []
     engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
-    orders = Orders(command, engines, way, dict(environment), least, most, meet if restarts else None)
+    orders = Orders(
+        command, engines, way, dict(environment), least, most, meet if restarts else None, together=together
+    )
     heard = once(received.append)
     before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
     policy = Restarts(restarts)
@@ -163,7 +175,7 @@ def _start(
             node.close()
     done = any(node.process.returncode == 0 for node in nodes)
     if received or failure is None:
-        return Ending(128 + received[0] if received else 0, done=done)
+        return Ending(128 + received[0] if received else orders.judge(nodes), done=done)
     first, code = failure
     name, said = first.host.name, first.errors.last or "it said nothing"
     what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
