@@ -260,7 +260,8 @@ def test_a_loss_that_breaks_by_itself_is_said_to():
 @pytest.mark.dear
 def test_two_processes_name_the_layer_that_only_the_second_saw_break(tmp_path):
     done = launch("broken.py", tmp_path, engine="processes:2", code=1)
-    lines = [line for line in done.stderr.splitlines() if line]
+    hint, *lines = [line for line in done.stderr.splitlines() if line]
+    assert hint.startswith("paceline: batch norm (1) takes the statistics"), done.stderr
     assert len(lines) == 1, done.stderr
     assert re.search(
         r"^paceline: the loss is not finite at step 2: .* learning rate 0.1; .*the output of 0 \(Linear\) "
