@@ -109,7 +109,7 @@ def slowly(note: Callable[[list[int]], None]) -> Callable[[Tensor, Tensor], Tens
     """The loss, after it was noted whose it is, and a step's time has passed. Looking at it trains on nothing."""
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if output.requires_grad:
+        if torch.is_grad_enabled():
             note(target[:, 1].tolist())
             time.sleep(0.8 * STEP_S)
         return F.cross_entropy(output, target[:, 0])
