@@ -13,7 +13,7 @@ help:
 	@echo "make test-dear the tests that do not fit into its ten minutes"
 	@echo "make test-all both"
 	@echo "make chaos   100,000 simulated trainings under faults, on RECORD=benchmarks/..., half an hour or so"
-	@echo "make zoo     100 models on several nodes and processes against a plain loop; writes docs/zoo.md, ten minutes or so"
+	@echo "make zoo     123 models on several nodes and processes against a plain loop; writes docs/zoo.md, ten minutes or so"
 	@echo "make check   format, lint and type check"
 
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -47,7 +47,7 @@ if len(sys.argv) == 1:
 def run(folder, text, capfd, engine="processes:2", num_nodes=1, **how):
     script = folder / "train.py"
     script.write_text(text)
-    code = local.start([sys.executable, str(script)], engine, num_nodes, together=alone.code, **how)
+    code = local.start([sys.executable, str(script)], engine, num_nodes, together=alone.exit_code, **how)
     return code, capfd.readouterr().err
 
 

@@ -128,7 +128,7 @@ def start(
         least=least,
         returns=RETURNS if least else 0,
         restarts=_restarts(restarts, least),
-        together=alone.code,
+        together=alone.exit_code,
     )
     if code == 0 and out and not quiet:
         print(f"run: {out}")
@@ -192,7 +192,9 @@ def start_over_ssh(
     quiet = bool(settings and settings.json)
     result = sys.stdout.buffer if quiet else None
     again = _restarts(restarts, least)
-    code = ssh.start(nodes, command, chosen, way, environment, meeting, result, least, most, again, meet, alone.code)
+    code = ssh.start(
+        nodes, command, chosen, way, environment, meeting, result, least, most, again, meet, alone.exit_code
+    )
     if settings and out and waits and code != REFUSED:
         _keep(settings, made, out)
     if code == 0 and out and not quiet:

@@ -11,8 +11,6 @@ from pathlib import Path
 from paceline.launch import ended
 
 NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
-
-
 ALONE = "alone"
 UNSTEPPED = "unstepped"  # they joined, and trained without; they have said so
 
@@ -30,21 +28,21 @@ class Notes:
         return {NOTES: str(self.folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def found(self, pids: Sequence[int]) -> str:
-        """Of processes of this machine that all ended with 0: ALONE, UNSTEPPED, or nothing to be told."""
+        """Of processes of this machine that all exited with 0: ALONE, UNSTEPPED, or empty."""
         if (self.folder / "unstepped").exists():
             return UNSTEPPED
         met = (self.folder / "met").exists() or not all((self.folder / f"alone-{pid}").exists() for pid in pids)
         return "" if met else ALONE
 
 
-def expected() -> None:
-    """Of a process that is no training, whatever it meets."""
+def not_training() -> None:
+    """Called by a process that does not train, so that its run is not judged."""
     if folder := os.environ.get(NOTES):
         Path(folder, "met").touch()
 
 
-def code(found: str, num_processes: int) -> int:
-    """The exit code of a run of which that was ``found`` everywhere. Says what nobody else has said."""
+def exit_code(found: str, num_processes: int) -> int:
+    """The exit code of a run, by what was ``found`` on all its nodes. Prints one line for ALONE."""
     if found == ALONE:
         print(
             f"paceline: {num_processes} processes ran the script, and none joined the others (paceline.join, "
