@@ -90,6 +90,7 @@ def test_every_process_of_every_node_is_there(drawn):
     assert len([name for _, name in found if name.endswith("compute")]) == 4
 
 
+@pytest.mark.dear
 def test_it_agrees_with_the_record(drawn):
     """Spans are measured around what the record measures within, or the reverse: their order is certain."""
     found, record = drawn
@@ -116,6 +117,7 @@ def test_it_agrees_with_the_record(drawn):
         assert said["compute_seconds"] <= max(everyone) + 1e-5
 
 
+@pytest.mark.dear
 def test_what_sleeps_is_drawn_as_long_as_it_sleeps(drawn):
     for node, least in ((0, 0.0), (1, NAP_S)):
         events = main_track(drawn, node, "compute")
@@ -128,6 +130,7 @@ def test_what_sleeps_is_drawn_as_long_as_it_sleeps(drawn):
     assert all(seconds([wait]) > 0 for wait in waits)
 
 
+@pytest.mark.dear
 def test_bytes_on_the_wire_are_the_records(drawn):
     found, record = drawn
     steps = [event for event in main_track(drawn, 0, "compute") if event["name"].startswith("step ")]
@@ -138,6 +141,7 @@ def test_bytes_on_the_wire_are_the_records(drawn):
         assert any("the vote" in event["name"] for event in sent)
 
 
+@pytest.mark.dear
 def test_pieces_are_drawn_with_their_form(drawn):
     events = main_track(drawn, 1, "compute")
     pieces = [event for event in events if "form" in event["args"]]

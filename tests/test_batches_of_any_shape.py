@@ -36,7 +36,7 @@ def test_one_process(name):
     same(case.train(21, "sequential"), case.plain(21))
 
 
-@pytest.mark.dear("two nodes", "-tuple")
+@pytest.mark.dear
 @pytest.mark.parametrize("name", cases.SHAPES)
 def test_several_processes(trained, name):
     said = json.loads((trained / f"shape {name}.json").read_text())
@@ -44,7 +44,7 @@ def test_several_processes(trained, name):
     same(said, cases.SHAPES[name].plain(21))
 
 
-@pytest.mark.dear("two nodes")
+@pytest.mark.dear
 def test_every_part_of_a_loss_is_told(trained):
     want = cases.SHAPES["several losses"].plain(21)["losses"][-1]
     terms = json.loads((trained / "shape several losses.json").read_text())["terms"]

@@ -115,6 +115,7 @@ def test_this_machine_alone():
     assert pair["bytes_per_s"] > 10e6
 
 
+@pytest.mark.dear
 @needs_sshd
 def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measured(sshd):
     said = doctor(

@@ -74,7 +74,7 @@ def test_alone(name, alone):
     check(name, alone(name))
 
 
-@pytest.mark.dear("own_loop")
+@pytest.mark.dear
 @pytest.mark.parametrize("name", LEARNS)
 def test_two_processes(name, two_processes):
     if name not in HERE:

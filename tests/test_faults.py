@@ -78,7 +78,7 @@ def until_ended(processes, clocks, limit_s):
         time.sleep(0.02)
 
 
-@pytest.mark.dear("launcher", "local rank 1", "local rank 2")
+@pytest.mark.dear
 @pytest.mark.parametrize("victim", ["local rank 0", "local rank 1", "local rank 2", "launcher"])
 def test_sigkill_of_any_process_ends_the_node_and_leaves_nothing(victim, tmp_path):
     temporary = tmp_path / "temporary"

@@ -151,6 +151,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.dear
 def test_a_killed_trainer_is_noticed_at_once_though_its_processes_live_a_moment_longer(tmp_path: Path):
     here, there = socket.socketpair()
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

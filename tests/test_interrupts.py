@@ -144,6 +144,7 @@ def test_what_a_script_prints_is_read_once(undisturbed):
     assert undisturbed[1] == "begun\n"
 
 
+@pytest.mark.dear
 def test_nothing_is_kept_in_dev_shm(undisturbed):
     if small_shm(["true"]) == ["true"]:
         want(mounts="a /dev/shm of its own needs the right to mount")

@@ -104,7 +104,7 @@ def test_two_nodes_go_on_bit_for_bit(two_nodes):
         assert said["faults"] == []
 
 
-@pytest.mark.dear("processes:2")
+@pytest.mark.dear
 def test_another_number_of_nodes_owes_as_much(two_nodes):
     """One node goes on from what two have kept, and keeps it in turn."""
     kept = read_newest(two_nodes / "run")

@@ -32,7 +32,7 @@ needs_mpi = needs(mpi=mpirun.unavailable())
 run = partial(subprocess.run, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.dear("3")
+@pytest.mark.dear
 @needs_mpi
 @pytest.mark.parametrize(("size", "way"), [(2, "shared memory"), (3, "sockets")])
 def test_a_training_is_bit_equal_on_all_ranks_and_equals_one_process(size, way, tmp_path):
@@ -133,6 +133,7 @@ def test_plain_mpirun_ends_all_within_ten_seconds_and_names_the_dead(tmp_path):
     assert "process rank 1 with PID" in out + errors
 
 
+@pytest.mark.dear
 @needs_mpi
 def test_a_rank_that_left_early_is_named_to_those_who_wait_for_it():
     done = run(mpirun.command(2, WRAP, mpirun.SCRIPTS / "left_early.py"), env=environment())

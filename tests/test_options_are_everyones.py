@@ -108,6 +108,7 @@ def test_nodes_that_average_now_and_then_may_have_numbers_of_their_own():
     assert gap(one, other) == 0.0
 
 
+@pytest.mark.dear
 def test_between_the_processes_of_a_node_it_is_told_once(tmp_path):
     body = (
         "batch = torch.ones(4, 4), torch.zeros(4, dtype=torch.long)",

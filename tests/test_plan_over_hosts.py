@@ -229,6 +229,7 @@ def test_over_a_measured_wire_nothing_is_assumed(tmp_path, monkeypatch):
     assert "assumed" not in sentence
 
 
+@pytest.mark.dear
 def test_machines_like_this_one_are_imagined_from_its_own_step(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

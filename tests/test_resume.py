@@ -30,12 +30,13 @@ def two_processes(tmp_path_factory):
     return json.loads((folder / "faults.json").read_text())
 
 
-@pytest.mark.dear("plain")
+@pytest.mark.dear
 @pytest.mark.parametrize("name", resuming.KINDS)
 def test_from_every_step_of_two_processes(two_processes, name):
     assert two_processes[name] == []
 
 
+@pytest.mark.dear
 def test_only_what_rank_0_sees_is_gone_on_from_by_all(two_processes):
     told, went_on = two_processes["apart"]
     assert "found different checkpoints" in told

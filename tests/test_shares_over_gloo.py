@@ -37,7 +37,7 @@ def said(folder, loop):
     return [json.loads(path.read_text()) for path in paths]
 
 
-@pytest.mark.dear("sequential-step")
+@pytest.mark.dear
 @pytest.mark.parametrize(("engine", "loop"), CASES)
 def test_a_slow_node_gives_rows_away_and_gets_some_back(ran, engine, loop):
     one, *others = said(ran[engine], loop)
@@ -57,6 +57,7 @@ def test_a_slow_node_gives_rows_away_and_gets_some_back(ran, engine, loop):
     assert all(each["kept"] == one["kept"] for each in others)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("engine", "loop"), CASES)
 def test_every_sample_counts_once_and_the_training_is_that_of_one_process(ran, engine, loop):
     everyone, source = said(ran[engine], loop), Samples()
@@ -73,6 +74,7 @@ def test_every_sample_counts_once_and_the_training_is_that_of_one_process(ran, e
         assert each["right"] == pytest.approx((COUNT - 1) / 2, rel=1e-12)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("engine", RUNS)
 def test_a_node_without_rows_agrees_on_a_loss_of_parts_that_it_has_never_seen(ran, engine):
     source, model = Samples(), build(Plain)

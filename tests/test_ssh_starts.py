@@ -95,6 +95,7 @@ def test_nodes_that_each_train_alone_are_a_failure(sshd, tmp_path, hosts, engine
     assert "started again" not in errors
 
 
+@pytest.mark.dear
 @needs(ipv6=no_ipv6())
 def test_hosts_may_be_ipv6_addresses(sshd, script):
     path = script("print(os.environ['MASTER_ADDR'], os.environ['PACELINE_HOST'])")
@@ -123,6 +124,7 @@ def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script):
     ]
 
 
+@pytest.mark.dear
 def test_a_script_that_ends_as_ssh_does_is_not_said_to_be_lost(sshd, script):
     _, errors = finish(begin(sshd, script("print('oh', file=sys.stderr)\nsys.exit(-1)"), hosts="one"), code=255)
     assert errors == "[one] oh\npaceline: lost one, or its script ended with exit code 255: oh\n"
@@ -142,6 +144,7 @@ def test_ctrl_c_reaches_every_process_once_and_nothing_is_left(sshd, script, tmp
     assert not any(map(alive, pids))
 
 
+@pytest.mark.dear
 def test_a_second_ctrl_c_reaches_them_too(sshd, script, tmp_path):
     path = script("signal.signal(signal.SIGINT, lambda *_: signal.signal(2, signal.SIG_DFL))\n" + "time.sleep(9)\n" * 9)
     process = begin(sshd, path)

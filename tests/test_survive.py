@@ -158,7 +158,7 @@ def check(results, fate, model, optimizer="momentum"):
     assert gap(left[0][1], want) < 1e-9
 
 
-@pytest.mark.dear("True-1", "False-2", "False-0")
+@pytest.mark.dear("True", "False-2", "False-0")
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("after", [False, True])
 def test_any_rank_may_die_at_any_operation(victim, after):

@@ -188,7 +188,7 @@ class Refused(Apart):
     how = REFUSED
 
 
-@pytest.mark.dear("[]", "[0, 3]", "[1, 2, 3]")
+@pytest.mark.dear("[]", "[0, 3]", "[1, 2, 3]", "[[0], [1, 2]]")
 @pytest.mark.parametrize("apart", [Apart, Refused])
 @pytest.mark.parametrize(
     ("sides", "on"),

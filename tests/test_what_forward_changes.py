@@ -380,7 +380,7 @@ pace.close()
 """
 
 
-@pytest.mark.dear("broadcast")
+@pytest.mark.dear
 @pytest.mark.parametrize("buffers", ["own", "broadcast"])
 def test_processes_on_two_nodes(buffers, tmp_path):
     script = tmp_path / "script.py"
