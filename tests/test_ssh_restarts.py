@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import launching
 from launching import finish
 from paceline.interrupt import RESUME_CODE
+from paceline.launch.detach import Detached
 from sshd import Sshd, unavailable
 from test_restarts import HEAD
 
@@ -94,8 +97,6 @@ def test_a_node_that_lost_its_line_alone_is_found_where_it_trains(start, tmp_pat
 
 
 def until(folder, *names):
-    import time
-
     end = time.monotonic() + 60
     while not all((folder / name).exists() for name in names):
         assert time.monotonic() < end, names
@@ -124,3 +125,83 @@ def test_what_fails_before_anybody_has_joined_is_told_at_once(start):
     errors, lives = start("sys.exit('no such file')", code=1)
     assert max(len(each) for each in lives) == 1
     assert "no such file" in errors
+
+
+@pytest.fixture
+def detached(sshd, tmp_path):
+    """Three nodes of a script that follows HEAD, detached, whose launcher is killed once all have joined; gives the
+    run's name, and how commands are called and begun."""
+    where = {"PACELINE_SSH": sshd.ssh, "XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def begin(*words):
+        return launching.begin(*words, own_session=True, **where)
+
+    def call(*words, code=0):
+        return finish(begin(*words), code)
+
+    def start(script, *words):
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + FAIL_POWER + script)
+        _, errors = call("run", "-H", "one,two,three", *words, "--detach", "--plan", "sequential", path, tmp_path)
+        (name,) = re.findall(r"^(\S+) goes on; ", errors, re.MULTILINE)
+        until(tmp_path, "joined-0-1", "joined-1-1", "joined-2-1")
+        folder = tmp_path / "state" / "paceline" / "detached" / name
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+        wait_while(lambda: Detached(folder).running)
+        assert "no launcher" in call("attach")[0]
+        return name, call, begin
+
+    yield start
+    for name in ("hung", "go", "end"):  # whatever happens, the nodes end
+        (tmp_path / name).touch()
+
+
+def wait_while(true):
+    end = time.monotonic() + 60
+    while true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def num_lives(folder):
+    return [len(list(folder.glob(f"life-{node}-*"))) for node in range(3)]
+
+
+def test_another_launcher_finds_the_nodes_and_starts_a_failed_one_again(detached, tmp_path):
+    name, call, _ = detached(
+        "join()\nif JOINS: touch('end')\nif NODE == 1 and not JOINS: until('go'), touch('dies'), fail_power()\n"
+        "until('end')",
+        *("--nodes", "2:3"),
+    )
+    (tmp_path / "go").touch()
+    until(tmp_path, "dies")
+    output, errors = call("attach", name)
+    assert f"the launcher of {name} was killed; this one takes its place" in output + errors
+    assert num_lives(tmp_path) == [1, 2, 1]
+    assert json.loads((tmp_path / "life-1-2").read_text())["joins"]
+    assert re.search(rf"^{name}  exit code 0 ", call("attach")[0], re.MULTILINE)
+
+
+def test_another_launcher_hears_how_the_nodes_end(detached, tmp_path):
+    """One ended before it came, and nobody heard."""
+    name, _, begin = detached(
+        "join()\nif NODE == 1: until('go'), touch('gone'), sys.exit()\nuntil('end'), sys.exit(3 * NODE)"
+    )
+    (tmp_path / "go").touch()
+    until(tmp_path, "gone")
+    follower = begin("attach", name)
+    wait_while(lambda: not Detached(tmp_path / "state" / "paceline" / "detached" / name).running)
+    (tmp_path / "end").touch()
+    output, _ = finish(follower, 6)
+    assert "three failed first, with exit code 6" in output
+    assert num_lives(tmp_path) == [1, 1, 1]
+
+
+def test_a_run_without_its_launcher_is_stopped(detached, tmp_path):
+    name, call, _ = detached(
+        "signal.signal(signal.SIGINT, lambda *_: (touch(f'saved-{NODE}'), sys.exit(130)))\njoin()\nuntil('end')",
+        *("--nodes", "2:3"),
+    )
+    call("attach", "--stop", name, code=130)
+    assert all((tmp_path / f"saved-{node}").exists() for node in range(3))
+    assert num_lives(tmp_path) == [1, 1, 1]

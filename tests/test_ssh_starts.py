@@ -307,7 +307,7 @@ def test_a_result_goes_alone_to_stdout(sshd, script):
     start = (
         "import sys\nfrom paceline.launch import ssh\nfrom paceline.launch.hosts import Way, parse\n"
         "hosts, way, out = parse('one,two'), Way(sys.argv[2]), sys.stdout.buffer\n"
-        "sys.exit(ssh.start(hosts, [sys.argv[1]], '', way, {}, ('127.0.0.1', 9), out))"
+        "sys.exit(ssh.start(hosts, ssh.Orders([sys.argv[1]], ['', ''], way, {}), ('127.0.0.1', 9), out))"
     )
     words = [sys.executable, "-c", start, str(script(text)), sshd.ssh]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -224,7 +224,7 @@ def test_whom_nobody_reads_any_more_saves_in_peace(near, monkeypatch, tmp_path):
     os.close(source)
     with open(sink, "w") as nobody, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", nobody)
-        code = ssh.start(parse("a"), [str(script)], "", near(), {"LONG": "x" * 120_000}, ("127.0.0.1", 9))
+        code = ssh.start(parse("a"), ssh.Orders([str(script)], [""], near(), {"LONG": "x" * 120_000}), ("127.0.0.1", 9))
     assert code == 143
     assert len(saved.read_text()) == 120_000
 
@@ -240,7 +240,7 @@ def test_ctrl_c_is_not_kept_waiting_by_a_host_that_takes_no_orders(near, monkeyp
 
     threading.Thread(target=press, daemon=True).start()
     start = time.monotonic()
-    assert ssh.start(parse("a"), ["x"], "", way, {"LONG": "x" * 120_000}, ("127.0.0.1", 9)) == 130
+    assert ssh.start(parse("a"), ssh.Orders(["x"], [""], way, {"LONG": "x" * 120_000}), ("127.0.0.1", 9)) == 130
     assert time.monotonic() - start < 4
 
 

@@ -129,9 +129,9 @@ def test_a_script_that_joins_twice_is_compared_by_the_join_that_takes_all_steps(
     assert compared.worst in ("weight", "bias"), "the first, which took two steps alone, has '0.weight' and '0.bias'"
 
 
-def begin(hosts, command, engine, way, told, meeting):
+def begin(hosts, orders, meeting):
     """In place of nodes: no more than the folder that theirs would be below."""
-    folder = Path(json.loads(told["PACELINE_VERIFY"])["folder"])
+    folder = Path(json.loads(orders.environment["PACELINE_VERIFY"])["folder"])
     folder.mkdir(parents=True)
     return folder.parent
 

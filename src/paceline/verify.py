@@ -128,15 +128,15 @@ def over_ssh(
     folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
     try:
         many = {**carried, **_told(folder / MANY, steps, dtype)}
-        code = ssh.start(nodes, command, each, way, many, meeting)
+        code = ssh.start(nodes, ssh.Orders(command, each, way, many), meeting)
         _demand(code == 0, code, steps, "on all nodes")
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
-        code = ssh.start(nodes[:1], command, "sequential", way, one, meeting)
+        code = ssh.start(nodes[:1], ssh.Orders(command, ["sequential"], way, one), meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
         compared = _there(nodes[0], way, folder, steps, dtype)
         if not compared.close:
             again = {**carried, **_told(folder / AGAIN, steps, dtype, folder / MANY, examines=folder / MANY)}
-            ssh.start(nodes[:1], command, "sequential", way, again, meeting)
+            ssh.start(nodes[:1], ssh.Orders(command, ["sequential"], way, again), meeting)
             compared = _there(nodes[0], way, folder, steps, dtype)
         return compared
     finally:

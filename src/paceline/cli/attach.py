@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.launch import detach
+from paceline.launch.takeover import take_over
 
 
 def attach(
@@ -17,6 +18,8 @@ def attach(
     stop: Annotated[bool, typer.Option("--stop", help="End it as Ctrl-C would, and wait for that.")] = False,
 ) -> None:
     """Follows a detached run to its end, and ends with its exit code; Ctrl-C leaves it running.
+
+    Where the launcher of a run on hosts was killed, another one takes its place and finds the nodes.
 
     Examples:
 
@@ -30,11 +33,17 @@ def attach(
         if stop:
             raise ValueError("--stop needs to know which run; `paceline attach` lists them")
         for one in detach.everyone():
-            state = "runs" if one.running else f"exit code {one.code}" if one.code is not None else "cut off"
+            code = "cut off" if one.code is None else f"exit code {one.code}"
+            state = "runs" if one.running else "no launcher" if one.lost else code
             about = one.about
             print(f"{one.id}  {state:14}{about['date']}  {about['folder']}: {' '.join(about['command'])}")
         return
     found = detach.find(run)
+    if detach.chosen():
+        raise typer.Exit(take_over(found))
+    if found.lost:
+        detach.replace(found)
+        found.wait_begun()
     if stop:
         found.interrupt()
     follow(found)

@@ -22,10 +22,10 @@ from paceline.launch.again import RETURNS
 from paceline.launch.calls import Calls
 from paceline.launch.check import check
 from paceline.launch.hosts import Host, Way, parse, rows
-from paceline.launch.lines import shown
 from paceline.launch.packages import needed
 from paceline.launch.restarts import RESTARTS
 from paceline.launch.send import send as deliver
+from paceline.launch.takeover import Launch
 from paceline.link.identity import check as check_encryption
 from paceline.link.ticket import Ticket
 from paceline.patience import wait_s
@@ -179,26 +179,17 @@ def start_over_ssh(
         if made:
             environment["PACELINE_PLAN"] = carried_plan(made)
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
-
-    def meet() -> tuple[str, int]:
-        return check(nodes, way, paths, address, needs)
-
-    meeting = meet()
+    quiet = bool(settings and settings.json)
+    success = f"run: {home / out} on {nodes[0].name}" if out and not quiet else ""
+    launch = Launch(nodes, way, paths, address, needs, _restarts(restarts, least), quiet, success)
+    meeting = launch.meet()
     # the hosts may refuse to go on with another run than the one that is there
     waits = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
     if settings and out and not waits:
         _keep(settings, made, out)
-    detach.begun()
-    quiet = bool(settings and settings.json)
-    result = sys.stdout.buffer if quiet else None
-    again = _restarts(restarts, least)
-    code = ssh.start(
-        nodes, command, chosen, way, environment, meeting, result, least, most, again, meet, alone.exit_code
-    )
+    code = launch.start(ssh.Orders(command, chosen, way, environment, least, most), meeting)
     if settings and out and waits and code != REFUSED:
         _keep(settings, made, out)
-    if code == 0 and out and not quiet:
-        print(shown(f"run: {home / out} on {nodes[0].name}"))
     return code
 
 

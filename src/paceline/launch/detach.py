@@ -7,6 +7,7 @@
     pid         of the launcher
     begun       there when processes have been started
     code        its exit code, at the end
+    orders      what another launcher needs to know to take its place, as long as it runs on hosts
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
 RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
 GLANCE_S = 0.05
-KILLED = 137  # the exit code of a launcher that was ended by SIGKILL
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -72,6 +72,15 @@ class Detached:
         except (FileNotFoundError, ValueError):
             return None
 
+    @property
+    def lost(self) -> bool:
+        """Whether its launcher was killed, and its nodes may train on without it."""
+        return not self.running and (self.folder / "orders").exists()
+
+    @property
+    def orders(self) -> str:
+        return (self.folder / "orders").read_text()
+
     def follow(self, to: BinaryIO, until_begun: bool = False) -> int | None:
         """Passes its output on, from the beginning to its end, or until it has begun. Returns its exit code then."""
         with open(self.folder / "output", "rb") as output:
@@ -87,22 +96,28 @@ class Detached:
     def _end(self) -> int:
         if self.code is None:
             print(f"paceline: {self.id} was killed, or its machine stopped: no exit code was noted", file=sys.stderr)
-        if self.code in (None, KILLED) and self.begun and (hosts := self.about.get("hosts")):
+        if self.lost:
             print(
-                f"paceline: the launcher of {self.id} was killed, and its nodes may train on without it, on {hosts}: "
-                f"`paceline doctor --run {self.id}` there shows where each is. They save and end by SIGTERM to the "
-                f"script on any of them; what they print is lost, and failed hosts come back by --join alone",
+                f"paceline: the launcher of {self.id} was killed, and its nodes may train on without it, on "
+                f"{self.about['hosts']}: paceline attach {self.id} takes its place, with --stop they save and end",
                 file=sys.stderr,
             )
         return 1 if self.code is None else self.code
 
     def interrupt(self) -> None:
         """As Ctrl-C would. Raises ValueError on another machine than its own."""
-        if (host := self.about["host"]) != socket.gethostname():
-            raise ValueError(f"{self.id} runs on {host}, and is stopped there: paceline attach --stop {self.id}")
+        self.check_here()
         if self.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int((self.folder / "pid").read_text()), signal.SIGINT)
+
+    def wait_begun(self) -> None:
+        while self.running and not self.begun:
+            time.sleep(GLANCE_S)
+
+    def check_here(self) -> None:
+        if (host := self.about["host"]) != socket.gethostname():
+            raise ValueError(f"{self.id} was started on {host}: paceline attach {self.id} belongs there")
 
 
 def home() -> Path:
@@ -133,10 +148,7 @@ def find(name: str) -> Detached:
 def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
     """Starts this very command once more, detached, and returns that; None in the one that was started so. ``hosts``:
     where its nodes run, if elsewhere."""
-    if mine := os.environ.pop(VARIABLE, None):
-        _mine.append(Path(mine))
-        os.environ[RUN] = Path(mine).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    if chosen():
         return None
     _forget()
     folder = home() / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -152,6 +164,35 @@ def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
     os.close(output)
     os.close(lock)
     return Detached(folder)
+
+
+def replace(run: Detached) -> None:
+    """Starts this very command once more, detached, as the launcher of a run that lost its own. Raises ValueError on
+    another machine than its own."""
+    run.check_here()
+    lock = os.open(run.folder / "lock", os.O_WRONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        output = os.open(run.folder / "output", os.O_WRONLY | os.O_APPEND)
+    except BlockingIOError:  # somebody else has just done it
+        os.close(lock)
+        return
+    for name in ("code", "begun", "pid"):
+        (run.folder / name).unlink(missing_ok=True)
+    sys.stdout.flush()
+    if not os.fork():
+        _keep(run.folder, output, lock)
+    os.close(output)
+    os.close(lock)
+
+
+def chosen() -> bool:
+    """Whether this process was started as the launcher of a detached run."""
+    if mine := os.environ.pop(VARIABLE, None):
+        _mine.append(Path(mine))
+        os.environ[RUN] = Path(mine).name
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    return bool(mine)
 
 
 def _lay(folder: Path, words: Sequence[str], hosts: str | None) -> tuple[int, int]:
@@ -176,6 +217,21 @@ def begun() -> None:
     """Said by a launcher when all is checked and the processes start: nobody needs to watch it any more."""
     for folder in _mine:
         (folder / "begun").touch()
+
+
+def keep_orders(words: str) -> None:
+    """For another launcher, should this one be killed. Whole, and for their owner alone: a secret is among them."""
+    for folder in _mine:
+        part = folder / "orders.part"
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(words)
+        part.replace(folder / "orders")
+
+
+def forget_orders() -> None:
+    """The run has ended, and everybody knows."""
+    for folder in _mine:
+        (folder / "orders").unlink(missing_ok=True)
 
 
 def left() -> bool:
@@ -215,5 +271,5 @@ def _keep(folder: Path, output: int, lock: int) -> None:
 
 def _forget() -> None:
     """All but the last that have ended."""
-    for run in [run for run in everyone() if not run.running][:-KEPT]:
+    for run in [run for run in everyone() if not run.running and not run.lost][:-KEPT]:
         shutil.rmtree(run.folder, ignore_errors=True)

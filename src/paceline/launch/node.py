@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.launch import local, outlet, receive
 from paceline.launch.occupied import Seat
-from paceline.launch.team import DONE, HOLDS
+from paceline.launch.team import DONE
 from paceline.link.ticket import Ticket
 
 STARTED = b"\x06paceline has started\x06"
@@ -107,12 +107,18 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
     environment, done, joins = dict(said["environment"]), None, "ticket" in said
     if "run" in said:
         seat = Seat(said["run"], said["node"], said["turn"])
-        if not seat.free() and joins:
-            tell({"state": HOLDS})  # as far as is known here
-        ended = seat.wait(orders.later)
+        ended = seat.wait(orders.later, tell if joins or "ended" in said else None)
         if ended is not None:  # without a launcher that could have heard of it
             return ended if ended != 255 else 1
+        if "ended" in said:
+            print("paceline: this node has ended, and its exit code was not noted", file=sys.stderr)
+            return 1
         done = stack.enter_context(seat.taken())
+
+        def note(facts: dict[str, Any]) -> None:
+            tell(facts)
+            seat.write(members=facts["members"])
+
     if joins:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
         path = Path(environment.setdefault("PACELINE_TICKET", str(Path(folder, "ticket.json"))))
@@ -129,7 +135,7 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
         returns=said.get("returns", 0),
         joins=joins,
         together=_found if said.get("together") and not joins else None,
-        tell=tell if "run" in said else None,
+        tell=note if "run" in said else None,
     )
     if done:
         done(code, not orders.ended)

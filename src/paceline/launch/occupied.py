@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.team import HOLDS
+
 GRACE_S = 20.0  # for a node of an earlier start of the run, before it is killed
 GLANCE_S = 0.1
 
@@ -53,14 +55,20 @@ class Seat:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, words, 0)
 
-    def wait(self, asked: Callable[[], Sequence[int]]) -> int | None:
+    def wait(
+        self, asked: Callable[[], Sequence[int]], tell: Callable[[dict[str, Any]], None] | None = None
+    ) -> int | None:
         """Until nobody is there. Returns the exit code of who was, in this start of the run; None: it left none.
 
-        ``asked``: signals for it. One of an earlier start is ended.
+        ``asked``: signals for it. One of an earlier start is ended. ``tell``: is given the state of who is there.
         """
-        ends, end, told = [signal.SIGTERM, signal.SIGKILL], 0.0, False
+        ends, end, told, state = [signal.SIGTERM, signal.SIGKILL], 0.0, False, None
         while not self.free():
             said = self.said()
+            now = {"state": HOLDS, "members": said.get("members", [])}  # as far as is known here
+            if tell and now != state:
+                tell(now)
+                state = now
             found, pid = said.get("turn") == self.turn, said.get("pid")
             numbers = list(asked())
             if signal.SIGHUP in numbers:

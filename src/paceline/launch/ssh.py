@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -56,17 +56,20 @@ def carried(names: Sequence[str] = ()) -> dict[str, str]:
 
 @dataclass
 class Orders:
-    """What all starts of a run share. ``run``: its name on the hosts. ``least``, ``most``: nodes, where some may fail.
+    """What all starts of a run share. ``run``: its name on the hosts.
 
-    ``meet``: checks every host once more, and says where they meet. Raises ValueError.
+    ``engines``: the row of every node; "" for a node's default. ``least``, ``most``: nodes, where some may fail: a
+    failure ends nothing as long as a node has all state, a host whose line is lost is reached again by its name, and
+    others may join. ``meet``: checks every host once more, and says where they meet; raises ValueError. ``together``:
+    as of `local.start`. ``keep``: is given these when they have changed.
     """
 
     command: Sequence[str]
     engines: Sequence[str]
     way: Way
     environment: dict[str, str]
-    least: int
-    most: int
+    least: int = 0
+    most: int = 0
     meet: Callable[[], tuple[str, int]] | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     secret: str = ""
@@ -74,10 +77,21 @@ class Orders:
     meeting: tuple[str, int] = "", 0
     members: list[str] = field(default_factory=list)
     together: Callable[[str, int], int] | None = None
+    keep: Callable[[Orders], None] | None = None
 
     def begin(self, meeting: tuple[str, int]) -> None:
         """Another start: who is left of the one before does not know its secret."""
         self.secret, self.turn, self.meeting, self.members = secrets.token_hex(32), self.turn + 1, meeting, []
+        self.kept()
+
+    def met(self, members: list[str]) -> None:
+        if members != self.members:
+            self.members = members
+            self.kept()
+
+    def kept(self) -> None:
+        if self.keep:
+            self.keep(self)
 
     def judge(self, nodes: Sequence[Node]) -> int:
         """The exit code of nodes that all ended with 0."""
@@ -87,8 +101,8 @@ class Orders:
         what = alone.UNSTEPPED if alone.UNSTEPPED in found else found.pop()
         return self.together(what, sum(num_processes(engine) for engine in self.engines))
 
-    def of(self, node: Node, joins: bool) -> dict[str, Any]:
-        """What a host is told."""
+    def of(self, node: Node, again: bool) -> dict[str, Any]:
+        """What a host is told. ``again``: its node was started before; if it has ended, it joins those that train."""
         own = {"PYTHONUNBUFFERED": "1", "PACELINE_SECRET": self.secret, **self.environment}
         own["PACELINE_HOST"] = node.host.name
         if self.least:
@@ -100,9 +114,11 @@ class Orders:
             **{"folder": self.way.at(node.host).folder, "stays": detach.left()},
             **{"returns": RETURNS if self.least else 0, "together": self.together is not None},
         }
-        if self.least or self.turn > 1 or self.meet:
+        if self.least or self.turn > 1 or self.meet or detach.left():
             said |= {"run": self.run, "turn": self.turn}
-        if joins:
+        if again and not self.least:
+            said["ended"] = True
+        elif again:
             hides = self.environment.get("PACELINE_ENCRYPT") == "1"
             said["ticket"] = {"nodes": own["PACELINE_NODES"], "members": self.members, "hides": hides}
         return said
@@ -110,40 +126,29 @@ class Orders:
 
 def start(
     hosts: Sequence[Host],
-    command: Sequence[str],
-    engine: str | Sequence[str],
-    way: Way,
-    environment: Mapping[str, str],
-    meeting: tuple[str, int],
+    orders: Orders,
+    meeting: tuple[str, int] | None,
     result: BinaryIO | None = None,
-    least: int = 0,
-    most: int = 0,
     restarts: int = 0,
-    meet: Callable[[], tuple[str, int]] | None = None,
-    together: Callable[[str, int], int] | None = None,
 ) -> int:
-    """Runs Python with ``command`` on every host, the first of them node 0. Returns the first failing node's exit code.
+    """Runs Python with a command on every host, the first of them node 0. Returns the first failing node's exit code.
 
-    ``engine``: the row of every node, or of each; "" for a node's default. ``meeting``: what `check` found. With
+    ``meeting``: what `check` found; None: what ``orders`` say was started, and its launcher was killed. With
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
     passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
     yet; a second one gives them GRACE_S, as a node's failure does. Where nobody reads the output any more, that is a
-    SIGTERM. With ``least`` a failure ends nothing as long as a node has all state, a host whose line is lost is reached
-    again by its name, and others may join, up to ``most``. ``restarts``: how often all nodes are started again, from
-    the newest checkpoint, once ``meet`` says where. ``together``: as of `local.start`.
+    SIGTERM. ``restarts``: how often all nodes are started again, from the newest checkpoint, once ``orders.meet`` says
+    where.
     """
     received: list[int] = []
-    engines = [engine] * len(hosts) if isinstance(engine, str) else list(engine)
-    orders = Orders(
-        command, engines, way, dict(environment), least, most, meet if restarts else None, together=together
-    )
     heard = once(received.append)
     before = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
     policy = Restarts(restarts)
     try:
         while True:
-            orders.begin(meeting)
-            ending = _start(hosts, orders, received, heard, result)
+            if meeting:
+                orders.begin(meeting)
+            ending = _start(hosts, orders, received, heard, result, again=meeting is None)
             pause_s = None if received else policy.after(ending)
             found = _meet_again(orders, received, pause_s) if pause_s is not None else None
             if found is None:
@@ -161,14 +166,17 @@ def _start(
     received: list[int],
     heard: Callable[[int, object], None],
     result: BinaryIO | None,
+    again: bool,
 ) -> Ending:
-    """One start of all nodes, to its end."""
+    """One start of all nodes, to its end. ``again``: they were started by another launcher."""
     nodes: list[Node] = []
     try:
         for index, host in enumerate(hosts):
             nodes.append(Node(host, index, orders.way, result if index == 0 else None, bool(result)))
         for node in nodes:
-            node.tell(orders.of(node, joins=False))
+            if again:
+                node.said, node.lost = {"state": JOINS}, LOST  # unless it says otherwise
+            node.tell(orders.of(node, again))
         failure = _watch(nodes, orders, received, heard)
     finally:
         for node in nodes:
@@ -350,7 +358,7 @@ class Again:
             return False
         for node in self.nodes:
             if node.said.get("members") and node.state == HOLDS:
-                self.orders.members = node.said["members"]
+                self.orders.met(node.said["members"])
                 break
         now = time.monotonic()
         for node in self.nodes:
@@ -388,7 +396,7 @@ class Again:
         node.close()
         another = Node(node.host, node.index, self.orders.way, node.result, node.quiet)
         another.said, another.failure, another.lost = {"state": JOINS}, node.failure, node.code
-        another.tell(self.orders.of(another, joins=True))
+        another.tell(self.orders.of(another, again=True))
         another.register(selector)
         self.nodes[self.nodes.index(node)] = another
 
