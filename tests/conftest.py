@@ -62,14 +62,14 @@ def missed(pytestconfig: pytest.Config) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``dear("2-tls", "3-")``: of a test with parameters those alone whose names hold one of these."""
+    """``dear("2-tls", "3")``: of a test with parameters those alone that have one of these among theirs."""
     rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     asked, met = set[tuple[str, str]](), set[tuple[str, str]]()
     for item in items:
         if not (mark := item.get_closest_marker("dear")) or not mark.args:
             continue
         test, _, name = item.nodeid.partition("[")
-        found = {(test, part) for part in mark.args if part in name}
+        found = {(test, part) for part in mark.args if f"-{part}-" in f"-{name[:-1]}-"}
         asked |= {(test, part) for part in mark.args}
         met |= found
         if not found:
