@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import buffers, contract, members, seating, status, unasked
+from paceline import buffers, contract, members, seating, status, unasked, unstepped
 from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
 from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import feed
@@ -26,6 +26,7 @@ from paceline.elastic.export import export
 from paceline.elastic.survive import Surviving
 from paceline.engine import batch as batches_
 from paceline.engine import sequential
+from paceline.engine.own_steps import OwnSteps
 from paceline.entry import Entry
 from paceline.evaluate import evaluate
 from paceline.frozen import marks, plant
@@ -48,7 +49,7 @@ from paceline.scaler import Scaler
 from paceline.signs import Signs
 from paceline.stragglers import Stragglers
 from paceline.tracing import Tracer
-from paceline.unstepped import Unstepped, note
+from paceline.unstepped import note
 from paceline.welcome import Welcome
 from paceline.whereabouts import Whereabouts, say
 from paceline.world import World
@@ -207,8 +208,9 @@ class Pace:
         self._interrupt = self._interrupts()
         self.heed()
         note("met")
+        self._own_steps = OwnSteps(job.optimizer)
         if world.size > 1 and not world.late and not self.watched:  # who comes late follows the others' steps
-            self._unstepped = Unstepped(job.optimizer)
+            self._unstepped = True
             atexit.register(self._say_unstepped)
         if link:
             atexit.register(_leave, ledger)
@@ -351,9 +353,9 @@ class Pace:
             from paceline import examined  # what it needs, training does not
 
             batch = examined.answer(self, batch, gradient)
-        if self._unstepped:
-            self._unstepped.end()
-            self._unstepped = None
+        if not self._stepped:
+            self._own_steps.refuse()
+            self._stepped, self._unstepped = True, False
         if self.job.model.training is not self._mode:
             self._look_at_mode()
         if self._entry:
@@ -395,13 +397,14 @@ class Pace:
             self._end(ballot.stop or HANGUP)
         return loss
 
-    _unstepped: Unstepped | None = None  # until the first step
+    _stepped = False
+    _unstepped = False  # until the first step: whether to say at the end that there was none
 
     def _say_unstepped(self) -> str:
         """At the end: whether each process trained alone, which a script that does not close is told here."""
-        text = self._unstepped.words(self.world.size) if self._unstepped else ""
+        text = unstepped.words(self._own_steps.count, self.world.size) if self._unstepped else ""
         if text:
-            self._unstepped = None
+            self._unstepped = False
             note("unstepped")
             if self.leader and not self.over:
                 sys.stderr.write(f"paceline: {text}\n")
@@ -657,6 +660,7 @@ class Pace:
     def _leave(self, reason: str, wait: bool = True) -> Exception | None:
         """Once nothing is being written any more; what could not be."""
         self.over = True
+        self._own_steps.end()
         if self.wrappers:
             self.wrappers.restore()
         if self._interrupt:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.contract import Agreement, Ballot, Coming, LinkError, NotFinite, Rule, Spec, Verdict
+from paceline.engine import own_steps
 
 
 class Ahead:
@@ -64,7 +65,7 @@ class Ahead:
                 parameter.grad = None  # what is in it is on its way
         self._then = [{key: copy.deepcopy(group[key]) for key in group if key != "params"} for group in groups]
         if not self._stepped:
-            self.optimizer.step()  # changes nothing; a schedule that moves now wants to have seen it
+            own_steps.step(self.optimizer)  # changes nothing; a schedule that moves now wants to have seen it
             self._stepped = True
 
     def _watch(self) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Window
+from paceline.engine import own_steps
 from paceline.engine.crew import Crew
 from paceline.engine.rows import is_cut
 
@@ -325,7 +326,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> Any:
 
 def splits(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step for each tensor after the other is one step for all: nothing counts steps beside the tensors."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if own_steps.hooked(optimizer):
         return False
     if division(optimizer) == SLICES:
         return True

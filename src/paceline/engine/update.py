@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.contract import Rule
-from paceline.engine import products
+from paceline.engine import own_steps, products
 
 BLOCK_VALUES = 1 << 19
 
@@ -43,8 +43,7 @@ def takes_factors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether factors can replace the gradient: SGD of any kind, and no hook that would want to see a gradient."""
     return (
         type(optimizer) is torch.optim.SGD
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
+        and not own_steps.hooked(optimizer)
         and not any(group.get("differentiable") for group in optimizer.param_groups)
     )
 
@@ -83,7 +82,7 @@ def finish(
             factor *= min(1.0, rule.clip / (norm + 1e-6))
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
-    optimizer.step()
+    own_steps.step(optimizer)
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for one in factored:
         group = groups.get(id(one.parameter))

@@ -1,0 +1,50 @@
+"""Steps of the optimizer that the script makes by itself, told from those that an update makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class OwnSteps:
+    """Counts them until `refuse`; each one after that raises RuntimeError, and changes nothing."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.count, self.updates, self._refuses = 0, False, False
+        self._hook: Any = optimizer.register_step_pre_hook(self)
+
+    def __call__(self, *_: Any) -> None:
+        if self.updates:
+            return
+        if self._refuses:
+            raise RuntimeError(
+                "optimizer.step() was called beside pace.step (or pace.update), which has made that step already: it "
+                "would change the weights twice, in each process for itself. Leave it out; after pace.close() the "
+                "optimizer is the script's own again"
+            )
+        self.count += 1
+
+    def refuse(self) -> None:
+        self._refuses, self.count = True, 0
+
+    def end(self) -> None:
+        self._hook.remove()
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """As an update."""
+    seen = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, OwnSteps)]
+    for hook in seen:
+        hook.updates = True
+    try:
+        optimizer.step()
+    finally:
+        for hook in seen:
+            hook.updates = False
+
+
+def hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody else looks at its steps, who would want to see the gradients."""
+    others = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, OwnSteps)]
+    return bool(others or optimizer._optimizer_step_post_hooks)
