@@ -17,6 +17,7 @@ from paceline.cli.train import _fresh
 from paceline.data import images, sample
 from paceline.elastic.checkpoint import CheckpointError
 from paceline.elastic.claim import claim
+from paceline.launch import takeover
 from paceline.launch.hosts import Way
 from paceline.plan import Plan
 from paceline.settings import Settings
@@ -129,11 +130,12 @@ def test_what_hosts_were_asked_for_is_gone_on_with(tmp_path, monkeypatch):
     def along(nodes, way, command, data):
         return nodes, Path("sent"), command, data
 
-    def ssh(nodes, command, chosen, way, environment, *more):
-        began.append((chosen, environment))
+    def ssh(nodes, orders, *more):
+        began.append((orders.engines, orders.environment))
         return codes.pop()
 
     monkeypatch.setattr(start, "check", check)
+    monkeypatch.setattr(takeover, "check", check)
     monkeypatch.setattr(start, "along", along)
     monkeypatch.setattr(start.ssh, "start", ssh)
     settings, way = Settings(encrypt=True), Way("ssh", "python")
