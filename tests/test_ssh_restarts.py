@@ -17,11 +17,13 @@ from sshd import Sshd, unavailable
 from test_restarts import HEAD
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
-# as when the power of a host fails: its script, and what the launcher has there
+# as when the power of a host fails: its script, and what the launcher has there, which stands still first: it hears of
+# the other's end by SIGTERM, and would note an exit code
 FAIL_POWER = """
 def fail_power():
     launcher = os.getppid()
     outlet = int(Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(launcher, signal.SIGSTOP)
     for pid in (outlet, launcher, os.getpid()):
         os.kill(pid, signal.SIGKILL)
 """
