@@ -1,4 +1,4 @@
-"""Steps of the optimizer that the script makes by itself, told from those that an update makes."""
+"""Optimizer steps of the script's own, which nobody may make beside a training step."""
 
 from __future__ import annotations
 

@@ -109,6 +109,8 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
         seat = Seat(said["run"], said["node"], said["turn"])
         ended = seat.wait(orders.later, tell if joins or "ended" in said else None)
         if ended is not None:  # without a launcher that could have heard of it
+            if not orders.ended:
+                seat.path.unlink(missing_ok=True)
             return ended if ended != 255 else 1
         if "ended" in said:
             print("paceline: this node has ended, and its exit code was not noted", file=sys.stderr)

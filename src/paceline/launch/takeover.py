@@ -69,7 +69,13 @@ class Launch:
 
 def take_over(run: detach.Detached) -> int:
     """In the place of its launcher, which was killed: finds its nodes where they train. Returns the run's exit code."""
-    launch, orders = Launch.read(run.orders)
+    try:
+        launch, orders = Launch.read(run.orders)
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"what the launcher of {run.id} kept cannot be read ({error!r}); use the version of paceline that started "
+            f"it, or end its nodes by SIGTERM to the script on {run.about['hosts']} and resume from its checkpoint"
+        ) from error
     names = ", ".join(host.name for host in launch.hosts)
     print(
         f"paceline: the launcher of {run.id} was killed; this one takes its place and looks for its nodes on {names}. "
