@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 DEEP = 6  # operations between a loss and the scale that it was multiplied by
@@ -36,8 +37,10 @@ def refuse_scaled(loss: Any) -> None:
         factors += [each for each in (_saved(node, "_saved_other"), _saved(node, "_saved_self")) if each is not None]
         node = next((each for each, _ in node.next_functions if each is not None), None)
     for factor in factors:
-        # gc.get_objects() would hold tuples that other threads are about to make
-        if not factor.dim() and not factor.requires_grad and any(map(_is_scaler, gc.get_referrers(factor))):
+        # a number is a tensor of float64 here, a scale one of float32; gc.get_objects() would hold tuples that other
+        # threads are about to make, and looking for who holds a factor takes 50 ms
+        maybe = not factor.dim() and not factor.requires_grad and factor.dtype is torch.float32
+        if maybe and any(map(_is_scaler, gc.get_referrers(factor))):
             raise ValueError(
                 "the loss was multiplied by a torch.amp.GradScaler, and nobody would divide its gradient again: "
                 "leave the scaler out; join(precision='fp16') scales the loss by itself, 'bf16' needs no scaling"
