@@ -124,7 +124,7 @@ RULES = {
         *("contract", "loop", "engine.*", "exchange.*", "codec.*", "link.*", "data.*", "report.record"),
         *("elastic.*", "seating", "balance", "drift", "probe.survey", "waiting", "bench.simulated.*"),
     ),
-    "bench.chaos*": ("contract", "data.order", "elastic.claim", "launch.*", "probe.survey", "bench.*", ""),
+    "bench.chaos*": ("contract", "data.order", "elastic.*", "launch.*", "probe.survey", "bench.*", ""),
     "bench*": (
         "contract",
         "engine.*",

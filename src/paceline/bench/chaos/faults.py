@@ -167,18 +167,27 @@ def _fast(fault: Fault, scene: Scene) -> None:
         _tc(scene.cluster, node, "del")
 
 
-def _part(fault: Fault, scene: Scene) -> None:
-    other = _cable(scene.cluster, OTHER_BRIDGE)
+def part(cluster: Cluster, nodes: Sequence[int]) -> None:
+    """Plugs their cables into another bridge."""
+    other = _cable(cluster, OTHER_BRIDGE)
     _ip("link", "add", other, "type", "bridge")
     _ip("link", "set", other, "up")
-    for node in fault.victims:
-        _ip("link", "set", _cable(scene.cluster, node), "master", other)
+    for node in nodes:
+        _ip("link", "set", _cable(cluster, node), "master", other)
 
 
-def _join(fault: Fault, scene: Scene) -> None:
-    for node in fault.victims:
-        _ip("link", "set", _cable(scene.cluster, node), "master", f"{scene.cluster.mark}b")
-    _ip("link", "del", _cable(scene.cluster, OTHER_BRIDGE))
+def rejoin(cluster: Cluster, nodes: Sequence[int]) -> None:
+    for node in nodes:
+        _ip("link", "set", _cable(cluster, node), "master", f"{cluster.mark}b")
+    _ip("link", "del", _cable(cluster, OTHER_BRIDGE))
+
+
+def _part(fault: Fault, scene: Scene) -> None:
+    part(scene.cluster, fault.victims)
+
+
+def _rejoin(fault: Fault, scene: Scene) -> None:
+    rejoin(scene.cluster, fault.victims)
 
 
 def _fill(fault: Fault, scene: Scene) -> None:
@@ -209,7 +218,7 @@ _WAYS: dict[str, tuple[Callable[[Fault, Scene], None], Callable[[Fault, Scene], 
     STOP: (_signal(signal.SIGSTOP), _signal(signal.SIGCONT)),
     CABLE: (_pull, _plug),
     **dict.fromkeys((ONE_WAY, PAIR), (_mute, _unmute)),
-    PARTITION: (_part, _join),
+    PARTITION: (_part, _rejoin),
     SLOW: (_slow, _fast),
     DISK: (_fill, _clear),
     LAUNCHER_KILLED: (_kill_launcher, _nothing),

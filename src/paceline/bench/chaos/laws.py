@@ -5,6 +5,8 @@ alone        of two parts of a run, one goes on: all who applied a step did so i
 bit-equal    after each step all have the same weights
 undisturbed  losses and last weights are those of plain PyTorch in one process, to TOLERANCE
 whole        the training has ended
+by hand      a start that resumed by itself has, after each step, the bits of one that was resumed by hand from the same
+             checkpoint, for as long as the same nodes compute the same rows
 """
 
 from __future__ import annotations
@@ -40,6 +42,34 @@ def breaches(lives: Sequence[Life], folder: Path, steps: int, clip: float | None
     if missing := sorted(set(range(steps)) - set(last)):
         found.append((final, missing[0], f"steps {missing[0]} to {missing[-1]} were never applied"))
     return found + [(final, steps, what) for what in _of_weights(sorted(folder.glob("*.pt")), weights)]
+
+
+def unlike(lives: Iterable[Life], by_hand: Iterable[Life]) -> tuple[int, str]:
+    """(steps that can be compared, what differs first) of two starts from the same checkpoint."""
+    one, other = _course(lives), _course(by_hand)
+    count = 0
+    for step in sorted(one.keys() | other.keys()):
+        if step not in one or step not in other:
+            return count, f"step {step} was applied by one of them alone"
+        (shares, marks), (shares_by_hand, marks_by_hand) = one[step], other[step]
+        if shares != shares_by_hand:
+            break
+        count += 1
+        if marks != marks_by_hand:
+            return count, f"step {step} ended with other weights than resumed by hand"
+    return count, ""
+
+
+def _course(lives: Iterable[Life]) -> dict[int, tuple[list[tuple[int, list[int]]], set[int]]]:
+    """Of each step (whose rows, in the order of nodes; the weights after it)."""
+    found: dict[int, tuple[list[tuple[int, list[int]]], set[int]]] = {}
+    for life in sorted(lives, key=lambda life: life.node):
+        for step, applied in life.applied.items():
+            shares, marks = found.setdefault(step, ([], set()))
+            rows = life.tried.get((step, life.last.get(step, -1)), [])
+            shares.append((life.node, rows))
+            marks.add(applied.mark)
+    return found
 
 
 def _of_step(step: int, lives: Iterable[Life]) -> list[str]:

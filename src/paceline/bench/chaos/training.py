@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ import paceline
 from paceline.bench.chaos.journal import Journal
 from paceline.contract import Regroup
 from paceline.data.order import permutation
+from paceline.elastic import checkpoint
 from paceline.elastic.claim import CheckpointError
 
 INPUTS, HIDDEN, CLASSES = 96, 128, 3
@@ -125,7 +127,8 @@ def starts(folder: Path) -> list[str]:
 
 def _this_start(folder: Path) -> int:
     """Its number: a launcher that starts all nodes again does not say it. Nodes are given names of their own."""
-    os.environ["PACELINE_HOST"] = f"node{os.environ.get('PACELINE_NODE') or os.environ['GROUP_RANK']}"
+    name = f"node{os.environ.get('PACELINE_NODE') or os.environ['GROUP_RANK']}"
+    os.environ["PACELINE_HOST"] = os.environ.get("PACELINE_HOST") or name
     if "PACELINE_JOIN" in os.environ:  # its processes meet at a port of their own
         return len(starts(folder))
     with (folder / "starts").open("a") as file:
@@ -133,10 +136,32 @@ def _this_start(folder: Path) -> int:
     return starts(folder).index(os.environ["MASTER_PORT"]) + 1
 
 
+def found(folder: Path, launch: int) -> Path:
+    """Where the checkpoints are kept that a start by the launcher found."""
+    return folder / "found" / f"{launch}"
+
+
+def _keep_found(folder: Path, launch: int) -> None:
+    """By the first of its processes, before it joins: the next checkpoint of the run may remove the oldest."""
+    kept = found(folder, launch)
+    if kept.exists():
+        return
+    part = kept.with_name(f"{launch}.{os.getpid()}")
+    part.mkdir(parents=True)
+    for path in checkpoint.all_of(Path(os.environ["PACELINE_FOLDER"])):
+        shutil.copytree(path, part / path.name)
+    (part / "whole").touch()  # a folder that is not empty is replaced by no other
+    try:
+        part.rename(kept)
+    except OSError:
+        shutil.rmtree(part)
+
+
 def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
     torch.set_num_threads(1)
     if launch == AUTO:
         launch = str(_this_start(Path(folder)))
+        _keep_found(Path(folder), int(launch))
     journal = Journal(Path(folder), int(launch), node(), int(os.environ.get("LOCAL_RANK", "0")))
     net, optimizer = build()
     loss = slowly(lambda mine: journal.note(tried=journal.step, rows=mine))

@@ -1,21 +1,25 @@
 """Real trainings that go below the minimum of nodes, or lose all of them, and must end as if nothing had happened.
 
-Each is `paceline run --nodes M:N` on this machine, whose processes are killed by SIGKILL:
+Each is `paceline run --nodes M:N`, whose processes are killed by SIGKILL:
 
     below      so many nodes at once that too few are left; they return
     all        all at once; the launcher resumes the run from its newest checkpoint
     twice      as below, and those that return are killed again: while they start, ask, are sent the state, or train
     forming    one, and within a second others, while the next generation forms
     transfer   as below, and the node that leads once another returns: where no other has the state, the run is resumed
+    parted     on machines of a network: one of three is cut off, the others go on without it; one side dies, the cables
+               are plugged again, and the other side dies
 
 *Laws*: those of `laws`, batch norm over all nodes and clipping on; the command ends with exit code 0; nobody waits for
-longer than HANG_S besides waiting for nodes that are still to be started.
+longer than HANG_S besides waiting for nodes that are still to be started. Where the launcher has resumed the run, the
+checkpoint that it found is resumed once more by hand, in peace, and has to come to the same bits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,21 +32,24 @@ from random import Random
 
 import paceline
 from paceline.bench.chaos import journal, training
+from paceline.bench.chaos.faults import part, rejoin
 from paceline.bench.chaos.journal import Life
-from paceline.bench.chaos.laws import breaches
+from paceline.bench.chaos.laws import breaches, unlike
+from paceline.bench.chaos.machines import Machines, unavailable
 from paceline.probe.survey import survey
 
-STORIES = BELOW, ALL, TWICE, FORMING, TRANSFER = "below", "all", "twice", "forming", "transfer"
+STORIES = BELOW, ALL, TWICE, FORMING, TRANSFER, PARTED = "below", "all", "twice", "forming", "transfer", "parted"
 EPOCHS = 6
 HANG_S = 15.0  # without a step, once all that were killed have been started again
 LIMIT_S, WAIT_S, GLANCE_S = 240.0, 120.0, 0.02
+PART_S = 30.0  # until those who are not cut off go on: silence has to be told from slowness first
 CLIP = 0.5
 
 
 @dataclass
 class History:
     """``killed``: (seconds, node, newest step) of each. ``pause_s``: the longest time without a step after the last
-    process was started. ``starts``: of all nodes."""
+    process was started. ``starts``: of all nodes. ``by_hand``: steps that were compared with a resume by hand."""
 
     seed: int
     story: str
@@ -52,13 +59,15 @@ class History:
     pause_s: float = 0.0
     seconds: float = 0.0
     starts: int = 1
+    by_hand: int = 0
     wrong: list[str] = field(default_factory=list)
     hung: str = ""
 
     def __str__(self) -> str:
         kills = ", ".join(f"node {node} at step {step}" for _, node, step in self.killed)
         parts = [f"seed {self.seed}, {self.story}: {self.nodes} nodes, at least {self.minimum}; killed {kills}"]
-        parts += [f"{self.starts} starts"] if self.starts > 1 else []
+        if self.starts > 1:
+            parts.append(f"{self.starts} starts, {self.by_hand} steps as resumed by hand")
         parts += [f"{self.seconds:.0f} s, longest pause {self.pause_s:.1f} s"]
         parts += [f"HUNG: {self.hung}"] if self.hung else []
         return "; ".join([*parts, *(f"WRONG: {each}" for each in self.wrong)])
@@ -69,18 +78,33 @@ class Waits:
 
     def __init__(self, seed: int, folder: Path):
         self.dice, self.folder = Random(f"waits {seed}"), folder
+        story = STORIES[seed % len(STORIES)]
         nodes = self.dice.choice((2, 3, 3))
         minimum = self.dice.choice((nodes, max(2, nodes - 1)))
-        self.history = History(seed, STORIES[seed % len(STORIES)], nodes, minimum)
+        if story == PARTED:
+            nodes, minimum = 3, 2
+        self.history = History(seed, story, nodes, minimum)
         self.known: dict[str, Life] = {}
         self.begin_s = time.monotonic()
+        self.machines: Machines | None = None
 
     def play(self) -> History:
+        """Raises ValueError where its machines cannot be made."""
+        if self.history.story != PARTED:
+            return self._play()
+        if why := unavailable():
+            raise ValueError(f"its nodes are network namespaces with an sshd each: {why}")
+        with Machines(self.history.nodes) as self.machines:
+            self.begin_s = time.monotonic()
+            return self._play()
+
+    def _play(self) -> History:
         history, output = self.history, self.folder / "output"
+        step = self.dice.randint(3, 60)
         with output.open("w") as file:
             run = subprocess.Popen(self._command(), env=self._environment(), stdout=file, stderr=file)
             try:
-                self._wait(run, lambda: self._all_at(self.dice.randint(3, 40)))
+                self._wait(run, lambda: self._all_at(step))
                 self._strike(run)
                 run.wait(max(1.0, LIMIT_S - (time.monotonic() - self.begin_s)))
             except (subprocess.TimeoutExpired, TimeoutError):
@@ -96,18 +120,39 @@ class Waits:
             found = breaches(list(self.known.values()), self.folder, EPOCHS * training.STEPS, CLIP)
             history.wrong += [what for *_, what in found]
             history.pause_s = self._pause()
+            for launch in range(2, len(training.starts(self.folder)) + 1):
+                self._compare(launch)
             if history.pause_s > HANG_S:
                 history.hung = f"{history.pause_s:.1f} s without a step: {output.read_text()[-800:]}"
         history.starts = len(training.starts(self.folder))
         return history
 
     def _command(self) -> Sequence[str]:
-        history = self.history
-        return [
-            *(sys.executable, "-m", "paceline", "run", "--nodes", f"{history.minimum}:{history.nodes}"),
-            *("--plan", "sequential", "--out", str(self.folder / "run"), "--wait", f"{WAIT_S:g}"),
-            *("-m", training.__name__, str(self.folder), training.AUTO, str(EPOCHS), str(CLIP)),
-        ]
+        where = [] if not self.machines else ["-H", self.machines.hosts(self.history.nodes), "--ssh", self.machines.ssh]
+        return command(self.folder, f"{self.history.minimum}:{self.history.nodes}", where)
+
+    def _compare(self, launch: int) -> None:
+        """This start with a resume by hand from what it found, on as many nodes as it began with."""
+        history, home = self.history, self.folder / f"by-hand-{launch}"
+        lives = [life for life in self.known.values() if life.launch == launch and life.applied]
+        if not lives:  # it was struck before its first step
+            return
+        first = min(lives, key=lambda life: min(life.applied)).applied
+        shutil.copytree(training.found(self.folder, launch), home / "run")
+        words, output = command(home, str(first[min(first)].nodes)), home / "output"
+        with output.open("w") as file:
+            done = subprocess.run(
+                words, env=self._environment(), stdout=file, stderr=file, check=False, timeout=LIMIT_S
+            )
+        if done.returncode:
+            history.wrong.append(f"start {launch} by hand: exit code {done.returncode}: {output.read_text()[-800:]}")
+            return
+        known: dict[str, Life] = {}
+        journal.read(home, known)
+        count, what = unlike(lives, known.values())
+        history.by_hand += count
+        if what or not count:
+            history.wrong.append(f"start {launch}: {what or 'nothing of it could be compared with a resume by hand'}")
 
     def _environment(self) -> dict[str, str]:
         home = str(Path(paceline.__file__).parents[1])
@@ -123,9 +168,9 @@ class Waits:
         self._read()
         return [life for life in self.known.values() if life.lives and not life.ended]
 
-    def _all_at(self, step: int) -> bool:
+    def _all_at(self, step: int, those: Sequence[Life] = ()) -> bool:
         living = self._living()
-        return len(living) == self.history.nodes and all(life.newest >= step for life in living)
+        return len(living) == self.history.nodes and all(life.newest >= step for life in those or living)
 
     def _wait(self, run: subprocess.Popen[bytes], until: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
         """Whether it came to that before the run, or the time, was over."""
@@ -144,7 +189,9 @@ class Waits:
         history, dice = self.history, self.dice
         few = history.nodes - history.minimum + 1
         lives = dice.sample(self._living(), history.nodes)
-        if history.story == ALL:
+        if history.story == PARTED:
+            self._part(run, lives)
+        elif history.story == ALL:
             self._kill(lives, 0.0)
         elif history.story == FORMING:
             self._kill(lives[:1], 0.0)
@@ -162,6 +209,22 @@ class Waits:
                 new = [life for life in self._living() if life.path.name not in before]
                 old = sorted((life for life in self._living() if life.path.name in before), key=lambda one: one.node)
                 self._kill(new if history.story == TWICE else old[:1], 0.0)
+
+    def _part(self, run: subprocess.Popen[bytes], lives: Sequence[Life]) -> None:
+        """``lives``: whose first is cut off."""
+        assert self.machines
+        dice, sides, cut_off = self.dice, [lives[:1], lives[1:]], [lives[0].node]
+        further = max(life.newest for life in lives) + dice.randint(2, 8)
+        part(self.machines.cluster, cut_off)
+        try:
+            self._wait(run, lambda: self._all_at(further, sides[1]), PART_S)
+            dice.shuffle(sides)
+            self._kill(sides[0], 0.3)
+            time.sleep(dice.uniform(0.0, 4.0))
+        finally:
+            rejoin(self.machines.cluster, cut_off)
+        time.sleep(dice.uniform(0.0, 4.0))
+        self._kill(sides[1], 0.3)
 
     def _begun(self, before: set[str]) -> bool:
         self._read()
@@ -195,12 +258,24 @@ class Waits:
         return max((after - before for before, after in zip([last, *times], times, strict=False)), default=0.0)
 
 
+def command(folder: Path, nodes: str, where: Sequence[str] = ()) -> list[str]:
+    return [
+        *(sys.executable, "-m", "paceline", "run", "--nodes", nodes, *where),
+        *("--plan", "sequential", "--out", str(folder / "run"), "--wait", f"{WAIT_S:g}"),
+        *("-m", training.__name__, str(folder), training.AUTO, str(EPOCHS), str(CLIP)),
+    ]
+
+
 def waits(count: int, seed: int, folder: Path | None, words: str, show: Callable[[str], None]) -> int:
     """Plays so many, from ``seed`` on. Returns 1 where any was wrong, or hung."""
     found, begin = list[History](), time.monotonic()
     for each in range(seed, seed + count):
         with tempfile.TemporaryDirectory(prefix="paceline-waits-") as home:
-            found.append(Waits(each, Path(home)).play())
+            try:
+                found.append(Waits(each, Path(home)).play())
+            except ValueError as error:
+                show(f"seed {each} was not played: {error}")
+                continue
         show(str(found[-1]))
     text = told(found)
     print(text)
@@ -218,13 +293,16 @@ def told(found: Sequence[History]) -> str:
     lines = [
         f"# {len(found)} real histories below the minimum of nodes: {wrong} wrong, {hung} hung",
         "",
-        "| history | trainings | kills | starts of all nodes | longest pause, s | wrong | hung |",
-        "|---|---|---|---|---|---|---|",
+        "| history | trainings | kills | starts of all nodes | steps as by hand | longest pause, s | wrong | hung |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for story in STORIES:
         some = [each for each in found if each.story == story]
         kills, starts = sum(len(each.killed) for each in some), sum(each.starts for each in some)
+        by_hand = sum(each.by_hand for each in some)
         pause_s = max((each.pause_s for each in some), default=0.0)
         bad = [sum(bool(getattr(each, name)) for each in some) for name in ("wrong", "hung")]
-        lines.append(f"| {story} | {len(some)} | {kills} | {starts} | {pause_s:.1f} | {bad[0]} | {bad[1]} |")
+        lines.append(
+            f"| {story} | {len(some)} | {kills} | {starts} | {by_hand} | {pause_s:.1f} | {bad[0]} | {bad[1]} |"
+        )
     return "\n".join([*lines, "", *(str(each) for each in found if each.wrong or each.hung)])
