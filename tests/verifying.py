@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from nodes import ONE_AT_A_TIME
 from paceline import pace as pace_
 from paceline.find import parse
 from paceline.job import Job
@@ -62,10 +63,11 @@ class Script:
     def train(self, link: Any, told: Witness, monkeypatch: Any) -> None:
         """As one node of ``link``'s, or alone."""
         _here.rank, _here.size = told.told or ((link.rank, link.size) if link else (0, 1))
-        torch.manual_seed(0)
-        numpy.random.seed(0)
-        model, loss = self.model(), copy.deepcopy(self.loss)
-        self.prepare(model)
+        with ONE_AT_A_TIME:  # nodes are threads, and draw from one generator
+            torch.manual_seed(0)
+            numpy.random.seed(0)
+            model, loss = self.model(), copy.deepcopy(self.loss)
+            self.prepare(model)
         optimizer = self.optimizer([p for p in model.parameters() if p.requires_grad])
         if self.rate:
             optimizer.param_groups[0]["lr"] = self.rate()
