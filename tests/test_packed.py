@@ -224,7 +224,7 @@ def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
     def work(link):
         exchange = Exchange(packed=packed)
         exchange.open(specs, link, parse("codec", codec))
-        exchange.before([])
+        exchange.before()
         for spec in specs:
             exchange.offer(Piece(spec, flat=torch.full((spec.numel,), (1.0, 2.0**-14)[link.rank])))
         said = {"used": b"\1\1", "dense": b"\0\0", "rows": (0, 0), "weight": 0.5, "expected": 1.0}
@@ -269,7 +269,7 @@ def test_a_quick_wire_is_known_by_its_rate_and_told_to_the_lane():
                 took = (per_byte * QUICK_S * 4 * spec.numel,)
                 exchange.choice.learn(Ballot(took=took, ready=(0.0,)), [Cost(2, 4 * spec.numel)])
             seen.append(exchange.choice.quick)
-            exchange.before([])
+            exchange.before()
             exchange.offer(Piece(spec, flat=torch.ones(spec.numel)))
             exchange.receive(exchange._flight, spec)
         exchange.close()

@@ -448,7 +448,7 @@ class Exchange:
         """A line for each fully-connected layer: how its gradient travels, and why. Changes with the forms alone."""
         return ()
 
-    def before(self, weights: Sequence[Tensor]) -> None:
+    def before(self) -> None:
         """Called before each gradient is computed."""
 
     def offer(self, piece: Piece) -> None:

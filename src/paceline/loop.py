@@ -172,7 +172,8 @@ class Loop:
             self.engine.rollback(kept)
         agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
         self._update_s = time.perf_counter() - begin
-        self.exchange.reconcile(self.engine.weights)
+        if not together:
+            self.exchange.reconcile(self.engine.weights)
         if self.drift:
             self.drift.after(agreement.drift, self.num_steps)
         self._spent["update_seconds"] = time.perf_counter() - begin
@@ -192,7 +193,7 @@ class Loop:
                 self.engine.held = getattr(batch, "held", None)
             self._spent["wait_seconds"] = time.perf_counter() - begin
             self.engine.place(self.seat, self.num_steps)
-            self.exchange.before(self.engine.weights)
+            self.exchange.before()
             forms, offer, waited = self.exchange.forms(), self.exchange.offer, self.engine.waited_s
             try:
                 with self.whereabouts.at("computing the gradient"):

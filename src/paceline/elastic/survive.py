@@ -198,8 +198,8 @@ class Surviving(contract.Exchange):
     def why(self) -> Sequence[str]:
         return self.exchange.why()
 
-    def before(self, weights: Sequence[Tensor]) -> None:
-        self.exchange.before(weights)
+    def before(self) -> None:
+        self.exchange.before()
 
     def offer(self, piece: Piece) -> None:
         self.exchange.offer(piece)

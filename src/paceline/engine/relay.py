@@ -96,8 +96,8 @@ class Leader(_Relay):
     def why(self) -> Sequence[str]:
         return self.exchange.why()
 
-    def before(self, weights: Sequence[Tensor]) -> None:
-        self.exchange.before(weights)
+    def before(self) -> None:
+        self.exchange.before()
         self._inbox = _Inbox(self)
 
     def offer(self, piece: Piece) -> None:

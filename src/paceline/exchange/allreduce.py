@@ -79,7 +79,7 @@ class Exchange(Meeting):
     def why(self) -> Sequence[str]:
         return self.choice.why
 
-    def before(self, weights: Sequence[Tensor]) -> None:
+    def before(self) -> None:
         self._flight = Flight(self.choice.groups, self.step, self.choice.packed, self.choice.quick)
 
     def offer(self, piece: Piece) -> None:

@@ -41,9 +41,9 @@ class Noted(Surviving):
 
     rank: Rank
 
-    def before(self, weights: Sequence[Tensor]) -> None:
+    def before(self) -> None:
         self.rank.attempt = self.rank.now()
-        super().before(weights)
+        super().before()
 
     def offer(self, piece: Piece) -> None:
         self.rank.offers(piece)
