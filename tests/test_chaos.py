@@ -110,6 +110,19 @@ def test_other_weights_in_the_end_are_told(tmp_path):
     assert "1.node1.0 ended 1.0e-08 from the undisturbed weights" in words
 
 
+def test_weights_of_an_earlier_start_may_differ_in_their_last_bits(tmp_path):
+    """Story: nodes that were killed between the last step and their exit were resumed, on another number of nodes."""
+    told(tmp_path)
+    for nodes, start in ((1, 1), (2, 2)):
+        for node in range(nodes):
+            factor = 1 + 1e-12 * start
+            state = {name: value * factor if value.is_floating_point() else value for name, value in WEIGHTS.items()}
+            torch.save(state, tmp_path / f"{start + 1}.node{node}.0.pt")
+    assert judged(tmp_path) == []
+    torch.save(WEIGHTS, tmp_path / "3.node1.0.pt")
+    assert [what for *_, what in judged(tmp_path)] == ["3.node1.0 ended with other weights than 3.node0.0"]
+
+
 def test_a_breach_is_the_last_fault_before_it():
     some = [Outcome(1, launch, Fault(CLASSES[0], (1,)), 4, step, 0.0) for launch, step in ((1, 10), (1, 50), (2, 20))]
     many.blame(some, [(1, 30, "a"), (2, 20, "b"), (1, 3, "c")], lambda words: None)

@@ -98,11 +98,13 @@ def _of_step(step: int, lives: Iterable[Life]) -> list[str]:
 def _of_weights(paths: Sequence[Path], wanted: dict[str, Tensor]) -> list[str]:
     if not paths:
         return ["no process ended the training"]
-    states = [torch.load(path, weights_only=True) for path in paths]
-    found = []
-    for path, state in zip(paths, states, strict=True):
-        if any(not torch.equal(value, states[0][name]) for name, value in state.items()):
-            found.append(f"{path.stem} ended with other weights than {paths[0].stem}")
+    found, firsts = list[str](), dict[str, tuple[str, dict[str, Tensor]]]()
+    for path in paths:
+        state = torch.load(path, weights_only=True)
+        # who is killed after the last step, and before it exits, is resumed: perhaps on another number of nodes
+        first, others = firsts.setdefault(path.stem.partition(".")[0], (path.stem, state))
+        if any(not torch.equal(value, others[name]) for name, value in state.items()):
+            found.append(f"{path.stem} ended with other weights than {first}")
         worst = max(_gap(value, wanted[name]) for name, value in state.items() if wanted[name].is_floating_point())
         if worst > TOLERANCE:
             found.append(f"{path.stem} ended {worst:.1e} from the undisturbed weights")
