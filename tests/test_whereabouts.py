@@ -1,5 +1,7 @@
 """What a process is at is what its training thread said last, and how long it may wait follows its own steps."""
 
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -94,6 +96,39 @@ def test_the_stack_is_that_of_the_thread_that_trains():
     trains.join(10)
     assert "in asleep" in told[0]
     assert "time.sleep(1.0)" in told[0]
+
+
+COLLECTED = """
+import gc, threading
+from paceline.whereabouts import Whereabouts
+
+class Holder:
+    pass
+
+mine, over = Whereabouts(), threading.Event()
+mine.begin(0)
+for _ in range(20):
+    threading.Thread(target=over.wait, daemon=True).start()
+gc.set_threshold(1, 1, 1)
+for _ in range(200):
+    gc.disable()
+    for _ in range(5):
+        one = Holder()
+        one.itself, one.own = one, threading.local()
+        one.own.x = 1
+    gc.enable()
+    assert "<module>" in mine.stack()
+print(gc.isenabled())
+gc.disable()
+mine.stack()
+print(gc.isenabled())
+"""
+
+
+def test_asking_for_a_stack_while_garbage_is_collected_stops_nobody():
+    """Story: Python 3.11 waits for its own lock where a threading.local is collected in sys._current_frames()."""
+    done = subprocess.run([sys.executable, "-c", COLLECTED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_it_costs_next_to_nothing():

@@ -5,6 +5,7 @@ A wait may last as long as ten recent steps, but LEAST_S in any case and MOST_S 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -12,7 +13,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 LEAST_S, MOST_S = 4.0, 60.0
@@ -103,12 +105,28 @@ class Whereabouts:
 
     def stack(self) -> str:
         """Of the thread that trains, the innermost frame last."""
-        frame = sys._current_frames().get(self._thread)
+        frame = _frames().get(self._thread)
         return "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else ""
 
     def stacks(self) -> str:
         """Of all processes of this node, as far as they are known here."""
         return self.stack() + self.siblings()
+
+
+_LOOKING = threading.Lock()
+
+
+def _frames() -> Mapping[int, FrameType]:
+    """Of all threads. A collection of garbage in the middle of it, which meets a threading.local, would wait for ever
+    for a lock that this very thread holds, and all other threads with it (Python before 3.12.1, gh-106883)."""
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 class At:
