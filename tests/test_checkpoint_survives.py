@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -167,9 +168,15 @@ def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
 
 def refused(run, turn, step, number):
     """Whether a write was refused as it should be; if it was not, that it succeeded."""
-    before, error = read_newest(run), None
+    before, error, usage, asked = read_newest(run), None, shutil.disk_usage, []
+
+    def disk_usage(place):
+        asked.append((place, usage(place)))  # others write to the same disk meanwhile
+        return asked[-1][1]
+
     try:
-        path = write(run, step, WEIGHTS, state(turn))
+        with mock.patch.object(shutil, "disk_usage", disk_usage):
+            path = write(run, step, WEIGHTS, state(turn))
     except CheckpointError as refusal:
         error = refusal
     if error:
@@ -177,7 +184,9 @@ def refused(run, turn, step, number):
         text = str(error)
         assert f"checkpoint of step {step} to {run}" in text
         needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
-        assert f"needs {needed:,} bytes, {shutil.disk_usage(run).free:,} are free" in text
+        ((place, seen),) = asked
+        assert place.stat().st_dev == run.stat().st_dev
+        assert f"needs {needed:,} bytes, {seen.free:,} are free" in text
         assert f"{before.path.name} is untouched" in text
         after = read_newest(run)
         assert (after.path, after.state["turn"], after.damaged) == (before.path, before.state["turn"], ())
