@@ -35,6 +35,7 @@ from paceline.probe.overlap import VOTE_BYTES, Wire, predict
 from paceline.probe.pairs import Between, between, pair_table
 from paceline.probe.sheet import Plan
 from paceline.probe.wire import Pair, Wires, measure, slope, turns
+from waiting import VirtualTime
 
 HERE = Path(__file__).parent
 FAST = Wire(0.0, float("inf"))
@@ -401,43 +402,59 @@ def test_a_slope_is_that_of_the_larger_messages_whatever_every_message_costs():
     assert slope(sizes, limited) == pytest.approx(1e-7 + 1e-9)
 
 
-class Far(memory.Link):
+@pytest.fixture
+def clock(monkeypatch):
+    """Of the measurement: a busy machine takes no part in what its messages take."""
+    clock = VirtualTime()
+    clock.process_time = time.process_time
+    monkeypatch.setattr(measuring, "time", clock)
+    return clock
+
+
+class Slowed(memory.Link):
+    def __init__(self, hub, rank, clock):
+        super().__init__(hub, rank)
+        self.clock = clock
+
+
+class Far(Slowed):
     """25 MB/s, and 20 ms for each message, more or less."""
 
     def _travel(self, trips, num_bytes):
-        time.sleep(0.02 * trips * random.uniform(0.9, 1.3) + num_bytes / 2.5e7)
+        self.clock.sleep(0.02 * trips * random.uniform(0.9, 1.3) + num_bytes / 2.5e7)
 
     def send(self, tensor, peer, tag=0):
         self._travel(1, tensor.nbytes)
         return super().send(tensor, peer, tag)
 
     def sum(self, tensor, what=""):
-        self._travel(2, tensor.nbytes)
+        if self.rank == 0:  # all travel at the same time
+            self._travel(2, tensor.nbytes)
         return super().sum(tensor, what)
 
 
-def test_bytes_are_measured_where_they_show_beside_the_latency():
+def test_bytes_are_measured_where_they_show_beside_the_latency(clock):
     """Story: sums of 4 and 16 KiB over 20 ms were told apart by noise alone, and steps of 2 s predicted to take 38."""
     hub = memory.Hub(2)
-    wire = ranks.run(2, measure, [Far(hub, rank) for rank in range(2)])[0].among([0, 1])
+    wire = ranks.run(2, measure, [Far(hub, rank, clock) for rank in range(2)])[0].among([0, 1])
     assert 0.018 < wire.latency_s < 0.03
     assert 1.2e7 < wire.bytes_per_s < 4e7
     assert wire.adding_s < 0.5 / 2.5e7
 
 
-class Stalling(memory.Link):
+class Stalling(Slowed):
     """10 MB/s; the first ping that counts, and the first message of 256 KiB, are held up by 50 ms."""
 
     latency_s = 0.0
 
-    def __init__(self, hub, rank):
-        super().__init__(hub, rank)
+    def __init__(self, hub, rank, clock):
+        super().__init__(hub, rank, clock)
         self.counts = Counter()
 
     def send(self, tensor, peer, tag=0):
         self.counts[tensor.nbytes] += 1
         stalls = tensor.nbytes in (measuring.PING_BYTES, 256 << 10) and self.counts[tensor.nbytes] == 2
-        time.sleep(self.latency_s / 2 + tensor.nbytes / 1e7 + 0.05 * stalls)
+        self.clock.sleep(self.latency_s / 2 + tensor.nbytes / 1e7 + 0.05 * stalls)
         return super().send(tensor, peer, tag)
 
 
@@ -446,11 +463,11 @@ class FarStalling(Stalling):
 
 
 @pytest.mark.parametrize("kind", [Stalling, FarStalling])
-def test_one_message_that_is_held_up_is_no_part_of_the_line(kind, monkeypatch):
+def test_one_message_that_is_held_up_is_no_part_of_the_line(kind, clock, monkeypatch):
     """Story: one stall of two pings made a near line a far one, and steps were predicted to take its latency."""
     monkeypatch.setattr(measuring, "BUDGET_S", 0.01)  # three sizes, of which two tell the rate
     hub = memory.Hub(2)
-    pair = ranks.run(2, measure, [kind(hub, rank) for rank in range(2)])[0].pairs[0]
+    pair = ranks.run(2, measure, [kind(hub, rank, clock) for rank in range(2)])[0].pairs[0]
     assert kind.latency_s / 2 <= pair.latency_s < kind.latency_s / 2 + 0.005
     assert 0.5e7 < pair.bytes_per_s < 2e7
 
