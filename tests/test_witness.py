@@ -17,6 +17,7 @@ from paceline.link import witness as witness_
 from paceline.link.meeting import Meeting
 from paceline.link.meeting_point import MeetingPoint
 from paceline.link.witness import Witness
+from waiting import until
 
 SECRET = b"of this run"
 HOST = """
@@ -78,10 +79,9 @@ def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_agai
     first = witness._lines["other"]
     (line,) = point._guests
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    point._eyes.unregister(line)
-    os.close(line.fileno())  # with a reset
-    del point._guests[line]
-    line.detach()
+    point._guests[line].deadline = 0.0  # with a reset, by its own thread, which a knock wakes
+    socket.create_connection(("127.0.0.1", point.port)).close()
+    until(lambda: line not in point._guests)
     for _ in range(3):
         assert not witness.ended("other", 0.1)
     assert first.broken
