@@ -131,6 +131,34 @@ def test_asking_for_a_stack_while_garbage_is_collected_stops_nobody():
     assert done.stdout.split() == ["True", "False"]
 
 
+FORKED = """
+import gc, os, sys, threading, time
+from paceline import whereabouts
+
+looking = threading.Event()
+
+def slowly():
+    looking.set()
+    time.sleep(0.5)
+    return {}
+
+sys._current_frames = slowly
+thread = threading.Thread(target=whereabouts.Whereabouts().stack)
+thread.start()
+looking.wait()
+child = os.fork()
+if not child:
+    os._exit(10 * gc.isenabled() + whereabouts._LOOKING.acquire(timeout=1.0))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_child_that_is_forked_meanwhile_collects_its_garbage():
+    command = [sys.executable, "-W", "ignore", "-c", FORKED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["11"]
+
+
 def test_it_costs_next_to_nothing():
     """A step says some ten times what it is at; a hundred times cost less than a millisecond."""
     mine = Whereabouts()

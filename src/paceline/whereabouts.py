@@ -114,6 +114,8 @@ class Whereabouts:
 
 
 _LOOKING = threading.Lock()
+# a child that was forked meanwhile would never collect its garbage
+os.register_at_fork(before=_LOOKING.acquire, after_in_parent=_LOOKING.release, after_in_child=_LOOKING.release)
 
 
 def _frames() -> Mapping[int, FrameType]:
