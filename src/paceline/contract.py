@@ -471,7 +471,7 @@ class Exchange:
         raise NotImplementedError
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
-        """Called after each update."""
+        """Called after each update, of schemes that do not agree on every step."""
 
     def level(self, weights: Sequence[Tensor]) -> None:
         """Called where all are to have the same weights between two steps: to be saved, evaluated, or the last."""

@@ -140,10 +140,14 @@ class Waits:
         first = min(lives, key=lambda life: min(life.applied)).applied
         shutil.copytree(training.found(self.folder, launch), home / "run")
         words, output = command(home, str(first[min(first)].nodes)), home / "output"
-        with output.open("w") as file:
-            done = subprocess.run(
-                words, env=self._environment(), stdout=file, stderr=file, check=False, timeout=LIMIT_S
-            )
+        try:
+            with output.open("w") as file:
+                done = subprocess.run(
+                    words, env=self._environment(), stdout=file, stderr=file, check=False, timeout=LIMIT_S
+                )
+        except subprocess.TimeoutExpired:
+            history.hung = f"start {launch} by hand, {LIMIT_S:g} s: {output.read_text()[-800:]}"
+            return
         if done.returncode:
             history.wrong.append(f"start {launch} by hand: exit code {done.returncode}: {output.read_text()[-800:]}")
             return
