@@ -34,7 +34,7 @@ test-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 chaos: $(VENV)/.ready
-	$(BIN)/python -m paceline.bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)
+	$(BIN)/python -m paceline_bench.simulated --count 100000 --processes $(shell nproc) --record $(RECORD)
 
 $(VENV)/zoo/.ready: $(VENV)/.ready benchmarks/zoo/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/zoo -r benchmarks/zoo/requirements.txt

@@ -25,10 +25,10 @@ import torch
 from torch.nn import functional as F
 
 import paceline
-from paceline.bench.cluster.namespaces import Cluster, unavailable
-from paceline.find import find
-from paceline.link.ticket import Ticket
+from paceline.elastic.ticket import Ticket
+from paceline.registry import find
 from paceline.report.record import NAME
+from paceline_bench.cluster.namespaces import Cluster, unavailable
 
 BEFORE, NODES, STEPS, LIMIT_S = 3, 4, 12, 400.0
 GLANCE_S = 0.2

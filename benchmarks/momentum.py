@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.find import find
+from paceline.registry import find
 
 VARIANTS = ("torch", "paceline")
 Step = Callable[[torch.Tensor, torch.Tensor], float]

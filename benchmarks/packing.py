@@ -14,8 +14,8 @@ import time
 import torch
 from torch.nn import functional as F
 
-from paceline.find import find
-from paceline.packing import pack, unpack
+from paceline.codec.lossless import pack, unpack
+from paceline.registry import find
 
 STEPS = 3
 

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from joining import Noise, steps, wait
 from torch.nn import functional as F
 
 import paceline
-from paceline.bench.cluster.namespaces import Cluster, bits_per_s, unavailable
-from paceline.find import find
-from paceline.link import late
+from joining import Noise, steps, wait
+from paceline.elastic import joiner
+from paceline.registry import find
 from paceline.report.record import NAME
+from paceline_bench.cluster.namespaces import Cluster, bits_per_s, unavailable
 
 STEPS, DEMANDED, GRACE_S = 4, 0.8, 1.0
 
@@ -38,13 +38,13 @@ def train(name: str, batch: int, result: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     times: dict[str, float] = {}
-    ask = late.Late._ask
+    ask = joiner.Late._ask
 
-    def asks(self: late.Late, *given: Any) -> Any:
+    def asks(self: joiner.Late, *given: Any) -> Any:
         times.setdefault("asked", time.monotonic())
         return ask(self, *given)
 
-    late.Late._ask = asks  # type: ignore[method-assign]
+    joiner.Late._ask = asks  # type: ignore[method-assign]
     model = find("models", name, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     options = {"batch_size": 2 * batch, "engine": "sequential+channels_last", "shares": "equal"}

@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional as F
 
 import paceline
-from paceline.elastic.checkpoint import newest
-from paceline.find import find
+from paceline.checkpoint.checkpoint import newest
+from paceline.registry import find
 from paceline.report import record
 
 WAYS = ("without", "waited for", "beside")

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cluster import Cluster, sent_bytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.models import alexnet
+from cluster import Cluster, sent_bytes
+from paceline.train.models import alexnet
 
 VARIANTS = ("ddp", "none", "paceline")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-SAMPLE = Path(__file__).resolve().parent.parent / "src" / "paceline" / "sample"
+SAMPLE = Path(__file__).resolve().parent.parent / "src" / "paceline" / "train" / "sample"
 # Fashion-MNIST's labels of trouser, dress and bag; ascending, for their order is that of the sample's labels
 CLASSES = (1, 3, 8)
 PARTS = {"train": ("train", 2000), "test": ("t10k", 500)}

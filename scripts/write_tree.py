@@ -11,8 +11,8 @@ PAGE = HOME / "docs" / "architecture.md"
 HEAD = """# Architecture: every module, in a sentence
 
 Written by `scripts/write_tree.py` from the sources' own first lines; do not edit. A room's top level holds what one may
-choose (methods) or call (doors); its sub-folders hold their organs. Imports go down only, as `RULES` in
-`tests/test_rooms.py`. [Seven walks](walks.md) lead through the code.
+choose (methods) or call (doors); its sub-folders hold their organs. Imports go down only, as `ROOMS` in
+`tests/laws/test_rooms.py` says. [Seven walks](walks.md) lead through the code.
 
 """
 

@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import needs
 
+# a file of laws may use the cases of another
+sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
+
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 # whoever starts the tests in the background may have them ignore Ctrl-C, and children inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-# the longest files first: where two processes share the tests, neither is left with them at the end
-LONGEST = (
-    "chaos",
-    "simulation",
-    *(
-        "commands",
-        "mpi",
-        "faults",
-        "stalls",
-        "interrupts",
-        "shares_over_gloo",
-        "resume",
-        "engines_are_transparent",
-        "ssh_starts",
-    ),
-    *(
-        "plan_over_hosts",
-        "joining",
-        "bench_cluster",
-        "doctor",
-        "send",
-        "detach",
-        "firewalls",
-        "links_add_up",
-        "examples",
-    ),
-    *("replicas_hold_together", "plan_explains", "ssh_checks", "collectives", "launchers_say_who"),
-    "verify_over_ssh",
-)
 
 
 MISSED = pytest.StashKey[list[str]]()
@@ -63,7 +37,6 @@ def missed(pytestconfig: pytest.Config) -> list[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``dear("2-tls", "3")``: of a test with parameters those alone that have one of these among theirs."""
-    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
     asked, met = set[tuple[str, str]](), set[tuple[str, str]]()
     for item in items:
         if not (mark := item.get_closest_marker("dear")) or not mark.args:
@@ -75,7 +48,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not found:
             item.own_markers.remove(mark)
     config.stash[MISSED] = sorted(f"{test}[{part}" for test, part in asked - met)
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))  # stable: the order within a file stays
+    # where two processes share the files, neither is left with a long one at the end; stable: a file's own order stays
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's own, so that its reasons stand above this line

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.engine.batch import count, cut, mapped  # how rows are told is no mathematics
+from paceline.engine.compute.batch import count, cut, mapped  # how rows are told is no mathematics
 
 
 class Plain:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.values import (
+from paceline.messages import (
     DENSE,
     FACTORS,
     FIDELITY,

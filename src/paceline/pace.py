@@ -15,49 +15,53 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline import buffers, contract, members, seating, status, unasked, unstepped
-from paceline.compare import compare, compare_data, data_facts, digests, facts, thin
+from paceline import contract
+from paceline.checkpoint import auto_resume
+from paceline.checkpoint.checkpoint import Checkpoint
+from paceline.checkpoint.export import export
+from paceline.checkpoint.run_lock import CheckpointError, claim
+from paceline.checkpoint.saver import FAILED, Saving
 from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
-from paceline.data import feed
-from paceline.drift import Drift
-from paceline.elastic.checkpoint import Checkpoint
-from paceline.elastic.claim import CheckpointError, claim
-from paceline.elastic.export import export
-from paceline.elastic.survive import Surviving
-from paceline.engine import batch as batches_
+from paceline.data import batches
+from paceline.elastic import assignment, membership
+from paceline.elastic.admission import Welcome
+from paceline.elastic.consistency import compare, compare_data, data_facts, digests, facts, thin
+from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.joiner import Entry
+from paceline.elastic.replica_sync import Drift
 from paceline.engine import sequential
-from paceline.engine.own_steps import OwnSteps
-from paceline.entry import Entry
-from paceline.evaluate import evaluate
-from paceline.frozen import marks, plant
-from paceline.interrupt import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
+from paceline.engine.checks.eval_mode import asleep
+from paceline.engine.checks.norm_layers import own_statistics
+from paceline.engine.checks.own_steps import OwnSteps
+from paceline.engine.compute import batch as batches_
+from paceline.engine.compute.evaluate import evaluate
+from paceline.engine.compute.precision import Scaler
+from paceline.environment import World
+from paceline.exchange.flow import buffer_broadcast
+from paceline.exchange.flow.broadcast import marks, plant
+from paceline.exchange.flow.control import alone
+from paceline.exchange.flow.forward_state_sync import Moved
 from paceline.job import Job
-from paceline.link.ledger import Ledger
-from paceline.live import Live, stacks, tell
-from paceline.loop import Loop
-from paceline.modes import asleep
-from paceline.moved import Moved
-from paceline.norms import own_statistics
-from paceline.once import alone
-from paceline.own import OwnLoop
-from paceline.probe import shelf
-from paceline.probe.clock import Stopwatch, times
-from paceline.probe.witness import Witness
+from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
+from paceline.launch.supervise import never_stepped, process_status
+from paceline.launch.supervise.never_stepped import note
+from paceline.link.net.metered import Ledger
+from paceline.manual_loop import OwnLoop
+from paceline.planner import plan_cache
+from paceline.planner.diagnose.equivalence import Witness
+from paceline.planner.measure.stopwatch import Stopwatch, times
+from paceline.report.activity import Whereabouts, say
+from paceline.report.host_health import Signs
 from paceline.report.record import Record
-from paceline.saving import FAILED, Saving
-from paceline.scaler import Scaler
-from paceline.signs import Signs
-from paceline.stragglers import Stragglers
-from paceline.tracing import Tracer
-from paceline.unstepped import note
-from paceline.welcome import Welcome
-from paceline.whereabouts import Whereabouts, say
-from paceline.world import World
+from paceline.report.status_server import Live, stacks, tell
+from paceline.report.stragglers import Stragglers
+from paceline.report.trace import Tracer
+from paceline.step import Loop
 
 if TYPE_CHECKING:
-    from paceline.link.late import Late
+    from paceline.elastic.joiner import Late
+    from paceline.engine.checks.wrapped_models import Wrappers
     from paceline.report.usage import Usage
-    from paceline.wrapped import Wrappers
 
 MOST_LOSSES = 16  # during one evaluation
 
@@ -105,7 +109,7 @@ class Pace:
         ledger = self.ledger = Ledger(link or _alone())
         self.whereabouts: Whereabouts = ledger.whereabouts or Whereabouts()
         ledger.whereabouts = self.whereabouts
-        seat = seating.place(job, world, engine.num_shares)
+        seat = assignment.place(job, world, engine.num_shares)
         exchange.multiply, exchange.hands = engine.multiply, world.local_size
         surviving: Surviving | None = None
         if world.least:
@@ -131,15 +135,15 @@ class Pace:
         self.exchange.spread(engine.weights)
         self.exchange.spread(engine.buffers)
         if world.size > 1:
-            buffers.spread_sparse(job.model, engine, self.exchange)
+            buffer_broadcast.spread_sparse(job.model, engine, self.exchange)
         if world.size > 1:
             plant(job.model, self.exchange, exchange, engine.seat)
             engine.still = marks(job.model)
         balance = None
         if world.late:
-            self._limits = seating.alone(seat, job, engine, self.exchange)
+            self._limits = assignment.alone(seat, job, engine, self.exchange)
         else:
-            seat, balance, self._limits = seating.settle(seat, job, engine, self.exchange)
+            seat, balance, self._limits = assignment.settle(seat, job, engine, self.exchange)
         if world.size > 1:
             # dropout masks of different processes must differ, and those of two equal runs must not
             torch.manual_seed(job.seed * 100_003 + world.rank)
@@ -154,7 +158,7 @@ class Pace:
         self.record = Record()
         if not world.late:  # who is refused ends all, and is no lost node that the others go on without
             alone(self, lambda: self.leader, lambda: self._open(folder))
-        if self.leader and (stale := shelf.confirm(job)):
+        if self.leader and (stale := plan_cache.confirm(job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             self.record.write("hint", text=stale)
         wide = link is not None and link.wide
@@ -191,7 +195,7 @@ class Pace:
         self._live = Live(partial(tell, self)) if asked else None
         if world.local_size > 1 and world.local_rank == 0:
             self.whereabouts.siblings = lambda: stacks(engine.pids[1:])
-        self.exchange.regrouped = partial(members.regroup, self)
+        self.exchange.regrouped = partial(membership.regroup, self)
         if surviving:
             surviving.rows = lambda: self.shares[self.world.node]
         self.tracer = None if self.watched else Tracer.asked(self.loop, job.model, world, folder, ledger)
@@ -220,7 +224,7 @@ class Pace:
             self._entry.hello()
         self._met = met
         for news in met:
-            members.move(self, news)
+            membership.move(self, news)
 
     def _open(self, folder: Path | None) -> None:
         if folder and not self.watched:
@@ -274,17 +278,17 @@ class Pace:
     _data: Mapping[str, Any] = {}  # what `compare.data_facts` says of the last that `batches` was given
     _dataset: Any = None
 
-    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[feed.Batch]:
+    def batches(self, dataset: Any, epochs: int = 1, shuffle: bool = True, workers: int = 0) -> Iterator[batches.Batch]:
         """Every global batch, as the same sequence on any number of nodes; `step` takes this node's share.
 
         ``dataset``: a map-style Dataset, a DataLoader, or an iterable dataset. Epochs count on from call to call. After
         `restore`, the first call goes on where the checkpoint was made, and ends where it would have ended.
         """
         self.asked_epochs, self.calls = epochs, self.calls + 1
-        unasked.begin()
+        auto_resume.begin()
         if self.calls < self._first_call:
             return  # had ended before the checkpoint
-        unasked.arrive(self)
+        auto_resume.arrive(self)
         if not self._resumed:
             self.epoch, self.next_step = self.epoch + (self.next_step > 0), 0
             self.began = self.epoch
@@ -296,7 +300,7 @@ class Pace:
             if not self._entry.enter(epochs):
                 return
             self._entry = None  # the others have asked each other already
-            status.report(joined=True)
+            process_status.report(joined=True)
         elif first:
             with self._among_all("comparing datasets"):
                 compare_data(self.exchange, self._data)
@@ -306,7 +310,7 @@ class Pace:
         source = dataset, job.batch_size, last, job.seed, lambda: self.loop.seat, shuffle
         self.between = False
         try:
-            for batch in feed.batches(*source, start=start, workers=workers, times=times()):
+            for batch in batches.batches(*source, start=start, workers=workers, times=times()):
                 yield batch
                 if self.stopwatch:
                     self.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
@@ -344,15 +348,15 @@ class Pace:
         after a signal, once all is saved.
         """
         if not hasattr(batch, "share"):
-            batch = feed.Given(batch, float(self.job.batch_size))
+            batch = batches.Given(batch, float(self.job.batch_size))
         return self._step(batch)
 
     def _step(self, batch: Any, gradient: Any = None) -> float:
         where = getattr(batch, "epoch", self.epoch), getattr(batch, "step", None)
         if self.form or self.stopwatch:
-            from paceline import examined  # what it needs, training does not
+            from paceline.planner.measure import profile_job  # what it needs, training does not
 
-            batch = examined.answer(self, batch, gradient)
+            batch = profile_job.answer(self, batch, gradient)
         if not self._stepped:
             self._own_steps.refuse()
             self._stepped, self._unstepped = True, False
@@ -360,7 +364,7 @@ class Pace:
             self._look_at_mode()
         if self._entry:
             raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
-        unasked.missed(self)
+        auto_resume.missed(self)
         if self._welcome:
             self._welcome.before(batch, gradient is not None)
         ends = getattr(batch, "ends_epoch", False)
@@ -390,9 +394,9 @@ class Pace:
             slowest_s = max((busy for busy, _ in ballot.paces), default=None)
             self.stopwatch.tick(batch.weight, ballot.seconds if alike else slowest_s)
         if self.witness:
-            from paceline import why  # what it needs, training does not
+            from paceline.planner.diagnose import notes  # what it needs, training does not
 
-            why.after(self, loss, own_loop=gradient is not None)
+            notes.after(self, loss, own_loop=gradient is not None)
         if ballot.stop or ballot.hung:
             self._end(ballot.stop or HANGUP)
         return loss
@@ -402,7 +406,7 @@ class Pace:
 
     def _say_unstepped(self) -> str:
         """At the end: whether each process trained alone, which a script that does not close is told here."""
-        text = unstepped.words(self._own_steps.count, self.world.size) if self._unstepped else ""
+        text = never_stepped.words(self._own_steps.count, self.world.size) if self._unstepped else ""
         if text:
             self._unstepped = False
             note("unstepped")
@@ -507,7 +511,7 @@ class Pace:
         with self._among_all("evaluating"):
             self.exchange.level(self.engine.weights)
             for _ in range(MOST_LOSSES):
-                buffers.spread(self.job.model, self.engine, self.exchange)
+                buffer_broadcast.spread(self.job.model, self.engine, self.exchange)
                 found = evaluate(
                     self.job.model, self.engine, self.exchange, self.loop.seat, dataset, metric, rows, self._seen
                 )
@@ -551,7 +555,7 @@ class Pace:
         if self._entry:
             return True  # the others are further
         found = self._restore(run) is not None
-        unasked.by_script(self, found)
+        auto_resume.by_script(self, found)
         return found
 
     def resume_unasked(self) -> bool:
@@ -578,7 +582,7 @@ class Pace:
         self.settle()
         with self._among_all("exporting"):
             self.exchange.level(self.engine.weights)
-            buffers.spread(self.job.model, self.engine, self.exchange)
+            buffer_broadcast.spread(self.job.model, self.engine, self.exchange)
             alone(self, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:

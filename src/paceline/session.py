@@ -16,23 +16,30 @@ from typing import Any
 
 import torch
 
-from paceline import asked, balance, contract, members, status, unasked, wrapped
-from paceline import overlap as overlaps
+from paceline import contract
+from paceline.checkpoint import auto_resume
+from paceline.checkpoint.run_lock import CheckpointError
 from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
-from paceline.elastic.claim import CheckpointError
-from paceline.engine import heap
-from paceline.engine.numerics import parse_row
-from paceline.find import find, parse
-from paceline.find import module as find_module
-from paceline.interrupt import RESUME_CODE
+from paceline.data import load_balance
+from paceline.elastic import membership
+from paceline.engine.checks import join_arguments, wrapped_models
+from paceline.engine.compute import deferred_update as overlaps
+from paceline.engine.compute.precision import parse_row
+from paceline.engine.node import affinity
+from paceline.environment import World
 from paceline.job import Job
-from paceline.link.chosen import choose
-from paceline.link.collective import Collective
-from paceline.link.proof import secret_of_environment
+from paceline.launch.machine import survey
+from paceline.launch.signals import RESUME_CODE
+from paceline.launch.supervise import process_status
+from paceline.link.net.auth import secret_of_environment
+from paceline.link.net.collective_override import choose
+from paceline.link.net.collective_run import Collective
 from paceline.pace import Pace
-from paceline.probe import clock, shelf, witness
-from paceline.probe.survey import survey
-from paceline.world import World
+from paceline.planner import plan_cache
+from paceline.planner.diagnose import equivalence
+from paceline.planner.measure import stopwatch
+from paceline.registry import find, parse
+from paceline.registry import module as find_module
 
 _here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
@@ -111,13 +118,13 @@ def join(
     }
     words |= {"reproducible": reproducible, "encrypt": encrypt, "folder": folder}
     joined = [pace.job.model for pace in _here if not pace.over and not pace.broken]
-    found = asked.faults(model, optimizer, words, joined)
-    given, model = model, wrapped.inside(model)
+    found = join_arguments.faults(model, optimizer, words, joined)
+    given, model = model, wrapped_models.inside(model)
     job = Job(
         model,
         optimizer,
         loss,
-        batch_size * clock.times() if isinstance(batch_size, int) else batch_size,
+        batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size,
         clip,
         seed,
         metric,
@@ -126,13 +133,13 @@ def join(
         scheduler,
         batch_norm,
         forward,
-        "measured" if found else balance.wanted(shares),
+        "measured" if found else load_balance.wanted(shares),
         most_rows,
         buffers,
         found,
     )
     batch_size = job.batch_size
-    told = witness.asked().get("told")  # of a comparison: a rank that a process alone is told
+    told = equivalence.asked().get("told")  # of a comparison: a rank that a process alone is told
     world = World() if told else World.of_environment()
     hidden = _encrypted(encrypt)
     secret_of_environment()  # what this process starts from now on need not know it
@@ -141,7 +148,7 @@ def join(
         row = _reproducible(row, reproducible)
     chosen, numerics = parse_row(row)
     sys.excepthook = _one_line(sys.excepthook)
-    heap.keep()
+    affinity.keep()
     if adding := os.environ.get("PACELINE_COLLECTIVE", ""):
         Collective(adding)  # a name that is not known is told before the others are called
     link: contract.Link | None = None
@@ -154,11 +161,13 @@ def join(
     if forward:
         parts[0].forward = forward
     parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
-    if against := asked.clashes(world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers):
+    if against := join_arguments.clashes(
+        world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers
+    ):
         raise ValueError(f"join: {'; '.join(against)}")
     late: Any = None
     if world.late and world.local_rank == 0:
-        from paceline.link.late import Late  # which only some need
+        from paceline.elastic.joiner import Late  # which only some need
 
         if (kind := _link(world, model, hidden)) == "mpi":
             raise ValueError("nobody comes late over MPI, which PACELINE_LINK asks for; start the run again")
@@ -174,7 +183,7 @@ def join(
             link = find("link", kind, world.node, world.num_nodes, world.host, world.port, next(_joins))
     if link:
         link = choose(link, adding)
-    wrappers = wrapped.Wrappers(given)
+    wrappers = wrapped_models.Wrappers(given)
     try:
         pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
     except BaseException:
@@ -187,7 +196,7 @@ def join(
     _here[:] = [*(each for each in _here if not each.over), pace]
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
-        from paceline.plan import Plan
+        from paceline.planner.planner import Plan
 
         if planned:
             Plan.from_toml(planned, "PACELINE_PLAN").write(pace.record.folder / "plan.toml")
@@ -205,15 +214,15 @@ def join(
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
     for news in pace._met:
-        members.tell(pace, news)
+        membership.tell(pace, news)
     if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
         from paceline.report.usage import Usage
 
         pace._usage = Usage(pace.record).start()
-    unasked.enlist(pace)
+    auto_resume.enlist(pace)
     if not world.late:
-        status.report(joined=True)
-    atexit.register(lambda: status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
+        process_status.report(joined=True)
+    atexit.register(lambda: process_status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
     return pace
 
 
@@ -258,7 +267,7 @@ def _default_row(world: World, job: Job) -> str:
         return f"processes:{world.local_size}"
     if cores == 1:
         return f"threads:{cores}"
-    made = shelf.of_job(job, "exact", sys.argv)
+    made = plan_cache.of_job(job, "exact", sys.argv)
     if made is None and world.num_nodes > 1:
         return f"threads:{cores}"
     if made is None:
@@ -289,7 +298,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         show.failed = True  # type: ignore[attr-defined]
-        status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
+        process_status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
         if getattr(error, "told", False):
             return  # another process of this run prints the same words
         if isinstance(error, LinkError) and error.resumes:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from paceline import __version__, world
-from paceline.cli import attach, bench, doctor, look, pack, plan, run, train, verify
-from paceline.launch.lines import shown
+from paceline import __version__, environment
+from paceline.cli import attach, bench, doctor, pack, plan, report, run, train, verify
+from paceline.launch.output import shown
 
 __all__ = ["app", "main"]
 
@@ -30,7 +30,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
-        world.adopt()
+        environment.adopt()
         app()
     except (ValueError, ConnectionError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -56,10 +56,10 @@ app.command(context_settings=AFTER)(plan.plan)
 app.command(context_settings=AFTER)(run.run)
 app.command()(attach.attach)
 app.command()(pack.pack)
-app.command()(look.predict)
-app.command()(look.report)
-app.command()(look.track)
+app.command()(report.predict)
+app.command()(report.report)
+app.command()(report.track)
 app.command(context_settings=AFTER)(verify.verify)
-app.command(name="list")(look.list_)
+app.command(name="list")(report.list_)
 app.command()(doctor.doctor)
 app.command()(bench.bench)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.launch import detach
-from paceline.launch.takeover import take_over
+from paceline.launch.supervise.takeover import take_over
 
 
 def attach(

@@ -56,11 +56,11 @@ def bench(
 
     paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
-    from paceline.bench import cluster, links
-    from paceline.bench import local as one_machine
-    from paceline.bench.cluster import namespaces
-    from paceline.bench.cluster.heat import Pace
-    from paceline.bench.cluster.tasks import asked
+    from paceline_bench import cluster
+    from paceline_bench.cluster import collectives, namespaces
+    from paceline_bench.cluster.race import Pace
+    from paceline_bench.cluster.tasks import asked
+    from paceline_bench.single import one_machine as one_machine
 
     turns = Pace(1 if rounds is None else rounds, steps)
 
@@ -78,11 +78,11 @@ def bench(
         return asked(model, batch_per_node, 2 if nodes is None else nodes, link, peers, fidelity, turns, show, late_ms)
 
     def sums(names: list[str], rounds: int, show: Callable[[str], None]) -> Iterator[Any]:
-        return links.run(names, rounds, show, processes, links.Cables.asked(nodes, rate, delay))
+        return collectives.run(names, rounds, show, processes, collectives.Cables.asked(nodes, rate, delay))
 
     suites: dict[str, tuple[Any, Any]] = {
         "local": (one_machine.run, one_machine.write),
-        "links": (sums, links.write),
+        "links": (sums, collectives.write),
         "cluster": (several, cluster.write),
     }
     if suite not in suites:

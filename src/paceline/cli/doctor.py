@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console, listed
-from paceline.launch import now
-from paceline.launch.doctor import Examination, examine
-from paceline.launch.findings import IN_THE_WAY, NOTED, SLOW
+from paceline.launch.doctor import live_status
+from paceline.launch.doctor.examine import Examination, examine
+from paceline.launch.doctor.findings import IN_THE_WAY, NOTED, SLOW
 from paceline.launch.hosts import Way, parse
-from paceline.launch.lines import shown
+from paceline.launch.output import shown
 
 TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers it:", NOTED: "worth knowing:"}
 
@@ -67,11 +67,11 @@ def doctor(
 
 
 def _now(run: str, stacks: bool, as_json: bool) -> None:
-    answers = now.ask(run, stacks)
+    answers = live_status.ask(run, stacks)
     if as_json:
         print(json.dumps(answers, indent=2))
     else:
-        for line in now.lines(answers):
+        for line in live_status.lines(answers):
             print(shown(line))
 
 

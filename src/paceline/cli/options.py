@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline import find
+from paceline import registry
 
 console = Console(highlight=False, soft_wrap=True)
 PLAN = "auto (measured once, then kept), a plan file, or a row such as threads:2, processes:2+channels_last."
 
 ModelOption = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(find.names('models'))}; or package.module:function.")
+    str | None, typer.Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")
 ]
 DataOption = Annotated[
     str | None, typer.Option(help="Folder with one sub-folder of images per class, or what `pack` wrote.")

@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline import plan as planning
 from paceline.cli.options import (
     AddressOption,
     DataOption,
@@ -25,19 +24,19 @@ from paceline.cli.options import (
     console,
     listed,
 )
-from paceline.cli.start import check_alone, check_script, show
+from paceline.cli.prepare import check_alone, check_script, show
 from paceline.launch import ssh
-from paceline.launch.calls import Calls
-from paceline.launch.check import check
-from paceline.launch.far import Far
+from paceline.launch.ask_hosts import Far
+from paceline.launch.child_processes import Calls
+from paceline.launch.deploy.packages import needed
+from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import Host, Way, parse
-from paceline.launch.lines import shown
-from paceline.launch.packages import needed
-from paceline.plan import Plan
-from paceline.probe.pairs import pair_table
-from paceline.probe.teams import forms_told, team_table
-from paceline.probe.what import WhatIf
-from paceline.settings import Settings
+from paceline.launch.output import shown
+from paceline.planner import planner as planning
+from paceline.planner.measure.pairs import pair_table
+from paceline.planner.planner import Plan
+from paceline.planner.teams import WhatIf, forms_told, team_table
+from paceline.train.settings import Settings
 
 MOST_LISTED = 64  # numbers of nodes, each with lines of its own
 
@@ -92,7 +91,7 @@ def plan(
                 f"given; put a script's own options after it, or leave the script out"
             )
     else:
-        command = ["-m", "paceline.train", Settings(model=model, data=data, batch_size=batch_size).to_json()]
+        command = ["-m", "paceline.train.run", Settings(model=model, data=data, batch_size=batch_size).to_json()]
     only = rows.replace(",", " ").split() if rows else None
     said = ""
     if hosts and reproducible:
@@ -108,7 +107,7 @@ def plan(
         far = Far(way, env or "", address or "", everyone[0].name)
         made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
     else:
-        from paceline import nodes as machines
+        from paceline.planner import cluster as machines
 
         with Calls(), Console(stderr=True).status("measuring") as status:
             made = planning.make(
@@ -160,7 +159,7 @@ def _over(
     rows: list[str] | None,
     what_if: list[WhatIf],
 ) -> tuple[Plan, str]:
-    from paceline import nodes as machines
+    from paceline.planner import cluster as machines
 
     trial_s = min(machines.TRIAL_S, budget / 4) if budget else machines.TRIAL_S
     with Console(stderr=True).status("measuring") as status:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from paceline.balance import wanted
 from paceline.cli.options import (
     AddressOption,
     DetachOption,
@@ -29,7 +28,7 @@ from paceline.cli.options import (
     WaitOption,
     listed,
 )
-from paceline.cli.start import (
+from paceline.cli.prepare import (
     check_alone,
     check_first,
     check_script,
@@ -43,6 +42,7 @@ from paceline.cli.start import (
     steady,
     waits,
 )
+from paceline.data.load_balance import wanted
 from paceline.launch.hosts import Way
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.checkpoint.run_lock import free
 from paceline.cli.options import (
     AddressOption,
     DataOption,
@@ -33,7 +34,7 @@ from paceline.cli.options import (
     WaitOption,
     listed,
 )
-from paceline.cli.start import (
+from paceline.cli.prepare import (
     check_alone,
     check_writable,
     hide,
@@ -46,10 +47,9 @@ from paceline.cli.start import (
     steady,
     waits,
 )
-from paceline.elastic.claim import free
 from paceline.launch.hosts import Way, parse
-from paceline.plan import Plan
-from paceline.settings import Settings
+from paceline.planner.planner import Plan
+from paceline.train.settings import Settings
 
 
 def train(
@@ -139,7 +139,7 @@ def train(
         leave(["train", settings.model_name], hosts)
     own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if launched:
-        from paceline import train as job
+        from paceline.train import run as job
 
         out = out or own
         if os.environ["RANK"] == "0":
@@ -151,7 +151,7 @@ def train(
             os.environ["PACELINE_ENGINE"] = row(plan)
         job.run(settings)
         return
-    command = ["-m", "paceline.train", settings.to_json()]
+    command = ["-m", "paceline.train.run", settings.to_json()]
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
         made = Plan.read(plan)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from paceline import find
+from paceline import registry
 from paceline.cli.options import AddressOption, EnvOption, HostsOption, PythonOption, SshOption, console, listed
-from paceline.cli.start import check_alone, check_script
+from paceline.cli.prepare import check_alone, check_script
 from paceline.launch.hosts import Way
 
 
@@ -40,13 +40,13 @@ def verify(
 
     paceline verify -H hostA,hostB train.py
     """
-    from paceline import verify as verification
+    from paceline.planner import verify as verification
 
     command, hosts = [script, *context.args], listed(named)
     check_script(command)
     dtype = "float32" if float32 else "float64"
     if engine:
-        find.parse("engine", engine)
+        registry.parse("engine", engine)
     if hosts:
         check_alone(hosts)
     way, names = Way(ssh_command, python or sys.executable), (env or "").replace(",", " ").split()

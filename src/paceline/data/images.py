@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from paceline.data import folder as folders
-from paceline.data import shard
+from paceline.data import image_folder as folders
+from paceline.data import shards
 from paceline.data.decode import MEAN, STD
-from paceline.data.folder import Part, Progress
-from paceline.data.pictures import Pictures
+from paceline.data.encoded_images import Pictures
+from paceline.data.image_folder import Part, Progress
 
 __all__ = ["MEAN", "STD", "ImageFolder", "load"]
 
@@ -57,8 +57,8 @@ def load(
     split they were packed with. Raises ValueError listing all that is wrong with the folder.
     """
     root = Path(folder)
-    if shard.packed(root):
-        return shard.load(root, seed, threads)
+    if shards.packed(root):
+        return shards.load(root, seed, threads)
     train, test = folders.find(root, test_fraction, seed)
     broken: dict[str, str] = {}
     if skip_broken:
@@ -76,7 +76,7 @@ def divides(folder: Path | str) -> bool:
     """Whether `load` itself chooses which images are for testing."""
     root = Path(folder)
     own = (root / "train").is_dir() and any((root / name).is_dir() for name in ("test", "val"))
-    return not own and not shard.packed(root)
+    return not own and not shards.packed(root)
 
 
 def _source(root: Path, found: Part, train: bool, seed: int, threads: int | None) -> ImageFolder:

@@ -18,13 +18,12 @@ from typing import Any
 
 from PIL import Image
 
-from paceline.data import folder as folders
-from paceline.data import shard
+from paceline.data import image_folder as folders
+from paceline.data import shards
 from paceline.data.decode import decode
-from paceline.data.folder import Part, Progress
-from paceline.data.journal import Journal
-from paceline.data.parallel import in_order
-from paceline.data.pictures import listing
+from paceline.data.encoded_images import listing
+from paceline.data.image_folder import Part, Progress
+from paceline.data.ingest import Journal, in_order
 
 SHARD_BYTES = 256 << 20
 QUALITY = 92  # of images made smaller
@@ -68,12 +67,12 @@ def pack(
     train, test = folders.find(root, test_fraction, seed)
     names = sorted(folders.members(train) + folders.members(test))
     job = folders.digest(root, names, test_fraction, seed, size, shard_bytes)
-    if (target / shard.MANIFEST).exists():
+    if (target / shards.MANIFEST).exists():
         return _already(target, job)
-    if target.is_dir() and not (target / shard.JOURNAL).exists() and any(target.iterdir()):
+    if target.is_dir() and not (target / shards.JOURNAL).exists() and any(target.iterdir()):
         raise ValueError(f"{target} holds something else; choose an empty or a new folder")
-    with Journal(target / shard.JOURNAL, job) as journal:
-        if (target / shard.MANIFEST).exists():  # another process has just finished
+    with Journal(target / shards.JOURNAL, job) as journal:
+        if (target / shards.MANIFEST).exists():  # another process has just finished
             return _already(target, job)
         broken = folders.check(root, names, journal, num_threads, progress)
         if broken and not skip_broken:
@@ -92,22 +91,22 @@ def pack(
             for name, part in (("train", train), ("test", test))
         }
         manifest: dict[str, Any] = {
-            "format": shard.FORMAT,
-            "version": shard.VERSION,
+            "format": shards.FORMAT,
+            "version": shards.VERSION,
             "classes": list(train),
             "parts": parts,
             "size": size,
             "skipped": broken,
             "job": job,
         }
-        manifest["hash"] = shard.hash_of(manifest)
+        manifest["hash"] = shards.hash_of(manifest)
         written = {entry["name"] for part in parts.values() for entry in part["shards"]}
-        for path in target.glob(f"*{shard.SUFFIX}*"):
+        for path in target.glob(f"*{shards.SUFFIX}*"):
             if path.name not in written:  # of an interrupted pack of an earlier state of the folder
                 path.unlink()
-        aside = target / f"{shard.MANIFEST}.part"
+        aside = target / f"{shards.MANIFEST}.part"
         aside.write_text(json.dumps(manifest, indent=1))
-        _keep(aside, target / shard.MANIFEST)
+        _keep(aside, target / shards.MANIFEST)
         journal.remove()
     return _report(manifest)
 
@@ -126,7 +125,7 @@ def _shards(
     """Writes what the journal does not know to be written."""
     whole = {entry["name"]: entry for entry in journal.done if "name" in entry}
     for number, images in enumerate(_cut(root, folders.members(part), shard_bytes)):
-        name = f"{part_name}-{number:05}{shard.SUFFIX}"
+        name = f"{part_name}-{number:05}{shards.SUFFIX}"
         entry = whole.get(name)
         if entry is None or not (target / name).exists():
             entry = {"name": name, **_write(target / name, root, images, size, threads, done)}
@@ -157,8 +156,8 @@ def _write(
     aside = path.with_name(f"{path.name}.part")
     records = in_order(lambda image: _encoded(folders.read(root, image), size), images, threads)
     try:
-        shard.write_records(aside, done.counted(records))
-        entry = shard.entry_of(aside)
+        shards.write_records(aside, done.counted(records))
+        entry = shards.entry_of(aside)
         if entry["records"] != len(images):
             raise OSError(f"{entry['records']} of {len(images)} records arrived")
         _keep(aside, path)
@@ -197,7 +196,7 @@ def _keep(aside: Path, path: Path) -> None:
 
 
 def _already(target: Path, job: str) -> Report:
-    manifest = shard.read_manifest(target)
+    manifest = shards.read_manifest(target)
     if manifest["job"] != job:
         raise ValueError(
             f"{target} holds shards of another folder, of an earlier state of it, or with other settings; "

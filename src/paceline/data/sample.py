@@ -1,6 +1,6 @@
 """The embedded sample: 6000 training and 1500 test images of clothing, 28x28 grey, three classes.
 
-Cut from Fashion-MNIST; paceline/sample/README.md tells how. It serves first runs and tests: nothing to
+Cut from Fashion-MNIST; paceline/train/sample/README.md tells how. It serves first runs and tests: nothing to
 download, seconds to train.
 """
 
@@ -43,6 +43,6 @@ def load() -> tuple[Sample, Sample]:
 
 
 def _part(name: str) -> Sample:
-    with (files("paceline") / "sample" / f"{name}.npz").open("rb") as file:
+    with (files("paceline.train") / "sample" / f"{name}.npz").open("rb") as file:
         arrays = np.load(file, allow_pickle=False)
         return Sample(torch.from_numpy(arrays["images"])[:, None], torch.from_numpy(arrays["labels"]).long())

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.dice import Dice, seed_all
-from paceline.data.source import Collated, Source, Stream, together
+from paceline.data.rng import Dice, seed_all
+from paceline.data.sources import Collated, Source, Stream, together
 
 SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB) rows travel through pipes
 

@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract, quota
+from paceline import contract
 from paceline.contract import Agreement, Piece, Rule, Window
-from paceline.engine import cores, sequential
-from paceline.engine.crew import Crew
-from paceline.engine.everyone import Everyone
-from paceline.engine.places import Places
-from paceline.engine.relay import Follower, Leader
-from paceline.engine.shares import Shares
-from paceline.engine.update import Factored, finish, norms
+from paceline.engine import sequential
+from paceline.engine.compute.optimizer_step import Factored, finish, norms
+from paceline.engine.node import affinity, cgroup_limits
+from paceline.engine.node.in_step_reduce import Everyone
+from paceline.engine.node.local_exchange import Follower, Leader
+from paceline.engine.node.local_group import Crew
+from paceline.engine.node.optimizer_shards import Shares
+from paceline.engine.node.shared_memory import Places
 
 
 class Engine(sequential.Engine):
@@ -67,14 +68,14 @@ class Engine(sequential.Engine):
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
         self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
         self._cpus = os.sched_getaffinity(0)
-        self._mine, self.num_threads = cores.share(rank, size, self._cpus, allowed=quota.cores())
-        cores.move(self._cpus, self._mine)
+        self._mine, self.num_threads = affinity.share(rank, size, self._cpus, allowed=cgroup_limits.cores())
+        affinity.move(self._cpus, self._mine)
         try:
             super().open(model, optimizer, loss, metric)
             self._share()
         except BaseException:
             self.crew.close()
-            cores.move(self._mine, self._cpus)
+            affinity.move(self._mine, self._cpus)
             raise
 
     def _share(self) -> None:
@@ -179,4 +180,4 @@ class Engine(sequential.Engine):
         super().close()
         self.shares.close()
         self.crew.close()
-        cores.move(self._mine, self._cpus)
+        affinity.move(self._mine, self._cpus)

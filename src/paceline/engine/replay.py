@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Rule
-from paceline.engine.moving import Moving
-from paceline.engine.timeline import Timeline
+from paceline.engine.compute.forward_state import Moving
+from paceline.engine.compute.timeline import Timeline
 
 
 class Engine(contract.Engine):

@@ -26,14 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import contract, quota
+from paceline import contract
 from paceline.contract import Ballot, Piece
-from paceline.engine import cores, sequential
-from paceline.engine.batch import filled
-from paceline.engine.crew import CrewError
-from paceline.engine.dice import Dice, seeds
-from paceline.engine.everyone import Circle, Everyone
-from paceline.engine.norm import Layers
+from paceline.engine import sequential
+from paceline.engine.compute.batch import filled
+from paceline.engine.compute.rng import Dice, seeds
+from paceline.engine.compute.sync_batch_norm import Layers
+from paceline.engine.node import affinity, cgroup_limits
+from paceline.engine.node.in_step_reduce import Circle, Everyone
+from paceline.engine.node.local_group import CrewError
 
 
 class Engine(sequential.Engine):
@@ -57,8 +58,8 @@ class Engine(sequential.Engine):
         loss: Callable[..., Any] | None,
         metric: Callable[..., Any] | None = None,
     ) -> None:
-        cpus, allowed = os.sched_getaffinity(0), quota.cores()
-        parts = [cores.share(i, self.num_replicas, cpus, allowed=allowed) for i in range(self.num_replicas)]
+        cpus, allowed = os.sched_getaffinity(0), cgroup_limits.cores()
+        parts = [affinity.share(i, self.num_replicas, cpus, allowed=allowed) for i in range(self.num_replicas)]
         self.num_threads_each = min(num_threads for _, num_threads in parts)
         twins = [twin(model, i) for i in range(1, self.num_replicas)]  # before there are hooks on the model
         self.twins: list[sequential.Engine] = []
@@ -68,7 +69,7 @@ class Engine(sequential.Engine):
             self.twins[-1].accumulate, self.twins[-1]._keeps = self.accumulate, False
             self.twins[-1].divided = self.divided
             self.twins[-1].open(one, optimizer, loss, metric)
-        _, self.num_threads = cores.share(0, 1, cpus, allowed=allowed)
+        _, self.num_threads = affinity.share(0, 1, cpus, allowed=allowed)
         super().open(model, optimizer, loss, metric)
         self._keeps = False
         self.riders = [

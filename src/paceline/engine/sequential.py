@@ -19,22 +19,32 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import FACTORS, Agreement, Ballot, NoGradient, Piece, Rule, Window
-from paceline.engine import products, randomness, rows
-from paceline.engine.ahead import Ahead
-from paceline.engine.backward import Backward, Pass
-from paceline.engine.batch import call, counted, divisible, filled, judged, leaves, mapped, samples, split, target
-from paceline.engine.buffers import dense, solidify
-from paceline.engine.everyone import Everyone
-from paceline.engine.halves import unlike
-from paceline.engine.inputs import Inputs
-from paceline.engine.layout import Layout
-from paceline.engine.means import Means, labels_of
-from paceline.engine.moving import Moving
-from paceline.engine.norm import Layers
-from paceline.engine.numerics import Numerics
-from paceline.engine.options import Options
-from paceline.engine.parts import cut
-from paceline.engine.update import Factored, finish, multiply, refuse_closures, separate, takes_factors
+from paceline.engine.checks.loss_in_parts import unlike
+from paceline.engine.checks.optimizer_options import Options
+from paceline.engine.checks.replaced_layers import Layout
+from paceline.engine.compute import matmul, rng, state_store
+from paceline.engine.compute.batch import (
+    call,
+    counted,
+    divisible,
+    filled,
+    judged,
+    leaves,
+    mapped,
+    samples,
+    split,
+    target,
+)
+from paceline.engine.compute.deferred_update import Ahead
+from paceline.engine.compute.forward_state import Moving
+from paceline.engine.compute.gradient_hooks import Backward, Pass
+from paceline.engine.compute.input_snapshot import Inputs, dense, solidify
+from paceline.engine.compute.loss_divisor import Means, labels_of
+from paceline.engine.compute.optimizer_step import Factored, finish, multiply, refuse_closures, separate, takes_factors
+from paceline.engine.compute.precision import Numerics
+from paceline.engine.compute.row_ranges import cut
+from paceline.engine.compute.sync_batch_norm import Layers
+from paceline.engine.node.in_step_reduce import Everyone
 
 HASH_VALUES = 1 << 12  # at least, of each step
 AUXILIARY = (
@@ -46,7 +56,7 @@ HASH_STEPS = 1000  # in which every value has been looked at
 
 
 class Engine(contract.Engine):
-    """What a batch and a loss may be: `engine/batch.py`."""
+    """What a batch and a loss may be: `engine/compute/batch.py`."""
 
     ahead = True
 
@@ -76,10 +86,10 @@ class Engine(contract.Engine):
             self.multiply = multiply
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
-        self.numbers = rows.numbered(model, optimizer)
+        self.numbers = state_store.numbered(model, optimizer)
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
-            products.install(model)
+            matmul.install(model)
         self.backward = Backward(model, hook_layers=not self.numerics.compile)
         self.backward.rounded = self.numerics.precision != "fp32"
         self.specs, self.names = self.backward.specs, self.backward.names
@@ -340,14 +350,14 @@ class Engine(contract.Engine):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        return buffers, self.moving.keep(), randomness.state(), self._turn
+        return buffers, self.moving.keep(), rng.state(), self._turn
 
     def rollback(self, kept: Any) -> None:
         buffers, followed, random, self._turn = kept
         self.moving.put(followed)
         for table, name, buffer, old in buffers:
             table[name] = buffer.copy_(old)  # forward may have put another tensor in its place
-        randomness.set_state(random)
+        rng.set_state(random)
         self._inputs.restore()
 
     def state(self) -> dict[str, Tensor]:
@@ -362,7 +372,7 @@ class Engine(contract.Engine):
     def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
         states, weights = self.optimizer.state_dict()["state"], self.state()
         return {
-            name: {key: rows.cut(value, weights[name].shape, window) for key, value in states[number].items()}
+            name: {key: state_store.cut(value, weights[name].shape, window) for key, value in states[number].items()}
             for name, window in windows.items()
             if (number := self.numbers[name]) in states
         }
@@ -372,7 +382,7 @@ class Engine(contract.Engine):
         for name, window in windows.items():
             mine, shape = whole["state"].pop(self.numbers[name], {}), weights[name].shape
             if name in states:
-                its = {key: rows.put(mine.get(key), value, shape, window) for key, value in states[name].items()}
+                its = {key: state_store.put(mine.get(key), value, shape, window) for key, value in states[name].items()}
                 whole["state"][self.numbers[name]] = its
         self.optimizer.load_state_dict(whole)
 
@@ -396,7 +406,7 @@ class Engine(contract.Engine):
     def close(self) -> None:
         self._later.close()
         self.backward.close()
-        products.remove(self.model)
+        matmul.remove(self.model)
         for layers, everyone in self._norms:
             layers.restore()
             everyone.close()

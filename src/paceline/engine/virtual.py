@@ -24,10 +24,12 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Ballot, Piece, Spec
-from paceline.engine import batch as batches
-from paceline.engine import cores, randomness, sequential
-from paceline.engine.batch import count, divisible, filled
-from paceline.sums import Span, add_up
+from paceline.engine import sequential
+from paceline.engine.compute import batch as batches
+from paceline.engine.compute import rng
+from paceline.engine.compute.batch import count, divisible, filled
+from paceline.engine.node import affinity
+from paceline.messages import Span, add_up
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
 
@@ -59,7 +61,7 @@ class Engine(sequential.Engine):
         if not (isinstance(num_shares, int) and 1 <= num_shares <= MOST_SHARES):
             raise ValueError(f"engine 'virtual:k' cuts a batch into 1 <= k <= {MOST_SHARES} shares, got {num_shares!r}")
         self.num_shares = num_shares
-        self.num_threads = num_threads or len(cores.physical(os.sched_getaffinity(0)))
+        self.num_threads = num_threads or len(affinity.physical(os.sched_getaffinity(0)))
         self._span, self._step = (0, num_shares), 0
         self._keeps = False  # each share is a copy
 
@@ -94,14 +96,14 @@ class Engine(sequential.Engine):
         ballots: list[Ballot] = []
         for share, part in enumerate(parts, first):
             self.rollback(kept)  # each share begins where the first did
-            randomness.seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
+            rng.seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
             ballots.append(super().gradient(part, scale, forms, partial(take, share)))
             after = after or self.snapshot()
             if learns:
                 self.moving.compare([first_made])
                 first_made = first_made or {name: each.clone() for name, each in self.moving.tensors().items()}
         self.rollback(after)
-        randomness.set_state(kept[2])
+        rng.set_state(kept[2])
         ballot, nothing = Ballot.merge(ballots), (0.0, 0.0, 0.0)
         ballot.constant = ballot.trains_nothing
         said = [(each.loss_sum, each.metric_sum, each.weight) for each in ballots[: last - first]]

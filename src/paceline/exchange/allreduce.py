@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from paceline import contract
+from paceline.codec.lossless import LEAST_BYTES, Added, Gathered, fits, joined, pack
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
-from paceline.exchange.choice import ASKED, PACKED, Choice
-from paceline.exchange.forms import choose, dense_cost, factor_cost, toll
-from paceline.exchange.lane import Flight, Lane, Sent
-from paceline.exchange.meeting import Meeting
-from paceline.exchange.packed import Added, Gathered, joined
-from paceline.packing import LEAST_BYTES, fits, pack
+from paceline.exchange.flow.autotuner import ASKED, PACKED, Choice
+from paceline.exchange.flow.control import Meeting
+from paceline.exchange.flow.cost_model import choose, dense_cost, factor_cost, toll
+from paceline.exchange.flow.send_queue import Flight, Lane, Sent
 
 
 class Exchange(Meeting):

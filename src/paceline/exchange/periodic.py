@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Verdict
-from paceline.exchange.forms import dense_cost, toll
-from paceline.exchange.meeting import Meeting
+from paceline.exchange.flow.control import Meeting
+from paceline.exchange.flow.cost_model import dense_cost, toll
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
 SAID = struct.Struct("<dBdd")

@@ -20,9 +20,9 @@ from torch import Tensor
 from paceline import contract
 from paceline.contract import DENSE, Ballot, Cost, Piece, Spec
 from paceline.exchange import allreduce
-from paceline.exchange.forms import gathered, toll
-from paceline.exchange.lane import Flight, Sent
-from paceline.sums import Span, add_up, spans
+from paceline.exchange.flow.cost_model import gathered, toll
+from paceline.exchange.flow.send_queue import Flight, Sent
+from paceline.messages import Span, add_up, spans
 
 HEAD = 3  # values before the sums: how many shares there are, the first and the last + 1 that are here
 SHARE = struct.Struct("<ddd")

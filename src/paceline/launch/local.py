@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import status
-from paceline.launch.again import Again
-from paceline.launch.alone import Notes
-from paceline.launch.restarts import Ending, Restarts
-from paceline.launch.team import DONE, FAILED, HOLDS, JOINS, Team
-from paceline.link.ticket import Ticket
+from paceline.elastic.ticket import Ticket
+from paceline.launch.supervise import process_status
+from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
+from paceline.launch.supervise.node_restarts import Again
+from paceline.launch.supervise.restart_policy import Ending, Restarts
+from paceline.launch.supervise.trained_alone import Notes
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
@@ -158,7 +158,7 @@ def start(
         folder: Path | None = None
         if restarts or tell or (returns and base.get("PACELINE_NODES")):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-            base[status.VARIABLE] = str(folder)
+            base[process_status.VARIABLE] = str(folder)
         notes: Notes | None = None
         if together and sum(sizes) > 1:
             notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))))

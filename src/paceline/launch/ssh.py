@@ -15,19 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from paceline.launch import alone, detach
-from paceline.launch.again import PAUSE_S, RETURNS
-from paceline.launch.calls import kill
-from paceline.launch.check import LOST
+from paceline.environment import wait_s
+from paceline.launch import detach
+from paceline.launch.child_processes import kill
+from paceline.launch.doctor.preflight import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
-from paceline.launch.lines import Lines, shown
 from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes, once
-from paceline.launch.node import SAYS, STARTED
-from paceline.launch.restarts import Ending, Restarts
-from paceline.launch.team import DONE, FAILED, HOLDS, JOINS
-from paceline.patience import wait_s
+from paceline.launch.node_agent import SAYS, STARTED
+from paceline.launch.output import Lines, shown
+from paceline.launch.supervise import trained_alone
+from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS
+from paceline.launch.supervise.node_restarts import PAUSE_S, RETURNS
+from paceline.launch.supervise.restart_policy import Ending, Restarts
 
-NODE = f"{OWN_PATH}; from paceline.launch import node; sys.exit(node.main())"
+NODE = f"{OWN_PATH}; from paceline.launch import node_agent; sys.exit(node_agent.main())"
 GLANCE_S = 0.1
 MOST_PAUSE_S = 30.0  # between two attempts to reach a host
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
@@ -96,9 +97,9 @@ class Orders:
     def judge(self, nodes: Sequence[Node]) -> int:
         """The exit code of nodes that all ended with 0."""
         found = {node.said.get("found", "") for node in nodes}
-        if self.together is None or (alone.UNSTEPPED not in found and len(found) > 1):
+        if self.together is None or (trained_alone.UNSTEPPED not in found and len(found) > 1):
             return 0
-        what = alone.UNSTEPPED if alone.UNSTEPPED in found else found.pop()
+        what = trained_alone.UNSTEPPED if trained_alone.UNSTEPPED in found else found.pop()
         return self.together(what, sum(num_processes(engine) for engine in self.engines))
 
     def of(self, node: Node, again: bool) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, LinkError
-from paceline.link.cable import SILENT_S, addresses, unanswered
-from paceline.link.library import library
-from paceline.link.progress import Flight
-from paceline.link.proof import secret_of_environment
-from paceline.link.pulse import Pulse
-from paceline.link.route import is_loopback
-from paceline.whereabouts import Whereabouts
+from paceline.elastic.heartbeat import Pulse
+from paceline.link.net.auth import secret_of_environment
+from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
+from paceline.link.net.mpi_progress import Flight, library
+from paceline.link.net.route import is_loopback
+from paceline.report.activity import Whereabouts
 
 JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this

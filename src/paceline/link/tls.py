@@ -19,12 +19,11 @@ from torch import Tensor
 
 from paceline.contract import Guest
 from paceline.link import torch as plain
-from paceline.link.identity import Identity, check
-from paceline.link.mail import Mail, Work
-from paceline.link.mesh import Mesh
-from paceline.link.proof import Hiding, secret_of_environment
-from paceline.link.route import REACH_S
-from paceline.link.schedule import bounds
+from paceline.link.net.auth import Hiding, secret_of_environment
+from paceline.link.net.collective_rounds import bounds
+from paceline.link.net.route import REACH_S
+from paceline.link.net.tls_mesh import Identity, Mesh, check
+from paceline.link.net.tls_messages import Mail, Work
 
 SLICE_BYTES = 4 << 20  # of a sum, for each rank: while one is added up, others are on their way
 MARGIN_S = 0.5  # in which a lane that is not connected says so, before it is given up

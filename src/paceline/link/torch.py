@@ -26,16 +26,15 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.contract import Cost, Guest, LinkError
-from paceline.link.cable import SILENT_S, watched
-from paceline.link.join import Unreached, introduce, join
-from paceline.link.meeting import Meeting
-from paceline.link.meeting_point import MeetingPoint
-from paceline.link.ports import shut_after
-from paceline.link.proof import secret_of_environment
-from paceline.link.pulse import Pulse
-from paceline.link.route import REACH_S, Member
-from paceline.link.survivors import Place, Survivors
-from paceline.whereabouts import BACK_S, Whereabouts
+from paceline.elastic.heartbeat import Pulse
+from paceline.elastic.reconfigure import Place, Survivors
+from paceline.link.net.auth import secret_of_environment
+from paceline.link.net.keepalive import SILENT_S, shut_after, watched
+from paceline.link.net.rendezvous import Unreached, introduce, join
+from paceline.link.net.route import REACH_S, Member
+from paceline.link.net.store_client import Meeting
+from paceline.link.net.store_server import MeetingPoint
+from paceline.report.activity import BACK_S, Whereabouts
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 
 from paceline.link.collectives.halving import halve, largest_power
-from paceline.link.schedule import Message, bounds
+from paceline.link.net.collective_rounds import Message, bounds
 
 
 def reduce(ranks: Sequence[int], count: int, nodes: Sequence[Hashable] = ()) -> Iterator[Message]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from paceline.link.schedule import Message, bounds
+from paceline.link.net.collective_rounds import Message, bounds
 
 SEGMENT = 1 << 16  # elements: shorter messages would cost more in steps than they hide
 MOST = 16  # segments of each half

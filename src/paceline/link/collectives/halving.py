@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-from paceline.link.schedule import Message, bounds
+from paceline.link.net.collective_rounds import Message, bounds
 
 
 def reduce(ranks: Sequence[int], count: int, nodes: Sequence[Hashable] = ()) -> Iterator[Message]:

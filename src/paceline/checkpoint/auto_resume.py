@@ -1,0 +1,74 @@
+"""A run that was started again resumes from its newest checkpoint, also where its script does not call `restore`.
+
+PACELINE_RESUME=1 asks for that; the launcher sets it. It happens when the first `batches` of any join begins, for all
+joins that are there then; a script that calls `restore` of one of them restores all by itself. Calls of `batches` that
+had ended before the checkpoint give nothing. A checkpoint of a later join than the first is restored by that join: what
+a script trains before is trained again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from typing import Any
+
+from paceline.engine.compute import rng
+
+VARIABLE = "PACELINE_RESUME"
+
+_waiting: list[Any] = []  # have joined, and restored nothing yet
+_numbers = itertools.count()
+_random: dict[int, Any] = {}  # by the join's number, after its checkpoint was restored
+_by_script: list[bool] = []  # something, once the script has called `restore`
+
+
+def enlist(pace: Any) -> None:
+    """A join, in the order of the script. Raises ValueError for another value of the variable."""
+    pace.number = next(_numbers)
+    said = os.environ.get(VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={said!r} is neither 1 nor 0; set it to one of these, or unset it")
+    if said == "1" and not (_by_script or pace.watched or pace._entry):
+        _waiting.append(pace)
+
+
+def by_script(pace: Any, found: bool) -> None:
+    """The script has called `restore`."""
+    if not (_by_script or found) and pace in _waiting:
+        _say(pace, "the script's restore() found no checkpoint: the run begins at step 0")
+    _by_script.append(True)
+    _waiting.clear()
+
+
+def begin() -> None:
+    """The data begin. Every process must call it, with the same joins."""
+    paces = _waiting.copy()
+    _waiting.clear()
+    for pace in paces:
+        if pace.folder is None:
+            _say(pace, "there is no checkpoint, since the run has no folder (--out): it begins at step 0")
+        elif pace.resume_unasked():
+            _random[pace.number] = rng.state()
+            _say(pace, f"resumed from the checkpoint of step {pace.num_steps} in {pace.folder}")
+        else:
+            _say(pace, f"there is no checkpoint of this training in {pace.folder}: it begins at step 0")
+
+
+def arrive(pace: Any) -> None:
+    """At the call of `batches` that the checkpoint was made in: what the script has drawn on the way is taken back."""
+    if (random := _random.pop(pace.number, None)) is not None:
+        rng.set_state(random)
+
+
+def missed(pace: Any) -> None:
+    """A step without `batches`: where its data stand, the script alone could say."""
+    if pace in _waiting:
+        _waiting.remove(pace)
+        _say(pace, "not resumed, since this loop takes no pace.batches(): begins at step 0; call pace.restore() in it")
+
+
+def _say(pace: Any, what: str) -> None:
+    if pace.leader:
+        sys.stderr.write(f"paceline: {what}\n")
+        pace.record.write("hint", text=what)

@@ -1,0 +1,47 @@
+"""Weights alone, as a safetensors file that any tool can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint import atomic_write, tensor_file
+from paceline.checkpoint.run_lock import CheckpointError
+
+
+def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
+    """The file is there whole, or as it was before. ``facts`` become its metadata, each as JSON.
+
+    Tied weights are written under each of their names. Raises ValueError for what safetensors cannot hold,
+    CheckpointError when the system refuses.
+    """
+    draft = tensor_file.Draft(weights, {name: json.dumps(fact) for name, fact in (facts or {}).items()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write.file(path, draft.write)
+    except OSError as error:
+        refusal = CheckpointError(
+            f"cannot write {draft.num_bytes:,} bytes to {path}: {error.strerror or error}; "
+            "make room or choose another place"
+        )
+        refusal.errno = error.errno
+        raise refusal from error
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and facts of an exported file. Raises ValueError for a file that is not whole safetensors."""
+    try:
+        weights, metadata, _ = tensor_file.read(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+    facts = {}
+    for name, text in metadata.items():
+        try:
+            facts[name] = json.loads(text)
+        except ValueError:
+            facts[name] = text  # of another tool, which is free to write what it likes
+    return weights, facts

@@ -1,0 +1,145 @@
+"""A run's checkpoints: written at once or beside the training, and gone on from. ``pace`` is `pace.Pace`.
+
+    save(wait=False)    between two steps: the last one is waited for, everything copied, a thread begins to write
+    step, step, ...     meanwhile; if writing fails, the next vote tells everyone, and all raise the same error
+    save, restore, end  wait for the thread, and tell what it has not told yet
+
+Rank 0 writes. Nobody else needs to know whether it is whole before `restore`, where each looks for itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint import checkpoint, run_state
+from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.async_writer import Copies, Writer
+from paceline.checkpoint.run_lock import CheckpointError
+from paceline.checkpoint.transfer import Others, Post
+from paceline.exchange.flow import buffer_broadcast
+from paceline.exchange.flow.control import alone
+
+FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
+
+
+class Saving:
+    """*Cost*: host memory for one more copy of everything, from the first ``save(wait=False)`` on, in one process."""
+
+    def __init__(self, pace: Any):
+        self.pace = pace
+        self._writer, self._copies = Writer(self._unwritten), Copies()
+        self._damaged: frozenset[str] = frozenset()
+
+    def save(self, run: Path, wait: bool) -> Path | None:
+        """Every process must call it. The path, in the leader. Raises CheckpointError, also of the one before."""
+        pace, begin = self.pace, time.perf_counter()
+        pace.settle()
+        pace.exchange.level(pace.engine.weights)
+        buffer_broadcast.spread(pace.job.model, pace.engine, pace.exchange)
+        state = run_state.state(pace)
+        path: Path | None = alone(pace, lambda: pace.leader, lambda: self._put(run, state, wait, begin))
+        return path
+
+    def _put(self, run: Path, state: Any, wait: bool, begin: float) -> Path:
+        pace, step = self.pace, self.pace.loop.num_steps
+        self.finish()
+        draft, held_s = checkpoint.Draft(step, pace.engine.state(), state), 0.0
+
+        def write() -> Path:
+            start = time.perf_counter()
+            path = draft.write(run, pace.keep, self._damaged)
+            end = time.perf_counter()
+            self._damaged -= {path.name}
+            times = {"seconds": end - begin if wait else held_s, "write_seconds": end - start}
+            pace.record.write("checkpoint", step=step, path=str(path), **times)
+            return path
+
+        if wait:
+            return write()
+        draft.freeze(self._copies, fixed=run_state.MEMORIES)
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        held_s = time.perf_counter() - begin
+        self._writer.begin(f"the checkpoint of step {step} in {run}", draft.num_bytes, write)
+        return draft.path(run)
+
+    def _unwritten(self) -> None:
+        loop = self.pace.loop
+        loop.stop = loop.stop or FAILED  # a signal ends the run, which tells this, too
+
+    def tell(self) -> None:
+        """After a vote of `FAILED`: every process raises what the writer met."""
+        alone(self.pace, lambda: self.pace.leader, self.finish)
+
+    def finish(self) -> None:
+        """Nothing is being written any more. Raises what went wrong, once."""
+        try:
+            self._writer.finish()
+        finally:
+            if self.pace.loop.stop == FAILED:
+                self.pace.loop.stop = 0
+
+    def end(self, wait: bool = True) -> Exception | None:
+        """What the writer met, where it was not told yet."""
+        atexit.unregister(self._at_exit)
+        try:
+            if wait:
+                self.finish()
+        except Exception as error:
+            return error
+        return None
+
+    def _at_exit(self) -> None:
+        """The script has ended without `Pace.close`."""
+        if unwritten := self.end():
+            sys.stderr.write(f"paceline: {unwritten}\n")
+
+    def restore(self, run: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
+        """What was gone on from. Every process must call it. ``fits``: whether a checkpoint of this state is taken."""
+        pace, one = self.pace, checkpoint.NAME.fullmatch(run.name) is not None
+        pace.settle()
+        self.tell()
+
+        def find(most: int | None) -> checkpoint.Checkpoint | None:
+            if not one:
+                return checkpoint.read_newest(run, most)
+            seen = most is None and (pace.leader or run.is_dir())
+            return checkpoint.read(run) if seen else None
+
+        sends = False
+        while True:
+            world, team = pace.world, pace.exchange.link.generation  # as they are before all agree
+            choice = agreed(find, pace.exchange.gather, run)
+            if choice is None and sends:
+                raise CheckpointError(f"all who have the checkpoint in {run} were lost while they sent it; start there")
+            if choice is None:
+                return None
+            kept, sends = choice.kept, bool(choice.lacking)
+            if not sends:
+                break
+            nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
+            with contextlib.suppress(Others):
+                kept = Post(world.rank, nodes, pace.exchange.gather, team).send(kept, choice.lacking)
+                self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
+                break
+        assert kept
+        if not fits(kept.state):
+            return None
+        run_state.restore(pace, kept)
+        if not one:  # those were passed over
+            newer = (path for path in checkpoint.all_of(run) if checkpoint.step_of(path) > kept.step)
+            self._damaged = frozenset(path.name for path in newer)
+        if choice.passed_over:
+            self._say(f"passed over {'; '.join(choice.passed_over)}; restored {kept.path}")
+        pace.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(choice.passed_over))
+        return kept
+
+    def _say(self, what: str) -> None:
+        if self.pace.leader:
+            sys.stderr.write(f"paceline: {what}\n")

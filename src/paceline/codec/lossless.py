@@ -1,0 +1,163 @@
+"""Floats in fewer bytes, bit for bit, for a wire that is slower than the processor.
+
+    head    what follows, how many numbers, the length of the next part
+    high    of each number the byte with its sign and most of its exponent, as zstd writes it
+    low     its other bytes as they are; none for a zero
+
+Exponents within a gradient lie close together (3 of 8 bits tell which), mantissas are noise, and what has passed a ReLU
+or a dropout is zero for the greater part.
+*Cost*: about 2e-9 s per byte, packing and unpacking; saves some 15 % of fp32, 30 % of bf16, and the zeros.
+*Laws*: what comes out is what went in, bit by bit, also NaN, -0 and subnormal numbers; longer by the head at most.
+*Source*: an entropy code for exponents alone: Hershcovitch et al. 2024 (arXiv 2411.05239); zstd: RFC 8878.
+
+What has come, as numbers: rows put together, and packed messages unpacked by the thread that sees them arrive.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline import contract
+
+HEAD = struct.Struct("<BQQ")
+PLAIN, WHOLE, SPARSE = range(3)
+SLOW_S = 4e-8  # per byte on the wire, from which packing pays: 200 Mbit/s
+LEAST_BYTES = 1 << 14
+DENSE = 0.95  # of all numbers: where more are not zero, taking the zeros out is not worth it
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Bytes = NDArray[np.uint8]
+
+
+def fits(tensor: Tensor) -> bool:
+    """Whether its type is one that can be packed."""
+    return tensor.itemsize in WORDS
+
+
+def pack(tensor: Tensor) -> Tensor:
+    """Bytes, on the CPU. ``tensor``: of any type that `fits`."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    count, words = flat.numel(), flat.view(WORDS[flat.itemsize]).numpy()
+    high = _columns(words, 1)[:, -1].copy()
+    coded = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(high.data), np.uint8)
+    there = (high & 0x7F) != 0
+    num_there = int(np.count_nonzero(there))
+    # a subnormal number's high byte may be that of a zero, and its low ones are not
+    sparse = num_there < DENSE * count and num_there == np.count_nonzero(words << 1)
+    num_low = (num_there if sparse else count) * (flat.itemsize - 1)
+    if len(coded) + num_low >= flat.nbytes:
+        return _joined(PLAIN, count, 0, [words.view(np.uint8)])
+    if sparse:
+        words = np.compress(there, words)
+    low = [_columns(words, width)[:, -2].copy().view(np.uint8) for width in _widths(flat.itemsize)]
+    return _joined(SPARSE if sparse else WHOLE, count, len(coded), [coded, *low])
+
+
+def _columns(words: NDArray[Any], width: int) -> NDArray[Any]:
+    """(numbers, parts of so many bytes); the last has the sign."""
+    return words.view(f"u{width}").reshape(len(words), words.itemsize // width)
+
+
+def _widths(itemsize: int) -> list[int]:
+    """Of the low bytes' parts, each the last but one among its like: half of all, half of the rest, down to one."""
+    return [itemsize >> i for i in range(1, itemsize.bit_length())]
+
+
+def _joined(kind: int, count: int, length: int, parts: list[Bytes]) -> Tensor:
+    head = np.frombuffer(HEAD.pack(kind, count, length), np.uint8)
+    return torch.from_numpy(np.concatenate([head, *parts]))
+
+
+def unpack(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers, flat. Raises ValueError."""
+    size, data = dtype.itemsize, payload.numpy()
+    try:
+        kind, count, length = HEAD.unpack(data[: HEAD.size].tobytes())
+        rest = data[HEAD.size :]
+        if kind == PLAIN:
+            return torch.from_numpy(rest.copy().view(f"i{size}")).view(dtype)
+        high, low = _uncoded(rest[:length], count), rest[length:]
+        there = (high & 0x7F) != 0 if kind == SPARSE else None
+        words = np.zeros(count if there is None else np.count_nonzero(there), f"i{size}")
+        ends = list(accumulate(len(words) * width for width in _widths(size)))
+        if len(low) != ends[-1]:
+            raise ValueError(f"{len(low)} low bytes in place of {ends[-1]}")
+        for part, width in zip(np.split(low, ends[:-1]), _widths(size), strict=True):
+            _columns(words, width)[:, -2] = part.copy().view(f"u{width}")
+        if there is not None:
+            some, words = words, np.zeros(count, words.dtype)
+            words[there] = some
+        _columns(words, 1)[:, -1] = high
+    except (struct.error, zstandard.ZstdError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{len(data)} bytes are no packed {dtype} ({error})") from None
+    return torch.from_numpy(words).view(dtype)
+
+
+def _uncoded(coded: Bytes, count: int) -> Bytes:
+    if (told := zstandard.frame_content_size(coded.data)) != count:  # before as much memory is taken
+        raise ValueError(f"a code of {told} bytes for {count} numbers")
+    return np.frombuffer(zstandard.ZstdDecompressor().decompress(coded.data), np.uint8)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """All rows, one part after the other: where they lie so already, without copying them."""
+    full = [part for part in parts if part.numel()]  # of an empty one nobody knows where it lies
+    if not full:
+        return parts[0]
+    first, end = full[0], full[0].data_ptr()
+    for part in full:
+        whole = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (whole and part.data_ptr() == end and part.is_contiguous()):
+            return torch.cat(full)
+        end += part.nbytes
+    return first.as_strided((sum(map(len, full)), *first.shape[1:]), first.stride())
+
+
+class Added(contract.Handle):
+    """What ``then`` makes of everyone's numbers, rank after rank."""
+
+    def __init__(self, handle: contract.Handle, then: Callable[[list[Tensor]], Any]):
+        self.handle, self.then = handle, then
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.then(self.handle.wait(deadline_s))
+
+
+class Gathered(Added):
+    """The same of numbers that came packed; ``mine`` are those of ``rank`` itself, flat.
+
+    ``num_bytes``: of the longest message, once all have come, which was at ``came_s`` by the clock ``now``.
+    """
+
+    def __init__(
+        self,
+        handle: contract.Handle,
+        rank: int,
+        mine: Tensor,
+        then: Callable[[list[Tensor]], Any],
+        now: Callable[[], float],
+    ):
+        super().__init__(handle, then)
+        self.rank, self.mine, self.now = rank, mine, now
+        self.num_bytes, self.came_s = 0, 0.0
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        parts = self.handle.wait(deadline_s)
+        self.came_s = self.now()  # what follows is not the wire's
+        self.num_bytes = max(len(part) for part in parts)
+        mine = self.mine
+        return self.then(
+            [mine if rank == self.rank else unpack(part, mine.dtype).to(mine.device) for rank, part in enumerate(parts)]
+        )

@@ -1,0 +1,91 @@
+"""What a long job has done, one JSON line each, so that an interrupted one goes on where it was.
+
+One process at a time holds a journal; others wait for it. A line torn by a kill is dropped, and a
+journal of another job is begun anew.
+
+A function over many things in threads, results in order, little of it ahead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+
+class Journal:
+    """``done``: the lines so far. ``job``: a digest of everything that the lines depend on."""
+
+    def __init__(self, path: Path, job: str):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        while True:
+            self._file = path.open("a+b")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            # whoever held it may have removed it: then this is the old one
+            if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                break
+            self._file.close()
+        self._file.seek(0)
+        self.done: list[dict[str, Any]] = []
+        whole = 0
+        for line in self._file.readlines():
+            entry = _parsed(line)
+            if entry is None or (not self.done and entry != {"job": job}):
+                break
+            whole += len(line)
+            self.done.append(entry)
+        self._file.truncate(whole)
+        if not self.done:
+            self.write(job=job)
+        del self.done[:1]
+
+    def write(self, **entry: Any) -> None:
+        """On the disk when it returns."""
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.done.append(entry)
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """At most four results per thread wait to be taken; leaving early drops what has not begun."""
+    pool = ThreadPoolExecutor(threads, "paceline data")
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= 4 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,272 @@
+"""A node that comes late is taken in between two steps. ``pace`` is `pace.Pace`.
+
+    it asks                 the leader, at its own meeting point, and is told where training is
+    meanwhile               it is given a copy of the weights, and every update since, until it is level
+    a vote                  says to all that somebody waits, and in which generation it is to be a member
+    before the next step    all meet, the new one as the last rank; the leader gives it the rest
+    that step               is everyone's
+    below the minimum       no step is taken before joining nodes are enough (`waiting`)
+
+*Laws*: who has another script, model or version, or is here already, is refused by name, and nobody stands still for
+it; who dies while it is taken in costs the others a step at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.contract import Agreement, Guest, LinkError, Porter, Regroup, Rule
+from paceline.elastic import state_transfer
+from paceline.elastic.below_minimum import Door, enough, wait
+from paceline.elastic.catch_up import Following
+from paceline.elastic.consistency import unlike
+from paceline.environment import wait_s
+
+MOST_VAIN = 2  # times that all meet to take the same one in
+IN_VAIN = f"all met to take it in, {MOST_VAIN} times, and it did not come; look at the network, and start it again"
+OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
+
+
+class Welcome(Door):
+    """Of every process of every member. ``said``: what `compare.digests` says of this one."""
+
+    def __init__(self, pace: Any, said: dict[str, str]):
+        self.pace, self.said = pace, said
+        self.came: tuple[Guest, ...] = ()  # by the last change of members
+        self._ready: list[Guest] = []
+        self._answered: dict[str, int] = {}
+        self._following: dict[str, Following] = {}  # in the process that leads
+        self._vain: dict[str, int] = {}
+        self._began = -1
+        self._own = False  # a loop of the user's own, whose rows nobody else can deal
+        self._missing: list[str] = []  # hosts that were lost, and have not come back
+        self._waits_s = 0.0  # since when, on `time.monotonic`
+        self._limit_s = wait_s()
+
+    def before(self, batch: Any, own: bool) -> None:
+        """Every process must call it before each step. ``own``: of a loop of the user's own."""
+        pace = self.pace
+        self._own = own or not hasattr(batch, "epoch")
+        # whoever comes is in the same call of `batches`, so that it ends with the others
+        if pace.agreement.ballot.guests > pace.exchange.link.generation and pace.began == self._began and not own:
+            self._admit()
+        self._began = pace.began
+        if self._follows(pace.agreement):
+            self._copy()
+        if pace.leader:
+            self._look()
+        self._hold()
+        pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
+        pace.loop.follows = bool(self._following)
+
+    def rejoin(self, seat: Any) -> Any:
+        """Before a step is computed again; the seat to compute it in. Every process must call it."""
+        self._hold()
+        return self.pace.loop.seat
+
+    def note(self, news: Regroup) -> None:
+        """Other nodes from now on."""
+        self.came = news.came
+        self._missing += news.lost
+        for guest in news.came:
+            if guest.host in self._missing:
+                self._missing.remove(guest.host)
+
+    # below the minimum
+
+    def _hold(self) -> None:
+        pace = self.pace
+        if enough(self.num_nodes, self.minimum):
+            return
+        self._waits_s = time.monotonic()
+        text = (
+            f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) {'is' if self.num_nodes == 1 else 'are'} "
+            f"left at step {pace.loop.num_steps}, with everything in memory; {self._who} may come back within "
+            f"{self._limit_s:.0f} s (--wait)"
+        )
+        if pace.leader:
+            sys.stderr.write(f"paceline: {text}\n")
+        pace.record.write("wait", step=pace.loop.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
+        with pace.whereabouts.at(f"waiting for {self._who} to come back"):
+            wait(self, pace.exchange, time.sleep)
+        pace.record.write("waited", step=pace.loop.num_steps, seconds=time.monotonic() - self._waits_s)
+
+    @property
+    def _who(self) -> str:
+        return ", ".join(self._missing) or "missing nodes"
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.pace.world.num_nodes)
+
+    @property
+    def minimum(self) -> int:  # type: ignore[override]
+        return int(self.pace.world.least)
+
+    def look(self) -> dict[str, Any]:
+        pace = self.pace
+        if pace.leader:
+            self._look()
+        # who is level waits for others that nearly are, unless it makes the nodes enough
+        on_the_way = [each for each in self._following.values() if not each.level and not each.hopeless]
+        admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
+        in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
+        return {
+            "guests": pace.exchange.link.generation + 1 if admits else 0,
+            "follows": bool(self._following),
+            "stop": pace.loop.stop,
+            "hung": pace.loop.hung,
+            "over": in_vain and not self._following,
+        }
+
+    def copy(self) -> bool:
+        return self.pace.world.node == 0 and self._copy()
+
+    def admit(self) -> None:
+        self._admit()
+
+    def end(self, number: int) -> None:
+        pace = self.pace
+        if number:
+            pace._end(number)
+            return
+        few = f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) are left"
+        why = f"{OWN}, which cannot join therefore" if self._own else f"{self._who} did not come back"
+        pace._give_up(f"{few}: {why} within {self._limit_s:.0f} s (--wait)" if not self._own else f"{few}: {why}")
+
+    def begin_again(self) -> None:
+        """What those who follow were given is of another state: they are given all of it anew."""
+        for following in self._following.values():
+            following.end(False)
+        self._following = {}
+
+    def _follows(self, agreement: Agreement) -> bool:
+        """Known to every process of the node that leads."""
+        return agreement.ballot.follows and self.pace.world.node == 0
+
+    def _copy(self) -> bool:
+        """The next part for each who follows, as soon as there is a place for it. Whether there was any."""
+        pace = self.pace
+        takers = [each for each in self._following.values() if each.placed]
+        wanted = json.dumps([each.next for each in takers]).encode()
+        parts = json.loads(bytes(pace.exchange.hand(wanted)))
+        for i, rows in enumerate(parts):
+            part = state_transfer.part(pace, rows)
+            if pace.leader:
+                takers[i].part(part)
+        return bool(parts)
+
+    def _look(self) -> None:
+        porter = self.pace.ledger.porter
+        asked = porter.waiting() if porter else {}
+        self._ready = []
+        self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
+        for name in self._following.keys() - asked.keys():
+            self._following.pop(name).stop()
+        for name, said in asked.items():
+            if self._answered.get(name) != said["turn"]:
+                assert porter
+                try:
+                    told = self._answer(porter, name, said)
+                except (LookupError, TypeError):
+                    told = {"refused": "it asks as another version of paceline does; install the same on every node"}
+                if told is not None:
+                    porter.answer(name, told)
+                    self._answered[name] = said["turn"]
+
+    def _answer(self, porter: Porter, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
+        """None for whom the answer is to be taken in, which is still to come."""
+        pace = self.pace
+        if why := OWN if self._own else self._refusal(said):
+            print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
+            return {"refused": why}
+        if self._vain.get(name, 0) >= MOST_VAIN:
+            return {"refused": IN_VAIN}
+        if "began" not in said:
+            if lost := self._following.pop(name, None):
+                lost.stop()  # the line on which it was given a part is no more
+            return {"position": [pace.epoch, pace.next_step, pace.began]}
+        if said["began"] < pace.began:
+            return {"over": True}
+        if said["began"] > pace.began:
+            return None
+        if why := unlike(pace._data, [said["data"]]):
+            return {"refused": why}
+        if name not in self._following:
+            self._following[name] = Following(pace, porter, name)
+        following = self._following[name]
+        if following.broken:
+            return None  # it hears of it, and asks anew
+        if following.lost:
+            self._following.pop(name).stop()
+            return {"refused": following.lost}
+        if not following.level and not following.hopeless:
+            return None
+        self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
+        return None
+
+    def keep(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
+        """Before an update; what this gives is called once it was applied."""
+        applied = [following.before(agreement, rule) for following in self._following.values()]
+        if self._follows(agreement):
+            self.pace.exchange.hand(b"")  # no process's update changes sums that are not copied yet
+
+        def all_applied() -> None:
+            for each in applied:
+                each()
+
+        return all_applied
+
+    def _refusal(self, said: dict[str, Any]) -> str:
+        mine, its = self.said, said["said"]
+        if different := [name for name in mine if its.get(name) != mine[name]]:
+            return (
+                f"it was given different {', '.join(different)}; start it with the same script, arguments, data and "
+                f"versions"
+            )
+        most = os.environ.get("PACELINE_NODES", "").partition(":")[2]
+        num_nodes = self.pace.world.num_nodes + len(self._ready)
+        if most and num_nodes >= int(most):
+            return f"{num_nodes} nodes train, or are about to, and there are to be at most {most} (--nodes)"
+        return ""
+
+    def _meet(self) -> tuple[Guest, ...]:
+        self.came = ()
+        self.pace.exchange.admit(self._ready)
+        return self.came
+
+    def _admit(self) -> None:
+        pace, begin = self.pace, time.perf_counter()
+        came = self._meet()
+        for guest in self._ready if not came else ():
+            self._vain[guest.name] = self._vain.get(guest.name, 0) + 1
+        if not came or pace.world.node:
+            return
+        following = {guest.name: self._following.pop(guest.name, None) for guest in came}
+        level = {name: each is not None and each.end(not each.hopeless) for name, each in following.items()}
+        all_level = b"level" if all(level.values()) else b""
+        rest, large = state_transfer.rest(pace), {} if pace.exchange.hand(all_level) else state_transfer.copy(pace)
+        if not pace.leader:
+            return
+        for guest in came:
+            message = state_transfer.Message(rest if level[guest.name] else {**large, **rest})
+            ahead = following[guest.name]
+            try:
+                line = (ahead and ahead.line) or pace.ledger.porter.line(guest.name)
+                line.hurry()
+                line.send(message.parts(), message.num_bytes)
+            except LinkError as error:  # the next operation finds out, as for any other member
+                print(f"paceline: {guest.host}: {error}", file=sys.stderr)
+            pace.record.write(
+                "welcome",
+                step=pace.loop.num_steps,
+                host=guest.host,
+                num_bytes=message.num_bytes,
+                ahead_bytes=ahead.num_bytes if ahead else 0,
+                seconds=time.perf_counter() - begin,
+            )

@@ -1,0 +1,75 @@
+"""Below the minimum of nodes, survivors keep everything in memory and take no step, until joining nodes are enough.
+
+    round by round   every process says what it knows (a signal, time is over), the leader also who is to be admitted
+    state transfer   goes on beside the rounds, at full speed: nothing else is sent
+    admission        as between two steps (`welcome`): as soon as the nodes are enough then, or all who come are level
+    the end          enough nodes: the step is computed. A signal: all save, and end. Time is over: likewise, with
+                     RESUME_CODE
+
+Each round is an operation among all (`elastic.survive`), so more failures meanwhile only make fewer of those who wait.
+*Laws*: all leave in the same round, for the same reason; no step is taken below the minimum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from paceline.contract import Exchange
+from paceline.elastic.quorum import Found, Verdict, decide
+from paceline.launch.signals import HANGUP
+
+PAUSE_S = 0.1  # between two rounds in which there is nothing to do
+SHORT_S = 0.005  # while state is being sent
+
+
+class Door:
+    """What those who wait do besides waiting. ``minimum``: of nodes that train."""
+
+    minimum = 1
+
+    @property
+    def num_nodes(self) -> int:
+        raise NotImplementedError
+
+    def look(self) -> dict[str, Any]:
+        """This process's word: ``guests``: the generation in which somebody is to be admitted, 0 for none; ``follows``:
+        state is being sent; ``stop``: a signal that came; ``hung``: the launcher has hung up; ``over``: it has waited
+        for long enough."""
+        raise NotImplementedError
+
+    def copy(self) -> bool:
+        """Where the leader's node is: the next part of the state, where there is a place for it."""
+        raise NotImplementedError
+
+    def admit(self) -> None:
+        raise NotImplementedError
+
+    def end(self, number: int) -> None:
+        """All do it: after signal ``number``, or 0 where time is over. Raises."""
+        raise NotImplementedError
+
+
+def enough(num_nodes: int, minimum: int) -> bool:
+    """Whether so many, who know of nobody else, may train."""
+    return decide([Found.CAME] * num_nodes, minimum).verdict is Verdict.GO_ON
+
+
+def wait(door: Door, exchange: Exchange, pause: Callable[[float], None]) -> None:
+    """Until there are enough. Every process of every member must call it. Raises what `Door.end` raises."""
+    while not enough(door.num_nodes, door.minimum):
+        said = [json.loads(words) for words in exchange.gather(json.dumps(door.look()).encode())]
+        leader = said[0]
+        if stop := max(each["stop"] for each in said):
+            door.end(stop)
+        if all(each["hung"] for each in said):
+            door.end(HANGUP)
+        if leader["over"]:
+            door.end(0)
+        copied = leader["follows"] and door.copy()
+        # a leader that was lost while it said so names a generation that has been
+        if leader["guests"] > exchange.link.generation:
+            door.admit()
+        elif not copied:
+            pause(SHORT_S if leader["follows"] else PAUSE_S)

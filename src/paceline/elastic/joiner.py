@@ -1,0 +1,337 @@
+"""A node that comes late: alone until those who train take it in, between two of their steps.
+
+    asks      the member that leads, at its meeting point, again and again, one question at a time
+    is told   why not; or, once all have met, who they are and where this one's place is among them
+    rebuild   the link that all have from then on
+
+Whoever asks has proved the run's secret, and a question is gone with the line that it came by.
+
+A node that comes late, until it is taken in. ``pace`` is `pace.Pace`.
+
+    join       builds all that is its own, and asks where training is
+    batches    waits to be taken in; takes over what all have in common; its first batch is the others' next
+    before     it is alone: what it saves or evaluates is nobody's
+
+A call of `batches` that the others have finished gives nothing here, so that loops of several calls go on in step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import contract
+from paceline.contract import Guest, LinkError
+from paceline.elastic import state_transfer
+from paceline.elastic.bulk_channel import Bulk, reach
+from paceline.elastic.catch_up import follow
+from paceline.elastic.quorum import HERE, SILENT
+from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
+from paceline.elastic.ticket import Ticket
+from paceline.environment import wait_s
+from paceline.link import memory
+from paceline.link.net import route
+from paceline.link.net.auth import Hiding, secret_of_environment
+from paceline.link.net.store_client import LATE, Meeting
+from paceline.link.net.store_server import MeetingPoint
+from paceline.link.torch import Link
+from paceline.report.activity import BACK_S, Whereabouts
+
+PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
+GLANCE_S, PAUSE_S = 0.02, 0.2
+OVER_S = 10.0  # for which all must be gone: a firewall may refuse for them, for a moment
+NOTICE_S = 10.0  # before people are told of a wait for an answer
+OVER = "none of those who trained answers any more; the run has ended, or look there"
+
+
+class Late(memory.Link):
+    """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before. ``kind``: of the link
+    that the members have. Raises ValueError where the run is encrypted and that link is not, or the reverse."""
+
+    def __init__(self, ticket: Path, node: str = "", kind: type[Link] = Link):
+        super().__init__(memory.Hub(1), 0)
+        self.whereabouts = Whereabouts(BACK_S)  # all others have measured their steps
+        self._link: Link | None = None
+        self.grows, self._ticket, found, self._kind = True, ticket, _awaited(ticket), kind
+        if found.hides != kind.hides:
+            theirs, mine = ("with", "without") if found.hides else ("without", "with")
+            raise ValueError(
+                f"{ticket} is of a run that was started {theirs} --encrypt, and this node was started {mine}; start it "
+                f"as the others (PACELINE_ENCRYPT)"
+            )
+        self._secret = Hiding(found.secret.encode()) if found.hides else found.secret.encode()
+        secret_of_environment()  # what this process starts does not get it
+        self._places = [Place.read(each.encode()) for each in found.members]
+        self._behind: list[Place] = []
+        self._name = f"{node or NEW}-{secrets.token_hex(8)}"
+        self._host = os.environ.get("PACELINE_HOST", socket.gethostname())
+        self._line: Meeting | None = None
+        self._point: MeetingPoint | None = None
+        self._bulk: Bulk | None = None
+        self._turn, self._told = 0, dict[str, Any]()
+        self.glance: Callable[[], None] = lambda: None  # while waiting: raises where waiting is to end
+
+    def stand_by(self, least: int = 1) -> None:
+        """Those whom it comes to do."""
+
+    def request(
+        self, who: dict[str, Any], more: dict[str, Any] | None = None, hear: Callable[[bytearray], None] | None = None
+    ) -> dict[str, Any]:
+        """The leader's answer to who this is, and then to ``more``. ``hear`` is given the messages before that answer.
+
+        Whoever leads later is asked anew. Raises LinkError where it refuses, or nobody is left who could answer.
+        """
+        end, why, over_s = time.monotonic() + PATIENCE_S, "no answer", math.inf
+        while time.monotonic() < end:
+            try:
+                line = self._meet()
+                if self._bulk is None:
+                    self._told = self._ask(line, who, end)
+                    address, port = self._told["hatch"]
+                    self._bulk = reach(address, port, self._secret, self._name)
+                if more:
+                    self._told = self._ask(line, {**who, **more}, end, hear)
+                return self._told
+            except Over:
+                self._hang_up()
+                over_s = min(over_s, time.monotonic())
+                if time.monotonic() - over_s > OVER_S:
+                    self._ticket.unlink(missing_ok=True)  # nobody tries again
+                    raise
+                self.glance()
+                time.sleep(PAUSE_S)
+            except (Refused, Unheard):
+                self._hang_up()
+                raise
+            except LinkError as error:
+                why, over_s = str(error), math.inf
+                self._hang_up()
+                self.glance()
+                time.sleep(PAUSE_S)
+        raise LinkError(f"this node, {self._host}, was not answered within {PATIENCE_S:.0f} s ({why}); look there")
+
+    def _meet(self) -> Meeting:
+        """A line to who leads, and a meeting point of this one's own, on the way there."""
+        if self._line is None:
+            self._line = self._find()
+        if self._point is None:
+            address = route.own_address(self._line.address)
+            self._point = MeetingPoint(address, 0, self._secret)
+            atexit.register(self._point.close)
+            self._me = Place(self._name, self._host, address, self._point.port)
+        return self._line
+
+    def _find(self) -> Meeting:
+        some, why = False, "their processes have ended"
+        for place in self._known():
+            if (how := place.look()) != HERE:
+                some |= how == SILENT
+                continue
+            try:
+                line, told = self._members_at(place)
+            except LinkError as error:
+                why = str(error)
+                continue
+            some, self._places = True, told
+            if told[0].name == place.name:
+                return line
+            line.close()
+            self._behind.append(told[0])
+        if some:
+            raise LinkError("of those who train, the one that leads cannot be reached")
+        raise Over(f"{OVER} ({why})")
+
+    def _members_at(self, place: Place) -> tuple[Meeting, list[Place]]:
+        """(a line there, the members that it knows of)."""
+        line = Meeting(place.address, place.port, self._secret, LATE, 0, TURN_S)
+        try:
+            return line, [Place.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+        except BaseException:
+            line.close()
+            raise
+
+    def _known(self) -> Iterator[Place]:
+        """Where to look for who leads: whom one names is asked next."""
+        self._behind = self._places[::-1]
+        asked: set[str] = set()
+        while self._behind:
+            place = self._behind.pop()
+            if place.name not in asked:
+                asked.add(place.name)
+                yield place
+
+    def _ask(
+        self, line: Meeting, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
+    ) -> dict[str, Any]:
+        self._turn += 1
+        notice_s = time.monotonic() + NOTICE_S
+        said = {**said, "name": self._name, "host": self._host, "place": self._me.write(), "turn": self._turn}
+        line.lease(GUEST + self._name, json.dumps(said))
+        while time.monotonic() < end:
+            self.glance()
+            if time.monotonic() > notice_s:
+                notice_s = math.inf
+                self.whereabouts.notice(
+                    f"this node, {self._host}, has waited {NOTICE_S:.0f} s to be taken in by those who train at "
+                    f"{line.host}:{line.port}: they answer between two of their steps"
+                )
+            if line.check([ANSWER + self._name]):
+                told: dict[str, Any] = json.loads(line.get(ANSWER + self._name))
+                if told.pop("turn") == self._turn:
+                    if refused := told.get("refused"):
+                        raise Refused(f"this node, {self._host}, was not taken in: {refused}")
+                    return told
+            if hear and self._bulk and self._bulk.waits(GLANCE_S):
+                message = self._bulk.receive()
+                try:
+                    hear(message)
+                except LinkError as error:  # another process of this node is lost, and no question mends that
+                    raise Unheard(str(error)) from error
+            else:
+                time.sleep(GLANCE_S)
+        raise LinkError("no answer")
+
+    def take(self) -> bytearray:
+        """The next message from the leader. Raises LinkError, also where it is lost, as all others notice: they meet
+        without it, and wait for who is here."""
+        assert self._bulk
+        while not self._bulk.waits(GLANCE_S):
+            if self._link:
+                self._link.hears(0, "the state of those who train")
+        return self._bulk.receive()
+
+    def _hang_up(self) -> None:
+        if self._line:
+            self._line.close()
+        if self._bulk:
+            self._bulk.close()
+        self._line = self._bulk = None
+
+    def rebuild(self, admits: Any = ()) -> contract.Link:
+        """With what the last answer said: everyone, this one included."""
+        decided, members = self._told["decided"], self._told["members"]
+        host = Place.read(members[0].encode())
+        guests = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
+        names = [*decided["names"], *(place.name for place, _ in guests)]
+        places = [*(Place.read(each.encode()) for each in members), *(place for place, _ in guests)]
+        rank, generation = names.index(self._name), int(decided["generation"])
+        assert self._point
+        meeting = Meeting(host.address, host.port, self._secret, rank, len(names), TURN_S)
+        meeting.patience_s = JOIN_S
+        link = self._kind.of(meeting, generation, self.whereabouts)
+        link.survive(Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"])))
+        link.origin, link.came = tuple(range(len(members))), tuple(guest for _, guest in guests)
+        self._link = link
+        return link
+
+    def leave(self) -> None:
+        """What it asked is forgotten: it is a member, or gives up."""
+        self._hang_up()
+
+
+def _awaited(path: Path) -> Ticket:
+    """The ticket of a joining node, which may be a moment ahead of it. Raises LinkError where none comes."""
+    limit_s = wait_s()
+    end, waits = time.monotonic() + limit_s, False
+    while not path.exists():
+        if time.monotonic() >= end:
+            raise LinkError(
+                f"there is no run to join: no ticket at {path} within {limit_s:g} s; the run has ended, or its nodes "
+                f"write their ticket elsewhere (PACELINE_TICKET)"
+            )
+        if not waits:
+            waits = True
+            sys.stderr.write(f"paceline: this node waits for the ticket of the run, {path}, up to {limit_s:g} s\n")
+        time.sleep(PAUSE_S)
+    return Ticket.read(path)
+
+
+class Over(LinkError):
+    """There is nothing to come to."""
+
+
+class Refused(LinkError):
+    """They know who asks, and do not take it in."""
+
+
+class Unheard(LinkError):
+    """What they sent came, and could not be taken."""
+
+
+class Entry:
+    """``late``: the link of the process that has it. ``said``: what `compare.digests` says of this one."""
+
+    def __init__(self, pace: Any, late: Any, said: dict[str, str]):
+        self.pace, self.late, self.said = pace, late, said
+        if late:
+            late.glance = pace._glance
+
+    def hello(self) -> None:
+        """Where training is. Raises LinkError where this node is refused, or the run has ended."""
+        pace = self.pace
+        pace.epoch, pace.next_step, pace.began = self._ask({})["position"]
+        pace._resumed = True
+
+    def _ask(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Every process of the node calls it, and hears what comes before the answer."""
+        words, hand = b"", self.pace.exchange.hand
+        if self.late:
+            limits = self.pace._limits
+            own = {"size": self.pace.world.local_size, "least": limits.least[0], "most": limits.most[0]}
+            words = json.dumps(self.late.request({"said": self.said, **own}, more, self._pass_on)).encode()
+            hand(b"")  # which no message is
+        else:
+            while message := hand(b""):
+                self._hear(message)
+        told: dict[str, Any] = json.loads(bytes(hand(words)))
+        return told
+
+    def _pass_on(self, message: bytearray) -> None:
+        self._hear(self.pace.exchange.hand(message))
+
+    def enter(self, epochs: int) -> bool:
+        """False where the others have finished this call, of so many epochs. Every process of the node calls it."""
+        pace = self.pace
+        if "over" in self._ask({"began": pace.began, "data": pace._data}):
+            pace.epoch, pace.next_step = pace.began + epochs, 0
+            if self.late:
+                self.late.leave()  # nobody reads here until it asks again, by another line
+            return False
+        pace.exchange.enter()
+        link = pace.exchange.link
+        where = json.dumps([link.rank, link.size, link.generation]).encode()
+        link.rank, link.size, link.generation = json.loads(bytes(pace.exchange.hand(where)))
+        if not self.late:
+            pace.engine.relink(None)
+        while not self._hear(pace.exchange.hand(self.late.take() if self.late else b"")):
+            pass
+        if self.late:
+            self.late.leave()
+            pace.heed()
+        # other masks than anybody has drawn before
+        torch.manual_seed(pace.job.seed * 100_003 + 1_009 * link.generation + pace.world.rank)
+        return True
+
+    def _hear(self, message: bytes | bytearray) -> bool:
+        """Whether it was the last."""
+        said = state_transfer.read(bytearray(message) if isinstance(message, bytes) else message)
+        if "pieces" in said:
+            follow(self.pace, said)
+        if "part" in said:
+            state_transfer.take_part(self.pace, said)
+        if "weights" in said:
+            state_transfer.take(self.pace, said)
+        if "sizes" in said:
+            state_transfer.adopt(self.pace, said, self.pace.exchange.link.rank)
+        return "sizes" in said

@@ -1,0 +1,183 @@
+"""Replicas whose last bits differ are held together: rank 0's weights and optimizer state go round, a part per step.
+
+Gradients are added up to the same bits everywhere, but what each node makes of them is not the same where processors,
+libraries or numbers of threads differ: the product of a layer's factors, the momentum, the update itself. So as soon as
+the vote's hashes differ, each step ends with a broadcast of the next part, until no hash has differed for ``quiet``
+steps.
+
+*Cost*: one broadcast of 1 / ``period`` of the weights and their optimizer state per step.
+*Laws*: a weight is never further from rank 0's than ``period`` steps can bring it; on like hardware one period makes
+replicas bit-equal again, optimizer state included; bytes counted are the broadcast's cost.
+Where a node has several processes weights alone go round: optimizer state is divided there, and its own decay
+bounds it. Buffers are each node's own, as batch statistics are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Engine, Exchange
+from paceline.engine.compute.row_ranges import Part, cut
+from paceline.engine.node.optimizer_shards import SLICES, division
+from paceline.report.record import Record
+
+PERIOD = 256  # steps in which everything has gone round
+LEAST_VALUES = 1 << 14  # of weights in a part
+QUIET = 1280  # longer than the hash needs to look at everything, and a period
+
+View = tuple[Tensor, int, int]  # values of a tensor, from, to
+
+
+class Drift:
+    """Every process calls `after` at the end of each step. ``leads``: writes the record, and says it once.
+
+    ``divided``: some node has several processes, none of which holds the whole state of the optimizer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        exchange: Exchange,
+        record: Record,
+        leads: bool,
+        period: int = PERIOD,
+        quiet: int = QUIET,
+        least_values: int = LEAST_VALUES,
+        divided: bool = False,
+    ):
+        self.engine, self.exchange, self.record, self.leads = engine, exchange, record, leads
+        self.divided, self.period, self.quiet, self.least_values = divided, period, quiet, least_values
+        self.parts: list[Part] = []
+        self._left = self._turn = self._sent_bytes = 0
+        self._gap, self._said = 0.0, False
+
+    def state(self) -> dict[str, Any]:
+        """Where it is: alike everywhere but for ``gap``."""
+        return {"left": self._left, "turn": self._turn, "sent_bytes": self._sent_bytes}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._left, self._turn, self._sent_bytes = state["left"], state["turn"], state["sent_bytes"]
+        self.parts = self._cut()
+
+    def after(self, differs: bool, step: int) -> None:
+        """``differs``: whether the vote on this step found hashes that differ, which all processes know alike."""
+        if differs:
+            if not self._left:
+                self._begin(step)
+            self._left = self.quiet
+        elif not self._left:
+            return
+        self.engine.settle()
+        before = self.exchange.link.sent_bytes
+        self._spread(self.parts[self._turn])
+        self._sent_bytes += self.exchange.link.sent_bytes - before
+        self._turn += 1
+        if self._turn == len(self.parts):
+            self._report(step)
+        self._left -= 1
+        if not self._left:
+            self.record.write("drift", step=step, over=True)
+
+    def _begin(self, step: int) -> None:
+        self.parts = self._cut()
+        self._turn, self._sent_bytes, self._gap = 0, 0, 0.0
+        self.record.write("drift", step=step, parts=len(self.parts))
+        if not self.leads or self._said:
+            return
+        self._said = True
+        words = (
+            f"the nodes' weights differ since step {step}, as they do where processors, libraries or numbers of "
+            f"threads are not alike; from now on rank 0's weights and optimizer state go round, all of them in "
+            f"{len(self.parts)} steps"
+        )
+        print(f"paceline: {words}", file=sys.stderr)
+        self.record.write("hint", text=words)
+
+    def _cut(self) -> list[Part]:
+        numels = [weight.numel() for weight in self.engine.weights]
+        each = max(self.least_values, -(-sum(numels) // self.period))
+        # where a tensor's update looks at all of it, half of it mended would spoil that half again
+        return cut(numels, each, whole=division(self.engine.optimizer) != SLICES)
+
+    def _report(self, step: int) -> None:
+        """At the end of a period: how far the nodes were apart, and what it took to bring them together."""
+        said = [json.loads(words) for words in self.exchange.gather(json.dumps(self._gap).encode())]
+        self.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
+        self._turn, self._sent_bytes, self._gap = 0, 0, 0.0
+
+    @torch.no_grad()
+    def _spread(self, part: Part) -> None:
+        whole = self.engine.weights
+        weights = [(whole[index], start, stop) for index, start, stop in part]
+        values = [_values(view) for view in weights]
+        before = [each.clone() for each in values]
+        if self.divided:
+            self.exchange.spread(values)  # a node's shared memory itself: nobody has to put them back
+            for view, new in zip(weights, values, strict=True):
+                if not view[0].is_contiguous():
+                    _put(view, new)
+        else:
+            owners = self._owners()
+            views = [
+                v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])
+            ]
+            packed = torch.cat([_bytes(_values(view)).to(self.engine.weights[0].device) for view in views])
+            self.exchange.spread([packed])
+            _unpack(packed, views)
+        for old, view in zip(before, weights, strict=True):
+            new = _values(view).double()
+            self._gap = max(self._gap, float((old.double() - new).norm() / new.norm().clamp_min(1e-30)))
+
+    def _with_state(self, owner: Tensor | None, view: View) -> Sequence[View]:
+        """A weight's values, and those of the optimizer's tensors that belong to them."""
+        weight, start, stop = view
+        state = {} if owner is None else self.engine.optimizer.state.get(owner, {})
+        views = [view]
+        for key in sorted(state):
+            value = state[key]
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                views.append((value, start, stop))
+            elif isinstance(value, Tensor) and start == 0:
+                views.append((value, 0, value.numel()))
+        return views
+
+    def _owners(self) -> dict[int, Tensor]:
+        """The optimizer's parameter of each weight, which it holds as the same memory."""
+        places = {weight.data_ptr(): index for index, weight in enumerate(self.engine.weights) if weight.numel()}
+        owned = (p for group in self.engine.optimizer.param_groups for p in group["params"])
+        return {places[p.data_ptr()]: p for p in owned if p.data_ptr() in places}
+
+
+def _values(view: View) -> Tensor:
+    """In the order of a contiguous tensor, whatever the memory's; a view of the tensor where it is contiguous."""
+    tensor, start, stop = view
+    return tensor.reshape(-1)[start:stop]
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _unpack(packed: Tensor, views: Sequence[View]) -> None:
+    """The reverse of packing: into the tensors' own places."""
+    start = 0
+    for view in views:
+        tensor, first, last = view
+        num_bytes = (last - first) * tensor.itemsize
+        # a copy begins where any type may
+        _put(view, packed[start : start + num_bytes].clone().view(tensor.dtype).to(tensor.device))
+        start += num_bytes
+
+
+def _put(view: View, values: Tensor) -> None:
+    tensor, first, last = view
+    flat = tensor.reshape(-1)
+    flat[first:last] = values
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,207 @@
+"""All that those who train have in common, as a message to a node that comes late. ``pace`` is `pace.Pace`.
+
+    16 bytes   lengths of the tree (padded to 8) and of the tensors
+    tree       JSON, as in a checkpoint: nothing in it is evaluated
+    tensors    a safetensors file: weights, buffers, the optimizer's state
+
+What is each node's own stays so: random numbers, and what its codec owes (a new node owes nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.checkpoint import run_state, tensor_file
+from paceline.checkpoint.state_tree import pack, unpack
+from paceline.elastic import assignment, membership
+from paceline.engine.compute import state_store
+from paceline.engine.compute.batch import mapped
+from paceline.engine.compute.input_snapshot import sparse
+from paceline.engine.node.optimizer_shards import SLICES, division
+
+LENGTHS = struct.Struct("<QQ")
+PART_BYTES = 1 << 25  # copied at once, between two steps: some 10 ms
+
+
+class Message:
+    """``said`` as it is now, or at `parts`."""
+
+    def __init__(self, said: Any):
+        found: dict[str, Tensor] = {}
+        tree = json.dumps(pack(said, "state", found), allow_nan=False).encode()
+        self._tree, self._tensors = tree + b" " * (-len(tree) % 8), tensor_file.Draft(found)
+        self.num_bytes = LENGTHS.size + len(self._tree) + self._tensors.num_bytes
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        yield LENGTHS.pack(len(self._tree), self._tensors.num_bytes)
+        yield self._tree
+        yield from self._tensors.parts()
+
+
+def read(message: bytearray) -> Any:
+    """What was said; its tensors lie in the message. Raises ValueError."""
+    try:
+        length, _ = LENGTHS.unpack_from(message)
+        start = LENGTHS.size
+        tree = json.loads(message[start : start + length])
+        return unpack(tree, tensor_file.of_bytes(message, start + length))
+    except (LookupError, TypeError, struct.error) as error:
+        raise ValueError(f"this is no state of a run ({error!r})") from None
+
+
+def copy(pace: Any) -> dict[str, Any]:
+    """What is large. Every process of the node must call it."""
+    return {"weights": dict(pace.engine.state()), "optimizer": pace.engine.optimizer_state()}
+
+
+Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: all of it
+
+
+def parts(pace: Any) -> list[list[Rows]]:
+    """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
+
+    One list of none stands for `copy`, where something in these states has no part of its own.
+    """
+    weights, optimizer, numbers = pace.engine.state(), pace.job.optimizer, pace.engine.numbers
+    plain = all(isinstance(each, Tensor) and not each.is_sparse for each in weights.values())
+    if not plain or not numbers or numbers.keys() - weights.keys():
+        return [[]]
+    times = _times(optimizer)
+    found: list[list[Rows]] = [[]]
+    num_bytes = 0
+    for name, weight in weights.items():
+        its_bytes = int(weight.nbytes * (times if name in numbers else 1))
+        # elsewhere an update of some rows depends on all of them
+        cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(optimizer) == SLICES
+        stride = max(1, PART_BYTES * len(weight) // its_bytes) if cut else 0
+        for start in range(0, len(weight), stride) if cut else [0]:
+            size = min(its_bytes, PART_BYTES) if cut else its_bytes
+            if found[-1] and num_bytes + size > PART_BYTES:
+                found.append([])
+                num_bytes = 0
+            found[-1].append((name, start, min(len(weight), start + stride) if cut else 0))
+            num_bytes += size
+    return found
+
+
+def _times(optimizer: Optimizer) -> float:
+    """A weight and what the optimizer keeps of it, over the weight alone: of the parts in this process."""
+    kept = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    weights: int = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
+    return 1 + kept / max(1, weights)
+
+
+def copy_bytes(pace: Any) -> float:
+    """About those of `copy`."""
+    num_bytes = sum(
+        each.nbytes for each in pace.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
+    )
+    return _times(pace.job.optimizer) * num_bytes
+
+
+def weights_of(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+    """Of `part`, what every process of the node sees."""
+    state = pace.engine.state()
+    if not some:
+        return {"weights": dict(state)}
+    return {
+        "part": {name: state_store.cut(state[name], state[name].shape, (start, stop)) for name, start, stop in some},
+        "rows": {name: [start, stop] for name, start, stop in some},
+    }
+
+
+def part(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+    """What is large, of these; without any, all of it. Every process of the node must call it."""
+    if not some:
+        return copy(pace)
+    windows = {name: (start, stop) for name, start, stop in some if name in pace.engine.numbers}
+    return {**weights_of(pace, some), "states": pace.engine.optimizer_rows(windows)}
+
+
+def take_part(pace: Any, said: dict[str, Any]) -> None:
+    """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
+
+    Every process of the node must call it.
+    """
+    weights, windows = pace.engine.state(), {name: (start, stop) for name, (start, stop) in said["rows"].items()}
+    for name, tensor in said["part"].items():
+        whole = not state_store.is_cut(tensor, weights[name].shape, windows[name])
+        (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
+    known = {name: window for name, window in windows.items() if name in pace.engine.numbers}
+    pace.engine.take_optimizer_rows(said["states"], known)
+    pace.exchange.hand(b"")  # nobody updates what another still takes
+
+
+def rest(pace: Any) -> dict[str, Any]:
+    exchange = pace.exchange.state() if pace.world.local_rank == 0 else {}
+    exchange.pop("memory", None)
+    loop = pace.loop
+    return {
+        "buffers": list(pace.engine.buffers),
+        "sparse": sparse(pace.job.model),
+        "groups": options(pace.job.optimizer),
+        "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
+        "scaler": dict(vars(loop.scaler)),
+        "exchange": exchange,
+        "drift": loop.drift.state() if loop.drift else None,
+        "moved": loop.moved.state() if loop.moved else None,
+        "epoch": pace.epoch,
+        "next_step": pace.next_step,
+        "began": pace.began,
+        "num_steps": loop.num_steps,
+        "facts": pace.facts,
+        "sizes": list(pace.world.sizes),
+        "shares": list(loop.seat.shares) if loop.seat.shares else None,
+        "least": list(pace._limits.least),
+        "most": list(pace._limits.most),
+        "minimum": pace.world.least,
+    }
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of each group, as the learning rate, which schedules and scripts change."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: Optimizer, given: list[dict[str, Any]]) -> None:
+    for group, its in zip(optimizer.param_groups, given, strict=True):
+        group.update(its)
+
+
+def take(pace: Any, said: dict[str, Any]) -> None:
+    """What `copy` gave elsewhere. Every process of the node must call it."""
+    run_state.load(pace.job.model, said["weights"], "of those who train")
+    pace.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
+
+
+def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
+    """What `rest` gave elsewhere: this node, which has this rank, is a member. Every process of it must call it."""
+    loop = pace.loop
+    for mine, its in zip(pace.engine.buffers, said["buffers"], strict=True):
+        if mine.shape == its.shape:  # else a cache, which each node has of its own
+            mine.copy_(its)
+    for name, mine in sparse(pace.job.model).items():
+        mine.copy_(said["sparse"][name])
+    set_options(pace.job.optimizer, said["groups"])
+    if pace.job.scheduler and said["schedule"]:
+        pace.job.scheduler.load_state_dict(said["schedule"])
+    vars(loop.scaler).update(said["scaler"])
+    pace.exchange.load({**pace.exchange.state(), **said["exchange"]})
+    pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
+    loop.num_steps, pace.facts = said["num_steps"], said["facts"]
+    limits = assignment.Limits(tuple(said["least"]), tuple(said["most"]))
+    shares = tuple(said["shares"]) if said["shares"] else None
+    seat = dataclasses.replace(loop.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
+    pace.world = dataclasses.replace(pace.world, least=said["minimum"])
+    membership.sit(pace, seat, limits, tuple(said["sizes"]))
+    if loop.drift and said["drift"]:
+        loop.drift.load(said["drift"])
+    if loop.moved and said["moved"]:
+        loop.moved.load(said["moved"])

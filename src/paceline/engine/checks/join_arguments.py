@@ -1,0 +1,103 @@
+"""What `join` was asked for, looked at before anything begins: all faults at once, each in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from paceline import contract
+from paceline.data import load_balance
+from paceline.engine.checks import wrapped_models
+from paceline.engine.compute import deferred_update
+from paceline.engine.compute.precision import parse_row
+from paceline.environment import World
+from paceline.registry import parse
+
+MOST_SHARES = 256
+
+
+def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
+    """Of all that does not need a sound job to be looked at. ``words``: arguments of `join` by name.
+
+    ``joined``: the models that this process trains already.
+    """
+    found = wrapped_models.faults(model, optimizer) if isinstance(model, nn.Module) else []
+    taken = {id(each) for other in joined for each in other.parameters() if each.requires_grad}
+    if isinstance(model, nn.Module) and (twice := [n for n, p in model.named_parameters() if id(p) in taken]):
+        found.append(
+            f"parameter {twice[0]!r} is trained by another join() that is not closed; close that first (pace.close(), "
+            f"or the end of its with block), or give all losses to one: pace.backward(loss) may be called several times"
+        )
+
+    def look(check: Callable[..., Any], *given: Any) -> None:
+        try:
+            check(*given)
+        except ValueError as error:
+            found.append(str(error).removeprefix("join: "))
+
+    for name in ("engine", "exchange", "codec"):
+        said = words[name] or (os.environ.get("PACELINE_ENGINE") if name == "engine" else None)
+        if said is not None and not isinstance(said, str):
+            found.append(f"{name} is a str, such as {EXAMPLES[name]!r}, got {said!r}")
+        elif said is not None:
+            look(_engine if name == "engine" else parse, *((said,) if name == "engine" else (name, said)))
+    look(load_balance.wanted, words["shares"])
+    look(deferred_update.given, words["overlap"])
+    keep, reproducible, encrypt, folder = (words[name] for name in ("keep", "reproducible", "encrypt", "folder"))
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        found.append(f"keep is how many checkpoints stay, an int >= 1, got {keep!r}")
+    if not isinstance(reproducible, int) or not 0 <= reproducible <= MOST_SHARES:
+        found.append(f"reproducible is True, False or a number of shares up to {MOST_SHARES}, got {reproducible!r}")
+    if encrypt not in (None, True, False):
+        found.append(f"encrypt is True, False or None (PACELINE_ENCRYPT), got {encrypt!r}")
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        found.append(f"folder is a path or None, got {folder!r}")
+    return found
+
+
+EXAMPLES = {"engine": "threads:2", "exchange": "allreduce", "codec": "none"}
+
+
+def _engine(row: str) -> None:
+    parse("engine", parse_row(row)[0])
+
+
+def clashes(
+    world: World,
+    chosen: str,
+    precision: str,
+    agreeing: contract.Exchange,
+    exchange: str,
+    codec: str,
+    buffers: str = "own",
+) -> list[str]:
+    """What of it does not go together. ``chosen``: the engine's name; ``agreeing``: what ``exchange`` names."""
+    found: list[str] = []
+    if world.local_size > 1 and chosen != f"processes:{world.local_size}":
+        found.append(
+            f"{world.local_size} processes were started on this node (LOCAL_WORLD_SIZE), but the engine is {chosen!r}; "
+            f"use 'processes:{world.local_size}', or start one process per node"
+        )
+    if codec != "none" and not agreeing.uses_codec:
+        what = "gradients" if agreeing.consensus == "step" else "weights"
+        found.append(f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use 'none'")
+    if world.least and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
+        found.append(
+            f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
+            f"use overlap='backward' and an exchange that agrees each step, such as allreduce; got "
+            f"{agreeing.overlap!r} and {exchange!r}"
+        )
+    if buffers == "broadcast" and agreeing.consensus != "step":
+        found.append(
+            f"buffers='broadcast' is after each step, and with exchange {exchange!r} nodes meet less often; use "
+            f"allreduce, or buffers='own'"
+        )
+    if precision == "fp16" and codec not in ("none", "half"):
+        found.append(
+            f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
+            f"or codec 'none'"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""How one process computes: forward, backward, the optimizer's step, and their state."""

@@ -1,0 +1,227 @@
+"""What a batch may look like: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these.
+
+    tuple, list    model(*all but the last), and the loss sees the last
+    dict           model(**batch), and the loss sees the whole dict
+    tensor         model(batch), and the loss sees the batch itself
+
+A loss with a parameter named ``batch`` sees the whole batch, whatever it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Callable, Mapping
+from functools import lru_cache, reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Ballot
+from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
+
+
+def call(model: torch.nn.Module, batch: Any) -> Any:
+    """The model's output."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return model(*batch[:-1])
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+@lru_cache(maxsize=64)
+def whole(function: Callable[..., Any]) -> bool:
+    """Whether a loss or metric asks for the whole batch."""
+    try:
+        called = function.forward if isinstance(function, torch.nn.Module) else function
+        return "batch" in inspect.signature(called).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def target(function: Callable[..., Any], batch: Any) -> Any:
+    """What a loss or metric sees beside the output."""
+    return batch[-1] if isinstance(batch, tuple | list) and not whole(function) else batch
+
+
+def leaves(batch: Any) -> list[Tensor]:
+    """All tensors in it."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def filled(batch: Any) -> Any:
+    """The batch, or None where it has tensors and none of them has a row: a mean over no rows is no number."""
+    lengths = [len(leaf) for leaf in leaves(batch) if leaf.dim()]
+    return None if lengths and not any(lengths) else batch
+
+
+def count(batch: Any) -> int:
+    """Its rows. Raises ValueError for a batch without tensors that have rows."""
+    for leaf in leaves(batch):
+        if leaf.dim():
+            return len(leaf)
+    raise ValueError(
+        f"a batch must hold tensors with the samples first, got {type(batch).__name__}; let the dataset return "
+        f"tensors, or give its DataLoader a collate_fn that does"
+    )
+
+
+def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
+    """Some of its ``rows``: of tensors, and of lists of anything else, such as words, which lie as long as they do."""
+
+    def words(part: Any) -> Any:
+        listed = isinstance(part, list) or all(isinstance(each, str | bytes) for each in part)
+        return part[start:stop] if listed and len(part) == rows else part
+
+    return mapped(batch, lambda leaf: change(leaf[start:stop]) if leaf.dim() and len(leaf) == rows else leaf, words)
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor], words: Callable[[Any], Any] | None = None) -> Any:
+    """The same nesting with every tensor changed, and by ``words`` every list or tuple that holds none."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change, words) for key, value in batch.items()}
+    if words and isinstance(batch, tuple | list) and batch and not leaves(batch):
+        return words(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(part, change, words) for part in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(mapped(part, change, words) for part in batch)
+    return batch
+
+
+def samples(batch: Any, dealt: int | None) -> int:
+    """How many it has, of which ``dealt`` were read, where that is known: a collate_fn may have left some out, and they
+    need not lie along the first dimension (time, the nodes of a graph)."""
+    rows = count(batch)
+    if dealt is None or dealt == rows:
+        return rows
+    shapes = [leaf.shape for leaf in leaves(batch) if leaf.dim()]
+    somewhere = any(dealt in shape for shape in shapes) or _has_list(batch, dealt)
+    unlike = len({shape[0] for shape in shapes}) > 1
+    return dealt if (unlike and somewhere) or all(dealt in shape for shape in shapes) else rows
+
+
+def _has_list(batch: Any, length: int) -> bool:
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return any((isinstance(part, list) and len(part) == length) or _has_list(part, length) for part in parts)
+
+
+def divisible(batch: Any, dealt: int | None) -> int:
+    """Its rows. Raises ValueError where they are not its samples."""
+    rows, known = count(batch), samples(batch, dealt)
+    if rows != known:
+        raise ValueError(
+            f"a batch of {known} samples has {rows} rows in its first tensor: where samples do not lie along the first "
+            f"dimension they cannot be divided further; use accumulate=1 and engine 'sequential', 'threads:k' or "
+            f"'processes:k', or let collate_fn put the samples first"
+        )
+    return rows
+
+
+def split(batch: Any, parts: int, least: int = 1) -> list[Any]:
+    """The batch in at most so many contiguous parts of nearly equal rows, and of ``least`` where it has them."""
+    rows = count(batch)
+    parts = max(1, min(parts, rows // least))
+    if parts == 1:
+        return [batch]
+    edges = [rows * i // parts for i in range(parts + 1)]
+    return [cut(batch, start, stop, rows) for start, stop in pairwise(edges)]
+
+
+def judged(
+    loss: Callable[..., Any] | None,
+    output: Any,
+    batch: Any,
+    rows: int | None = None,
+    means: Means | None = None,
+    divided: bool = False,
+) -> tuple[Tensor, float, float, dict[str, float]]:
+    """(loss, what it times to be the sum over what counts, how much counts, each named part of it as a sum).
+
+    ``loss`` returns a mean over rows, a (sum, weight), or a dict of means. None: the output's own ``loss``, of which
+    ``means`` has seen what it divides by. ``rows``: how many there are, where that is known of other than the tensors.
+    ``divided``: these are not all rows of the step, so what cannot be added up over its parts is a ValueError.
+    """
+    if loss is None:
+        said, means = _own_loss(output), means or Means()
+    else:
+        means = Means()
+        with Seen(means):
+            said = loss(output, target(loss, batch))
+    if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
+        return said[0], 1.0, float(said[1]), {}
+    times = float(count(batch) if rows is None else rows)
+    if _is_number(said):
+        call, much = means.of(said), means.divisor(said)
+        if divided:
+            refuse(loss, call, means, batch, times)
+        if call is None or much is None:
+            return said, times, times, {}
+        return (said, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
+    if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
+        if len(said) > Ballot.MOST_TERMS:
+            raise ValueError(
+                f"the loss returned {len(said)} parts, at most {Ballot.MOST_TERMS} are added up over all processes; "
+                f"add some of them together"
+            )
+        for name, part in said.items() if divided else ():
+            refuse_part(str(name), means.of(part), times)
+        terms = {str(name): float(part.detach()) * times for name, part in said.items()}
+        return reduce(operator.add, said.values()), times, times, terms
+    raise ValueError(
+        f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
+        f"weight) with a finite weight >= 0, or a dict of means by name"
+    )
+
+
+def counted(said: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:
+    """What a metric returned as (sum, weight) by name: a sum over rows, a (sum, weight), or a dict of these."""
+    try:
+        whole = count(batch) if rows is None else rows
+        return {
+            str(name): (float(part[0]), float(part[1])) if isinstance(part, tuple) else (float(part), whole)
+            for name, part in (said.items() if isinstance(said, Mapping) else [("", said)])
+        }
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        raise ValueError(
+            f"the metric returned {_described(said)}; return a sum over rows, a pair (sum, weight), or a dict of these"
+        ) from None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_described(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_described, value)) + ")"
+    return repr(value) if isinstance(value, int | float | None) else f"a {type(value).__name__}"
+
+
+def _own_loss(output: Any) -> Any:
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is None:
+        raise ValueError(
+            f"join(loss=None) takes the loss from the model's output, but {type(output).__name__} has none; put the "
+            f"labels into the batch, or give a loss(output, batch)"
+        )
+    return own

@@ -1,0 +1,64 @@
+"""A metric over a dataset: every sample counted once, shared out among all processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from paceline.contract import Engine, Exchange
+from paceline.data import batches
+from paceline.data.sampler import Seat
+from paceline.engine.compute.batch import counted, samples, target
+
+
+def evaluate(
+    model: torch.nn.Module,
+    engine: Engine,
+    exchange: Exchange,
+    seat: Seat,
+    dataset: Any,
+    metric: Callable[..., Any],
+    rows: int,
+    change: Callable[[Any], Any] = lambda rows: rows,
+) -> Any:
+    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time,
+    changed as ``change`` does.
+
+    None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
+    """
+    team = [exchange.link.generation, seat.num_nodes]
+    source = batches.as_source(dataset)
+    chosen = batches.samples(dataset, source)
+    rows_here = seat.rows(len(chosen))
+    mine: list[int] = chosen[rows_here.start : rows_here.stop].tolist()
+    training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
+    sums: dict[str, tuple[float, float]] = {}
+    moving = getattr(engine, "moving", None)
+    model.eval()
+    try:
+        with torch.no_grad(), moving.unchanged() if moving else nullcontext():
+            for start in range(0, len(mine), rows):
+                some = mine[start : start + rows]
+                batch, output = engine.run(change(source.fetch(some, 0)))
+                _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
+    finally:
+        for module in training:
+            module.training = True
+    whole: dict[str, tuple[float, float]] = {}
+    said = [json.loads(words) for words in exchange.gather(json.dumps([team, seat.node, sums]).encode())]
+    if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < seat.num_nodes:
+        return None
+    for _, _, its_sums in said:
+        _add(whole, its_sums)
+    means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
+    return means[""] if set(means) == {""} else means
+
+
+def _add(sums: dict[str, tuple[float, float]], said: Any) -> None:
+    for name, (value, weight) in said.items():
+        old = sums.get(name, (0.0, 0.0))
+        sums[name] = old[0] + value, old[1] + weight

@@ -1,0 +1,360 @@
+"""One backward pass, piece by piece: which parameters leave together, when each is ready, and as what.
+
+A fully-connected layer's weight gradient is ``left.T @ right``: left is the gradient of the layer's
+output, right its input, one row per sample. In the FACTORS form the weight takes no part in its
+module's graph, so that product is never made here, and both factors are caught instead. A gradient
+that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
+the factors are not the whole gradient, the ballot says so, and the step is redone with the weight DENSE.
+Whoever asks for the gradient of such a weight inside of forward or loss is given the product.
+
+*Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks
+
+from paceline.contract import FACTORS, Piece, Spec
+from paceline.engine.checks import loss_graph
+from paceline.engine.compute.matmul import has_own_forward
+
+ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
+LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it may leave as factors
+BUCKET_BYTES = 4 << 20
+
+
+def _only_looks(hook: Any) -> bool:
+    """Torch's own trackers of modules change nothing."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Also a forward of one object alone may compute something else."""
+    return type(module).forward is nn.Linear.forward and not has_own_forward(module)
+
+
+def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
+    """Specs in backward order, and for each weight that may travel as factors its modules."""
+    linears: dict[int, list[nn.Linear]] = {}
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+        if _is_linear(module) and "weight" in module._parameters:
+            linears.setdefault(id(module.weight), []).append(module)  # type: ignore[arg-type]
+    specs: list[tuple[list[tuple[str, Tensor]], bool]] = []
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    factored: dict[str, list[nn.Linear]] = {}
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, parameter in reversed(trainable):
+        own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1 and not parameter.is_complex()
+        if own and parameter.nbytes >= LINEAR_BYTES:
+            factored[name] = linears[id(parameter)]
+            specs.append(([(name, parameter)], True))
+        elif parameter.nbytes >= ALONE_BYTES:
+            specs.append(([(name, parameter)], False))
+        else:
+            key = (parameter.dtype, parameter.device)
+            bucket = open_buckets.setdefault(key, [])
+            bucket.append((name, parameter))
+            if sum(p.nbytes for _, p in bucket) >= BUCKET_BYTES:
+                specs.append((open_buckets.pop(key), False))
+    specs += [(bucket, False) for bucket in open_buckets.values()]
+    return tuple(
+        Spec(index, tuple(n for n, _ in group), tuple(tuple(p.shape) for _, p in group), linear)
+        for index, (group, linear) in enumerate(specs)
+    ), factored
+
+
+@dataclass
+class _Call:
+    """One use of a fully-connected layer in this step."""
+
+    right: Tensor
+    version: int
+    left: Tensor | None = None
+
+
+class _Nothing(torch.autograd.Function):
+    """Minus zero, by a weight: added to the output of a layer that was computed without it, it ties both together."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, nothing: Tensor, shape: torch.Size, right: Tensor, state: Pass) -> Tensor:
+        ctx.right, ctx.state, ctx.like = right, state, weight.dtype
+        return nothing.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *lefts: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        """None in the step's own pass, whose factors are caught."""
+        if ctx.state.ours:
+            return None, None, None, None, None
+        left, right = (each.reshape(-1, each.shape[-1]).to(ctx.like) for each in (*lefts, ctx.right))
+        return left.T @ right, None, None, None, None
+
+
+@dataclass
+class Pass:
+    """The state of one backward pass."""
+
+    forms: Sequence[str]
+    offer: Callable[[Piece], None]
+    ready: dict[int, set[str]] = field(default_factory=dict)
+    calls: dict[int, list[_Call]] = field(default_factory=dict)
+    rows: dict[int, int] = field(default_factory=dict)
+    offered: set[int] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    strays: set[int] = field(default_factory=set)
+    hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
+    later: set[int] = field(default_factory=set)  # that leave once all passes are over
+    last: bool = False  # the last micro-batch: what is complete now leaves
+    places: set[int] = field(default_factory=set)  # of the parameters' memory, once a factor has asked
+    ours: bool = False  # the pass is the step's own, and not one inside its forward or loss
+
+
+def _uses(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@cache
+def _own_uses() -> tuple[int, int]:
+    """Of a gradient's memory that is nobody else's: after the passes, and as a hook finds it."""
+    leaf, seen = torch.zeros(1, requires_grad=True), list[int]()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        (leaf * leaf).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return _uses(leaf.grad), seen[0]
+
+
+def _shared(grad: Tensor, early: bool) -> bool:
+    """Whether other tensors lie in its memory: of ``x + bias`` with one row, both gradients are the same one."""
+    return _uses(grad) > _own_uses()[early]
+
+
+class Backward:
+    """Hooks on a model that turn each of its backward passes into pieces."""
+
+    def __init__(self, model: nn.Module, hook_layers: bool = True):
+        """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
+        _own_uses()  # which within a backward nobody can find out
+        self.specs, factored = cut(model, hook_layers)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = tuple(name for spec in self.specs for name in spec.names)
+        self._pass: Pass | None = None
+        self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._looked = self._late = False  # pieces leave once all is over, where a backward runs others inside
+        self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
+        self._hooks: list[Any] = []
+        self._watches: dict[str, Any] = {}
+        self._firsts: dict[nn.Module, int] = {}  # our forward hook's number, by layer
+        self.watch()
+        for spec in self.specs:
+            for module in factored.get(spec.names[0], ()):
+                self._hooks.append(
+                    module.register_forward_pre_hook(lambda module, _, spec=spec: self._enter(spec, module))
+                )
+                self._hooks.append(
+                    module.register_forward_hook(
+                        lambda module, args, kwargs, output, spec=spec: self._leave(
+                            spec, module, args[0] if args else kwargs["input"], output
+                        ),
+                        with_kwargs=True,
+                        always_call=True,
+                        prepend=True,  # a user's hook may change the output: that is not the layer's
+                    )
+                )
+                self._firsts[module] = self._hooks[-1].id
+
+    def watch(self, early: bool = True) -> None:
+        """Whether pieces leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
+        for hook in self._watches.values():
+            hook.remove()
+        self._watches = {
+            name: self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, spec=spec, name=name: self._arrived(spec, name)
+            )
+            for spec in self.specs
+            for name in spec.names
+            if early
+        }
+
+    def close(self) -> None:
+        for hook in (*self._hooks, *self._watches.values()):
+            hook.remove()
+
+    def run(self, forms: Sequence[str], offer: Callable[[Piece], None], *computes: Callable[[], Tensor | None]) -> Pass:
+        """Calls each of ``computes`` for a scalar to differentiate (None: no rows); offers every spec's sum once."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        state = self._pass = Pass(forms, offer)
+        try:
+            for i, compute in enumerate(computes):
+                state.last = i == len(computes) - 1
+                if (scalar := compute()) is not None and scalar.requires_grad:
+                    self._look(scalar)
+                    state.ours = True
+                    scalar.backward()  # type: ignore[no-untyped-call]
+                    state.ours = False
+                    if not state.last:
+                        self._part()
+        finally:
+            self._pass = None
+            for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
+                self.parameters[self.specs[index].names[0]].requires_grad_(True)
+        return self._rest(state)
+
+    def _look(self, scalar: Tensor) -> None:
+        """At the first graph."""
+        if not self._looked:
+            loss_graph.refuse_scaled(scalar)
+            self._looked, self._late = True, loss_graph.is_reentrant(scalar)
+
+    def _part(self) -> None:
+        """To gradients that lie in one memory, the next micro-batch would add each of its own twice."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, False):
+                parameter.grad = parameter.grad.clone()
+
+    def take(self, forms: Sequence[str], offer: Callable[[Piece], None]) -> Pass:
+        """Offers what is in every ``.grad``. It is dense: where factors were expected, it strays."""
+        state = Pass(forms, offer, strays={i for i, form in enumerate(forms) if form == FACTORS})
+        return self._rest(state)
+
+    def _rest(self, state: Pass) -> Pass:
+        for spec in self.specs:
+            if state.forms[spec.index] == FACTORS and self.parameters[spec.names[0]].grad is not None:
+                state.strays.add(spec.index)
+            if spec.index not in state.offered:
+                self._emit(state, spec)
+        return state
+
+    def _enter(self, spec: Spec, module: nn.Linear) -> None:
+        weight, state = module.weight, self._pass
+        if state is None:
+            return
+        hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
+        # a user's hook waits for the weight's gradient, another forward makes it differently, functional_call puts
+        # another weight here, a transform other tensors: a stray, so it goes dense
+        own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
+        own = own or torch._C._are_functorch_transforms_active()
+        # a hook that was put before ours since hands it another output than the layer's
+        own = own or next(iter(module._forward_hooks), None) != self._firsts.get(module, -1)
+        own = own or not all(map(_only_looks, _global_forward_hooks.values()))
+        # the wire has 16 bits for the factors of layers that are computed in as many
+        own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
+        if state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
+            weight.requires_grad_(False)
+            state.hidden.add(spec.index)
+
+    def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
+        state, weight = self._pass, module.weight
+        if state is None:
+            return None
+        if hidden := spec.index in state.hidden:
+            state.hidden.discard(spec.index)
+            weight.requires_grad_(True)
+        if output is None or not torch.is_grad_enabled() or not weight.requires_grad:
+            return None
+        if not hidden:
+            if output.requires_grad:
+                state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
+            return None
+        call = _Call(right.detach(), right._version)
+        kind = output.dtype, output.device
+        if (nothing := self._nothing.get(kind)) is None:  # nothing changes by it, not even -0.0
+            nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
+        output = output + _Nothing.apply(weight, nothing, output.shape, call.right, state)  # type: ignore[no-untyped-call]
+        state.calls.setdefault(spec.index, []).append(call)
+        output.register_hook(lambda left: self._caught(state, spec, call, left))
+        return output
+
+    def _caught(self, state: Pass, spec: Spec, call: _Call, left: Tensor) -> None:
+        if not state.ours or call.left is not None:
+            # a gradient inside forward or loss is not the step's; what will itself be differentiated is no product
+            if call.left is not None or torch.is_grad_enabled():
+                state.strays.add(spec.index)
+            return
+        if call.right._version != call.version:
+            raise RuntimeError(
+                f"the input of the layer with {spec.names[0]!r} was changed in place after the layer had read "
+                f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
+            )
+        call.left = left.detach()
+        if not state.last:  # the next micro-batch may write over both: into a parameter's .grad, into the same input
+            call.left, call.right = call.left.clone(), call.right.clone()
+        calls = state.calls[spec.index]
+        if state.last and not self._late and all(c.left is not None for c in calls):
+            self._emit(state, spec)
+
+    def _arrived(self, spec: Spec, name: str) -> None:
+        state = self._pass
+        if state is None:
+            return
+        if state.forms[spec.index] == FACTORS:
+            if self.parameters[name].grad is not None:
+                state.strays.add(spec.index)
+            return
+        if not state.last or self._late:
+            return
+        ready = state.ready.setdefault(spec.index, set())
+        if name in ready:
+            raise RuntimeError(
+                f"parameter {name!r} got its gradient twice in one step; with activation checkpointing pass "
+                f"use_reentrant=False"
+            )
+        ready.add(name)
+        if next(reversed(self.parameters[name]._post_accumulate_grad_hooks)) != self._watches[name].id:
+            state.later.add(spec.index)  # who comes after us may change it still
+        if len(ready) == len(spec.names) and spec.index not in state.later:
+            self._emit(state, spec, early=True)
+
+    def _emit(self, state: Pass, spec: Spec, early: bool = False) -> None:
+        if spec.index in state.offered:
+            raise RuntimeError(f"{spec.names} were used again after their gradient was complete")
+        state.offered.add(spec.index)
+        if state.forms[spec.index] == FACTORS:
+            state.offer(self._factors(state, spec))
+            return
+        grads = [self._grad(name) for name in spec.names]
+        if len(grads) == 1 and grads[0] is not None and _shared(grads[0], early):
+            grads = [grads[0].clone()]  # which is added up in place, while others still read theirs
+        state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
+        whole = [
+            torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad
+            for name, grad in zip(spec.names, grads, strict=True)
+        ]
+        state.offer(Piece(spec, grads=whole))
+
+    def _grad(self, name: str) -> Tensor | None:
+        grad = self.parameters[name].grad
+        return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+
+    def _apart(self, state: Pass, right: Tensor) -> Tensor:
+        """An input that is a parameter is another one once that is updated."""
+        if not state.places:
+            state.places = {each.untyped_storage().data_ptr() for each in self.parameters.values()}
+        return right.clone() if right.untyped_storage().data_ptr() in state.places else right
+
+    def _factors(self, state: Pass, spec: Spec) -> Piece:
+        out_features, in_features = spec.shapes[0]
+        caught = [call for call in state.calls.get(spec.index, ()) if call.left is not None]
+        weight = self.parameters[spec.names[0]]
+        if not caught:
+            return Piece(spec, left=weight.new_zeros(0, out_features), right=weight.new_zeros(0, in_features))
+        state.used.update(spec.names)
+        # (..., out) -> (rows, out); (..., in) -> (rows, in)
+        # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
+        left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
+        right = [self._apart(state, call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
+        state.rows[spec.index] = sum(len(part) for part in left)
+        if len(caught) == 1:
+            return Piece(spec, left=left[0], right=right[0])
+        return Piece(spec, left=torch.cat(left), right=torch.cat(right))

@@ -1,0 +1,183 @@
+"""Agreed sums become an update: scale, clip by the global norm, optimizer step.
+
+With SGD a layer's factors enter the momentum directly, ``buffer = mu buffer + left.T @ right``, so its
+dense gradient never exists. The global norm needs none either: the squared norm of ``left.T @ right``
+is the sum of ``(left @ left.T) * (right @ right.T)``. Nesterov's step is ``-lr (gradient + mu buffer)``;
+with ``gradient = new buffer - mu old buffer`` it takes that product once, too.
+
+*Laws*: the optimizer's own step up to reassociation; its state is the optimizer's own.
+*Cost*: weight and buffer are read and written once, in blocks that stay in the cache between the operations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Rule
+from paceline.engine.checks import own_steps
+from paceline.engine.compute import matmul
+
+BLOCK_VALUES = 1 << 19
+
+
+@dataclass
+class Factored:
+    """A parameter, or a slice of one, whose gradient is left.T @ right. *Shapes*: (rows, out), (rows, in)."""
+
+    parameter: Tensor
+    left: Tensor
+    right: Tensor
+
+    def square_norm(self) -> Tensor:
+        left, right = _wide(self.left), _wide(self.right)
+        return ((left @ left.T) * (right @ right.T)).sum().clamp_min(0)
+
+
+def takes_factors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether factors can replace the gradient: SGD of any kind, and no hook that would want to see a gradient."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and not own_steps.hooked(optimizer)
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+    )
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for an optimizer whose step computes the loss again, as often as it likes."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} computes the loss several times per step (step needs a closure), "
+            "but a step agreed with others has one gradient; use one that steps from gradients, such as SGD or Adam"
+        )
+
+
+def finish(
+    dense: Sequence[Tensor],
+    factored: Sequence[Factored],
+    optimizer: torch.optim.Optimizer,
+    rule: Rule,
+    whole: Callable[[float], float],
+) -> tuple[bool, float | None]:
+    """Updates ``dense`` parameters by their .grad, the others by their factors.
+
+    ``whole`` completes this process's sum of squares to the node's. Returns whether the update was made, and the
+    norm of the gradient where the rule needed it.
+    """
+    grads = [p.grad for p in dense if p.grad is not None]
+    factor, norm = rule.scale, None
+    if rule.clip is not None or rule.check:
+        squares = sum(float(norm) ** 2 for norm in norms(grads))
+        squares += sum(float(f.square_norm()) for f in factored)
+        norm = rule.scale * whole(squares) ** 0.5
+        if rule.check and not math.isfinite(norm):
+            return False, norm
+        if rule.clip is not None:
+            factor *= min(1.0, rule.clip / (norm + 1e-6))
+    if factor != 1.0 and grads:
+        torch._foreach_mul_(grads, factor)
+    own_steps.step(optimizer)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for one in factored:
+        group = groups.get(id(one.parameter))
+        if group is not None:
+            _step(one, optimizer.state[one.parameter], group, factor)
+    return True, norm
+
+
+def separate(dense: Sequence[Tensor], factored: Sequence[Factored]) -> None:
+    """What is scaled in place gets its memory to itself: of ``x + (a + b)``, both gradients are the same one."""
+    factors = [side for one in factored for side in (one.left, one.right)]
+    held = [p for p in dense if p.grad is not None]
+    grads = [p.grad for p in held if p.grad is not None]
+    if len({each.untyped_storage().data_ptr() for each in (*grads, *factors)}) == len(grads) + len(factors):
+        return
+    others, taken = list(map(_span, factors)), 0
+    for (start, end), parameter in sorted(zip(map(_span, grads), held, strict=True), key=lambda pair: pair[0]):
+        if start < taken or any(start < its_end and its_start < end for its_start, its_end in others):
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad.clone()
+        taken = max(taken, end)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which its values lie."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In which the squares of 16-bit values neither overflow nor vanish."""
+    return tensor.float() if tensor.itemsize < 4 else tensor
+
+
+def norms(grads: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Of one type after the other, in the same order everywhere."""
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype == dtype]
+        yield from torch._foreach_norm(alike, 2, torch.float32 if dtype.itemsize < 4 else None)
+
+
+@torch.no_grad()
+def _step(one: Factored, state: dict[str, Any], group: dict[str, Any], factor: float) -> None:
+    """w, b, g: weight, buffer, gradient with decay. b' = mu b + (1 - dampening) g, and w' = w - lr b' or Nesterov's."""
+    lr, momentum, decay = float(group["lr"]), float(group["momentum"]), float(group["weight_decay"])
+    if group["maximize"]:
+        factor = -factor
+    weight, left, right = one.parameter.data, one.left.T, one.right
+    by_onednn = matmul.suits(weight)
+    if by_onednn:
+        right = right.T.contiguous()
+    add = _add_by_onednn if by_onednn else _add
+    keep, take, ahead = momentum, 1.0 - group["dampening"], 0.0
+    buffer = state.get("momentum_buffer") if momentum else weight
+    if buffer is None:
+        buffer = state["momentum_buffer"] = torch.empty_like(weight)
+        keep, take = 0.0, 1.0  # the first step's buffer is its gradient; beta 0 ignores what memory holds
+    elif group["nesterov"]:
+        ahead = lr * momentum
+    stride = lr * (1 + momentum) if group["nesterov"] else lr
+    num_rows = max(1, BLOCK_VALUES // max(1, weight.shape[1]))
+    for start in range(0, len(weight), num_rows):
+        rows = slice(start, start + num_rows)
+        if not momentum:
+            add(weight[rows], left[rows], right, 1 - lr * decay, -lr * factor)
+            continue
+        w, b = weight[rows], buffer[rows]
+        if ahead:
+            w.add_(b, alpha=ahead)  # w - lr (g + mu b') = (w + lr mu b) - lr (1 + mu) b'
+        add(b, left[rows], right, keep - take * decay * ahead, factor * take)
+        if decay:
+            b.add_(w, alpha=take * decay)
+        w.add_(b, alpha=-stride)
+
+
+def multiply(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right, as a layer's factors are added to its momentum."""
+    if matmul.suits(into):
+        _add_by_onednn(into, left, right.T.contiguous(), 1.0, 1.0)
+    else:
+        _add(into, left, right, 1.0, 1.0)
+
+
+def _add(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
+    """keep into + take left @ right; what ``into`` holds does not matter where keep is 0."""
+    into.addmm_(left, right, beta=keep, alpha=take)
+
+
+def _add_by_onednn(into: Tensor, left: Tensor, right: Tensor, keep: float, take: float) -> None:
+    """The same, of ``right`` transposed."""
+    product = matmul.times(left * take, right)
+    if keep:
+        torch.add(product, into, alpha=keep, out=into)
+    else:
+        into.copy_(product)

@@ -1,0 +1,96 @@
+"""In what the numbers are computed: layout, precision, fused updates, compilation. A small axis beside the engine.
+
+A row of the plan is an engine and such words: "processes:2+channels_last+bf16".
+
+Loss scaling for fp16: gradients are computed larger by a power of two, so that small ones do not vanish.
+
+A step whose gradient overflows is skipped and the scale halved; after many good steps it doubles.
+*Source*: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRECISION = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORDS = ("channels_last", "bf16", "fp16", "fused", "compile")
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """``channels_last`` and ``fused`` are exact; bf16 and fp16 compute forward and backward in 16 bits (autocast)."""
+
+    channels_last: bool = False
+    precision: str = "fp32"
+    fused: bool = False
+    compile: bool = False
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Numerics:
+        """Raises ValueError for a word that is not known, or two that exclude each other."""
+        if strange := [word for word in words if word not in WORDS]:
+            raise ValueError(f"no numerics named {', '.join(map(repr, strange))}; known: {', '.join(WORDS)}")
+        if "bf16" in words and "fp16" in words:
+            raise ValueError("bf16 and fp16 exclude each other; choose one")
+        precision = next((word for word in words if word in PRECISION), "fp32")
+        return cls("channels_last" in words, precision, "fused" in words, "compile" in words)
+
+    @property
+    def fidelity(self) -> str:
+        return "exact" if self.precision == "fp32" else "rounded"
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if self.compile:
+            model.compile()
+        if self.fused and type(optimizer) in FUSED:
+            for group in optimizer.param_groups:
+                group["fused"], group["foreach"] = True, False
+
+    def forward(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        dtype = PRECISION[self.precision]
+        return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """An input where the model is, in the layout asked for: layers hand a layout on to the next."""
+        if self.channels_last and tensor.dim() == 4:
+            return tensor.to(device, memory_format=torch.channels_last, non_blocking=True)
+        return tensor.to(device, non_blocking=True)
+
+
+def parse_row(row: str) -> tuple[str, Numerics]:
+    """ "processes:2+channels_last" is ("processes:2", its numerics)."""
+    engine, *words = (part.strip() for part in row.split("+"))
+    return engine, Numerics.parse(words)
+
+
+START, GROWTH_STEPS = 65536.0, 2000
+
+
+@dataclass
+class Scaler:
+    """``scale`` 1 and ``moves`` False: no scaling."""
+
+    scale: float = START
+    moves: bool = False
+    good_steps: int = 0
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether a step that is not finite may only mean that the scale is too large."""
+        return self.moves and self.scale > 1.0
+
+    def move(self, applied: bool) -> None:
+        if not self.moves:
+            return
+        self.good_steps = self.good_steps + 1 if applied else 0
+        if not applied:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.good_steps % GROWTH_STEPS == 0:
+            self.scale *= 2

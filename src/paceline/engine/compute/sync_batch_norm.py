@@ -1,0 +1,338 @@
+"""Batch normalisation over everyone's samples: the statistics of one process on the global batch.
+
+    forward     count, sum and sum of squares per channel, added over all processes of all nodes
+    backward    two sums per channel of the output's gradient, added likewise
+
+Whatever layer calls ``torch.nn.functional.batch_norm`` in a step, with whatever it does beside it: the call itself is
+answered here, by a mode of torch's that this thread is in while it computes. Backward is outside of every mode, so a
+layer that activation checkpointing computes again there enters it by its own forward.
+
+*Cost*: two sums of about 2 C numbers in each layer and step, each waiting for the slowest; a Python call for each
+function of torch's in forward.
+*Laws*: float64 equal to one process on the whole batch, running statistics included.
+*Source*: Ioffe & Szegedy 2015 (arXiv 1502.03167), equations of section 3, summed over processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from paceline.engine.node.local_group import CrewError
+
+Total = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class _Call:
+    """What a layer asks of ``batch_norm``."""
+
+    x: Tensor
+    mean: Tensor | None
+    variance: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    training: bool
+    momentum: float
+    eps: float
+
+
+def _functional(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> _Call:
+    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _native(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
+) -> _Call:
+    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+KNOWN: dict[Any, Callable[..., _Call]] = {
+    torch.nn.functional.batch_norm: _functional,
+    torch.batch_norm: _native,
+    torch.ops.aten.batch_norm: _native,
+    torch.ops.aten.batch_norm.default: _native,
+}
+
+
+class Layers:
+    """The batch norm of a model; while converted, it uses everyone's samples in training.
+
+    ``total`` adds a float64 vector over everyone; only while ``inside()`` is it called, so that a forward
+    pass outside of a step is this process's own. Names, parameters and modules stay the same.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._covered: dict[nn.Module, Any] = {}  # and the forward that it had of its own
+        self._here = threading.local()
+        self.answered: set[int] = set()  # the statistics that calls have brought, by id
+        self._number()
+
+    def _number(self) -> None:
+        self._tensors = [*self.model.buffers(), *self.model.parameters()]
+        self._numbers = {id(each): number for number, each in enumerate(self._tensors)}
+        self._nameless = 0
+
+    def convert(self, total: Total, inside: Callable[[], bool] = lambda: True) -> None:
+        self.total, self.inside = total, inside
+        for module in self.model.modules():
+            if isinstance(module, _BatchNorm):
+                self.cover(module)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Within, calls of ``batch_norm`` by this thread are answered."""
+        if getattr(self._here, "answers", False):
+            yield
+            return
+        self._here.answers = True
+        try:
+            with _Answer(self):
+                yield
+        finally:
+            self._here.answers = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around a step's forward pass and loss."""
+        self._nameless = 0
+        with self.answering():
+            yield
+
+    def cover(self, module: nn.Module) -> None:
+        """Its forward is answered wherever it is called from."""
+        if module in self._covered:
+            return
+        self._covered[module] = own = module.__dict__.get("forward")
+        # torch's own synchronised one would wait for a process group of the user's
+        kind = _BatchNorm if type(module).forward is nn.SyncBatchNorm.forward else type(module)
+
+        def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with self.answering():
+                return own(*args, **kwargs) if own else kind.forward(self_, *args, **kwargs)
+
+        module.forward = MethodType(forward, module)
+
+    def restore(self) -> None:
+        for module, own in self._covered.items():
+            module.__dict__.pop("forward", None)
+            if own:
+                module.forward = own
+        self._covered = {}
+
+    def hear(self, vector: Tensor) -> None:
+        """What was added up while this process had no samples: its running statistics are everyone's all the same."""
+        place, backward = divmod(int(vector[1] / vector[0]), 2)
+        if backward or place >= len(self._tensors):
+            return
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is self._tensors[place]:
+                    counter = module._buffers.get("num_batches_tracked")
+                    if counter is not None:
+                        counter.add_(1)
+                    variance = module._buffers.get(name.replace("mean", "var"))
+                    _remember(buffer, variance, float(vector[2] / vector[0]), *_statistics(vector[3:]))
+                    return
+
+    def normalise(self, call: _Call) -> Tensor:
+        self._cover_caller()
+        self.answered |= {id(call.mean), id(call.variance)}
+        return _normalise(call, _Tagged(self.total, 2 * self._place(call)))
+
+    def _place(self, call: _Call) -> int:
+        """A number that this call has in every process: that of its statistics or weight, else its turn in the step."""
+        keys = [each for each in (call.mean, call.weight) if each is not None]
+        for again in (False, True):
+            if again:
+                turn = self._nameless
+                self._number()  # tensors may have been put in the place of others
+                self._nameless = turn
+            for key in keys:
+                if (number := self._numbers.get(id(key))) is not None:
+                    return number
+        self._nameless += 1
+        return len(self._tensors) + self._nameless - 1
+
+    def _cover_caller(self) -> None:
+        """Whoever computes it again in backward must find it answered there, too."""
+        frame: FrameType | None = sys._getframe(3)
+        while frame:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, nn.Module) and frame.f_code.co_name == "forward":
+                self.cover(caller)
+                return
+            if frame.f_code.co_filename == checkpoint.__file__:
+                raise ValueError(
+                    "batch_norm='sync': batch_norm is called in a function that activation checkpointing computes "
+                    "again in backward; call it in the forward of a module inside of what is checkpointed, such as "
+                    "torch.nn.BatchNorm2d, or use batch_norm='local'"
+                )
+            frame = frame.f_back
+
+
+class _Answer(TorchFunctionMode):
+    def __init__(self, layers: Layers):
+        super().__init__()
+        self.layers = layers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "batch_norm" in getattr(func, "__name__", "") and self.layers.inside():
+            if read := KNOWN.get(func):
+                call = read(*args, **kwargs)
+                if call.training:
+                    return self.layers.normalise(call)
+            elif kwargs.get("training", next((each for each in args if isinstance(each, bool)), True)):
+                raise ValueError(
+                    f"batch_norm='sync': a layer calls {func.__name__}, whose statistics are of this process's samples "
+                    f"alone; call torch.nn.functional.batch_norm instead, or use batch_norm='local'"
+                )
+        return func(*args, **kwargs)
+
+
+class _Tagged:
+    """Sums that must be those of one layer and direction on every process."""
+
+    def __init__(self, total: Total, tag: int):
+        self.total, self.tag = total, tag
+
+    def __call__(self, numbers: Tensor, direction: int) -> Tensor:
+        return self._sum(numbers, direction)[2:].to(numbers.device)
+
+    def mean_of_first(self, numbers: Tensor) -> tuple[float, Tensor]:
+        """(the mean of everyone's first number, the sums of all others), forward."""
+        whole = self._sum(numbers, 0)
+        return float(whole[2] / whole[0]), whole[3:].to(numbers.device)
+
+    def _sum(self, numbers: Tensor, direction: int) -> Tensor:
+        tag = float(self.tag + direction)
+        vector = torch.cat([torch.tensor([1.0, tag], dtype=torch.float64), numbers.to("cpu", torch.float64)])
+        whole = self.total(vector)
+        if len(whole) != len(vector) or whole[1] != whole[0] * tag:
+            raise CrewError(
+                "batch_norm='sync': the processes are in different batch-norm layers, so their models took different "
+                "paths for their rows; use batch_norm='local'"
+            )
+        return whole
+
+
+def _normalise(call: _Call, total: _Tagged) -> Tensor:
+    x = call.x
+    dims = [d for d in range(x.dim()) if d != 1]
+    count = x.numel() // x.shape[1]
+    with torch.no_grad():
+        wide = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
+        variance, mean = torch.var_mean(wide, dims, correction=0) if count else wide.new_zeros(2, x.shape[1])
+        mean, variance = mean.double(), variance.double()
+        # (1 + 1 + C + C): the momentum and the counts of all, their sums and their sums of squares
+        head = mean.new_tensor([call.momentum, count])
+        momentum, sums = total.mean_of_first(torch.cat([head, count * mean, count * (variance + mean * mean)]))
+        whole, mean, variance = _statistics(sums)
+        if whole <= 1:
+            raise ValueError(f"batch norm needs more than 1 value per channel over all processes, got {whole:g}")
+        _remember(call.mean, call.variance, momentum, whole, mean, variance)
+    normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        x, call.weight, call.bias, mean.to(wide.dtype), variance.to(wide.dtype), call.eps, whole, total
+    )
+    return normalised
+
+
+def _statistics(sums: Tensor) -> tuple[float, Tensor, Tensor]:
+    """(count, mean, variance) from count, sums and sums of squares."""
+    whole = float(sums[0])
+    mean, squares = sums[1:].view(2, -1) / whole
+    return whole, mean, (squares - mean * mean).clamp_min(0)
+
+
+def _remember(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    whole: float,
+    mean: Tensor,
+    variance: Tensor,
+) -> None:
+    """The running variance is of the unbiased one."""
+    for running, now in ((running_mean, mean), (running_var, variance * (whole / (whole - 1)))):
+        if running is not None:
+            running.mul_(1 - momentum).add_(now.to(running), alpha=momentum)
+
+
+def _wide(weight: Tensor | None, mean: Tensor) -> Tensor | None:
+    """PyTorch's kernel wants weights of 16 bits beside statistics of as many, or both in 32."""
+    return None if weight is None else weight.to(mean.dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = weight (x - mean) / sqrt(variance + eps) + bias, with statistics that depend on everyone's x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        whole: float,
+        total: _Tagged,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.types = [None if each is None else each.dtype for each in (weight, bias)]
+        ctx.eps, ctx.whole, ctx.total = eps, whole, total
+        weight, bias = _wide(weight, mean), _wide(bias, mean)
+        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        inverse = torch.rsqrt(variance + ctx.eps)
+        # sum of dy, and of dy (x - mean) / deviation: those of this process's rows are its parameters' gradients
+        dot = plain = torch.zeros_like(mean)
+        if x.numel():  # PyTorch's kernel divides by it
+            _, dot, plain = torch.ops.aten.native_batch_norm_backward(
+                dy, x, _wide(weight, mean), mean, variance, None, None, False, ctx.eps, [False, True, True]
+            )
+        sums = ctx.total(torch.cat([plain, dot]), 1).view(2, -1) / ctx.whole
+        mean_dy, mean_dot = sums.to(mean.dtype)
+        scale = inverse if weight is None else weight.to(inverse.dtype) * inverse
+        slope = -scale * inverse * mean_dot
+        offset = -scale * mean_dy - slope * mean
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        # dx = scale dy + slope x + offset
+        dx = torch.addcmul(offset.view(shape), x.to(mean.dtype), slope.view(shape)).addcmul_(dy, scale.view(shape))
+        grads = [each.to(kind) if kind else None for each, kind in zip((dot, plain), ctx.types, strict=True)]
+        return dx.to(x.dtype), *grads, None, None, None, None, None

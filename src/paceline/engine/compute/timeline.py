@@ -1,0 +1,225 @@
+"""What one step of a model takes on one machine, layer by layer: recorded, written as JSON, read again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.codec.lossless import LEAST_BYTES, fits, pack
+from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
+from paceline.engine.compute.gradient_hooks import Backward
+
+FORMAT = 1
+WARM_UP = 2
+TRIAL_FLOPS = 1 << 26  # of a product that is timed by a part of it
+SAMPLE = 1 << 18  # values
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """*Units*: seconds. ``rows``: samples in the step.
+
+    ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
+    the seconds since the one before. ``specs``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
+    ``products``, per spec: rows of its factors, and what it takes to multiply them out. ``update``: by dense gradients;
+    ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per spec: what
+    packing leaves of its bytes, dense and as factors.
+    """
+
+    rows: int
+    dtype: str
+    specs: tuple[Spec, ...]
+    forward: tuple[tuple[str, float], ...]
+    backward: dict[str, tuple[tuple[int, float], ...]]
+    factor_rows: tuple[int, ...]
+    products: tuple[float, ...]
+    update: float
+    factored_update: float = 0.0
+    packed: tuple[tuple[float, float], ...] = ()
+
+    def total(self, forms: Sequence[str]) -> float:
+        """Forward, backward and the update by one node's own rows."""
+        backward = sum(dict(self.backward[form])[i] for i, form in enumerate(forms))
+        own = {i: self.factor_rows[i] for i, form in enumerate(forms) if form == FACTORS}
+        return sum(s for _, s in self.forward) + backward + self.updating(own)
+
+    def updating(self, rows: Mapping[int, int]) -> float:
+        """Where these pieces come as factors of so many rows, of all nodes, and the others dense: as `probe.line`."""
+        own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
+        alone = sum(self.products[i] for i in own)
+        if self.factored_update:
+            pairs = zip(self.specs, self.factor_rows, strict=True)
+            possible = sum(spec.numel for spec, most in pairs if spec.linear and spec.fits(most))
+            share = min(1.0, sum(self.specs[i].numel for i in own) / max(1, possible))
+            alone = share * (self.factored_update - self.update)
+        return self.update + alone + sum(self.products[i] * (rows[i] / own[i] - 1) for i in own)
+
+    def to_json(self) -> str:
+        pieces = [
+            {"names": s.names, "shapes": s.shapes, "linear": s.linear, "factor_rows": rows, "product_seconds": seconds}
+            for s, rows, seconds in zip(self.specs, self.factor_rows, self.products, strict=True)
+        ]
+        for piece, left in zip(pieces, self.packed, strict=False):
+            piece["packed"] = left
+        whole = {
+            "timeline": FORMAT,
+            "rows": self.rows,
+            "dtype": self.dtype,
+            "forward": self.forward,
+            "backward": self.backward,
+            "pieces": pieces,
+            "update_seconds": self.update,
+            "factored_update_seconds": self.factored_update,
+        }
+        return json.dumps(whole, indent=1)
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def read(cls, path: str | Path) -> Timeline:
+        try:
+            whole = json.loads(Path(path).read_text())
+            if whole["timeline"] != FORMAT:
+                raise ValueError(f"its format is {whole['timeline']}, this version reads {FORMAT}")
+            pieces = whole["pieces"]
+            return cls(
+                whole["rows"],
+                whole["dtype"],
+                tuple(
+                    Spec(i, tuple(p["names"]), tuple(tuple(shape) for shape in p["shapes"]), p["linear"])
+                    for i, p in enumerate(pieces)
+                ),
+                tuple((name, seconds) for name, seconds in whole["forward"]),
+                {form: tuple((i, s) for i, s in line) for form, line in whole["backward"].items()},
+                tuple(p["factor_rows"] for p in pieces),
+                tuple(p["product_seconds"] for p in pieces),
+                whole["update_seconds"],
+                whole.get("factored_update_seconds", 0.0),
+                tuple(tuple(p["packed"]) for p in pieces if "packed" in p),
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no timeline ({type(error).__name__}: {error}); "
+                f"make one by paceline.engine.compute.timeline.record"
+            ) from error
+
+
+def _product_s(engine: contract.Engine, left: Tensor, right: Tensor) -> float:
+    """Seconds of adding left.T @ right to a gradient, by a part of it."""
+    (rows, out_features), in_features = left.shape, right.shape[1]
+    slab = max(1, min(out_features, TRIAL_FLOPS // max(1, 2 * rows * in_features)))
+    into = torch.zeros(slab, in_features, dtype=right.dtype, device=right.device)
+    start = time.perf_counter()
+    engine.multiply(into, left.T[:slab], right)
+    return float((time.perf_counter() - start) * out_features / slab)
+
+
+def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: int = 7) -> Timeline:
+    """The medians of ``passes`` steps on ``batch``, by an engine of one process that was opened on ``model``.
+
+    The steps are real: the model is another one afterwards. Give it weights of its own.
+    """
+    if isinstance(backward := getattr(engine, "backward", None), Backward):
+        backward.watch()  # alone, a node does not look at when its pieces are ready
+    forwards, dense, factors, updates, factored = [], [], [], [], []
+    products: dict[int, list[float]] = {}
+    forms = [DENSE] * len(engine.specs)
+    for left in range(WARM_UP + passes, 0, -1):
+        forward, backward, agreement = _step(engine, model, batch, forms)
+        whole = _packed(agreement) if left == 1 else {}
+        start = time.perf_counter()
+        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
+        updates.append(time.perf_counter() - start)
+        forwards.append(forward)
+        dense.append(backward)
+    rows, strays = list(agreement.ballot.rows), set[int]()
+    forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.specs, rows, strict=True)]
+    for left in range(WARM_UP + passes, 0, -1):
+        _, backward, agreement = _step(engine, model, batch, forms)
+        factors.append(backward)
+        strays |= {i for i, stray in enumerate(agreement.ballot.dense) if stray}
+        forms = [DENSE if i in strays else form for i, form in enumerate(forms)]  # as an exchange does from then on
+        split = _packed(agreement) if left == 1 else {}
+        start = time.perf_counter()
+        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
+        factored.append(time.perf_counter() - start)
+        for piece in agreement.pieces:
+            if piece.left is not None and piece.right is not None:
+                products.setdefault(piece.spec.index, []).append(_product_s(engine, piece.left, piece.right))
+    for i in strays:
+        rows[i], products[i] = 0, [0.0]
+    return Timeline(
+        round(agreement.ballot.weight),
+        str(engine.weights[0].dtype).removeprefix("torch."),
+        tuple(replace(spec, linear=spec.linear and spec.index not in strays) for spec in engine.specs),
+        _medians(forwards),
+        {DENSE: _medians(dense), FACTORS: _medians(factors)},
+        tuple(rows),
+        tuple(statistics.median(products.get(spec.index, [0.0])[-passes:]) for spec in engine.specs),
+        statistics.median(updates[WARM_UP:]),
+        statistics.median(factored[WARM_UP:]),
+        tuple((whole[i], split[i]) for i in range(len(engine.specs))),
+    )
+
+
+def _packed(agreement: Agreement) -> dict[int, float]:
+    """What packing leaves of each piece, by a sample of it; 1.0 for what would not be packed."""
+    found = {}
+    for piece in agreement.pieces:
+        sides = [side.reshape(-1) for side in (piece.flat, piece.left, piece.right) if side is not None]
+        num_bytes = sum(side.nbytes for side in sides)
+        packable = num_bytes >= LEAST_BYTES and all(map(fits, sides))
+        found[piece.spec.index] = 1.0
+        if packable:
+            left = sum(side.nbytes * pack(side[:SAMPLE]).numel() / side[:SAMPLE].nbytes for side in sides if len(side))
+            found[piece.spec.index] = min(1.0, left / num_bytes)
+    return found
+
+
+def _step(
+    engine: contract.Engine, model: torch.nn.Module, batch: Any, forms: Sequence[str]
+) -> tuple[list[tuple[str, float]], list[tuple[int, float]], Agreement]:
+    """(seconds of each layer, seconds until each piece after the one before, what an update needs)."""
+    layers: list[tuple[str, float]] = []
+    ready: list[tuple[int, float]] = []
+    pieces: list[Piece] = []
+    last = 0.0
+
+    def lap() -> float:
+        nonlocal last
+        before, last = last, time.perf_counter()
+        return last - before
+
+    def offer(piece: Piece) -> None:
+        ready.append((piece.spec.index, lap()))
+        pieces.append(piece)
+
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: layers.append((name, lap())))
+        for name, module in model.named_modules()
+        if not list(module.children())
+    ]
+    kept = engine.snapshot()
+    lap()
+    try:
+        ballot = engine.gradient(batch, 1.0, forms, offer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        engine.rollback(kept)
+    return layers, ready, Agreement(Verdict.APPLY, sorted(pieces, key=lambda p: p.spec.index), ballot)
+
+
+def _medians(passes: Sequence[Sequence[tuple[Any, float]]]) -> tuple[tuple[Any, float], ...]:
+    columns = zip(*passes[WARM_UP:], strict=True)
+    return tuple((column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns)

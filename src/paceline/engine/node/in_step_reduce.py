@@ -1,0 +1,204 @@
+"""Small sums in the middle of a step, over threads, processes and nodes: what batch norm over everyone needs.
+
+    Circle     the replicas of one process, as threads
+    Everyone   the processes of a node by a line to local rank 0, and the nodes by its link
+
+At the start of a step all say whether they have rows. Those who have none compute nothing: local rank 0
+then only serves the others of its node, and a node without rows adds zeros until the others have ended.
+What was added up is told in the end to those who did not hear it.
+
+*Cost*: one message each way per process and sum; one vote per step; over nodes one more message per sum in
+a step in which some node has no rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from paceline import contract
+from paceline.engine.node.local_group import PATIENCE_S, Crew, CrewError
+
+DOING = "adding up batch statistics"
+
+
+class Everyone:
+    """Sums over the processes of this node, and over the nodes through local rank 0's link."""
+
+    def __init__(self, crew: Crew | None = None, link: contract.Link | None = None):
+        self.crew = crew
+        self.leads = crew is None or crew.rank == 0
+        self._stale = False
+        self._link(link)
+        self.hear: Callable[[Tensor], None] = lambda vector: None
+        self._inside = False
+        self.waited_s = 0.0  # in all steps so far, for those who are slower
+
+    def _link(self, link: contract.Link | None) -> None:
+        self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
+
+    def relink(self, link: contract.Link | None) -> None:
+        """From the next step on over this link; what a broken step has left in the lines of the node is dropped."""
+        self._link(link)
+        self._stale = True
+
+    def inside(self) -> bool:
+        return self._inside
+
+    @contextmanager
+    def step(self, present: bool) -> Iterator[None]:
+        """One forward and backward of this process, or nothing if it has no rows. All must enter it."""
+        try:
+            with self._waiting():
+                self._begin(present)
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+            with self._waiting():
+                self._end(present)
+        except BaseException as error:
+            if self.crew:
+                self.crew.give_up(f"another process of this node gave up in the step: {error}")
+            raise
+
+    def _begin(self, present: bool) -> None:
+        if self._stale and self.crew:
+            self.crew.close()
+            doubts = self.crew.doubts
+            self.crew = Crew(self.crew.rank, self.crew.size, f"{self.crew.name}+")
+            self.crew.doubts = doubts
+        self._stale = False
+        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
+        self._here = [rank for rank, (here,) in enumerate(rows) if here]
+        self._absent = [rank for rank, (here,) in enumerate(rows) if rank and not here]
+        self._said: list[Tensor] = []
+        if self.lane:
+            nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
+            self._all_nodes = float(nodes[0]) == self.lane.size
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - start
+
+    def total(self, vector: Tensor) -> Tensor:
+        with self._waiting():
+            if not self.leads:
+                assert self.crew
+                self.crew.send_long(0, vector.numpy().tobytes(), b"n")
+                return _numbers(self.crew.recv_long(0, b"n", DOING))
+            whole = self._serve(vector)
+            assert whole is not None
+            return whole
+
+    def _serve(self, vector: Tensor | None) -> Tensor | None:
+        """One sum, given to those of this node who are in it; None when they have ended."""
+        crew, peers = self.crew, [rank for rank in self._here if rank]
+        parts = [] if vector is None else [vector]
+        for peer in peers:
+            assert crew
+            if vector is None and crew.peek(peer) == b"e":
+                crew.recv(peer, DOING)
+                continue
+            parts.append(_numbers(crew.recv_long(peer, b"n", DOING)))
+        if not parts:
+            return None
+        if len({len(part) for part in parts}) > 1:
+            raise CrewError("the processes of this node add up different things; their models took different paths")
+        whole = self._over_nodes(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].clone())
+        for peer in peers:
+            assert crew
+            assert whole is not None
+            crew.send_long(peer, whole.numpy().tobytes(), b"n")
+        assert whole is not None
+        self._keep(whole)
+        return whole
+
+    def _over_nodes(self, vector: Tensor | None) -> Tensor | None:
+        """The nodes' sum. Where a node has no rows, lengths go first: 0 says that this node has ended."""
+        if not self.lane:
+            return vector
+        longest = 0
+        if not self._all_nodes:
+            length = torch.tensor([0 if vector is None else len(vector)])
+            longest = int(self.lane.max(length, DOING).wait()[0])
+            if not longest:
+                return None
+        if vector is None:
+            vector = torch.zeros(longest, dtype=torch.float64)
+        whole: Tensor = self.lane.sum(vector, DOING).wait()
+        return whole
+
+    def _end(self, present: bool) -> None:
+        if not self.leads:
+            assert self.crew
+            if present and 0 not in self._here:
+                self.crew.send(0, b"e")
+            while not present and self.crew.peek(0) == b"n":
+                self.hear(_numbers(self.crew.recv_long(0, b"n", DOING)))
+            if not present:
+                self.crew.expect(0, b"e", DOING)
+            return
+        if not present:
+            while self._here and (vector := self._serve(None)) is not None:
+                self.hear(vector)
+        if self.lane and not self._all_nodes:
+            while (vector := self._over_nodes(None)) is not None:
+                if self._here:
+                    raise CrewError("batch_norm='sync': another node computes more batch-norm layers than this one")
+                self.hear(vector)
+                self._keep(vector)
+        for peer in self._absent:
+            assert self.crew
+            for vector in self._said:
+                self.crew.send_long(peer, vector.numpy().tobytes(), b"n")
+            self.crew.send(peer, b"e")
+
+    def _keep(self, vector: Tensor) -> None:
+        if self._absent:
+            self._said.append(vector)
+
+    def close(self) -> None:
+        if self.crew:
+            self.crew.close()
+
+
+class Circle:
+    """Sums over the threads of one process, then over everyone else by ``beyond``."""
+
+    def __init__(self, beyond: Callable[[Tensor], Tensor]):
+        self.beyond = beyond
+        self.start(1)
+
+    def start(self, num_threads: int) -> None:
+        """Before each step: how many threads have rows."""
+        self._parts: dict[int, Tensor] = {}
+        self._barrier = threading.Barrier(max(1, num_threads), self._add)
+
+    def total(self, thread: int, vector: Tensor) -> Tensor:
+        self._parts[thread] = vector
+        try:
+            self._barrier.wait(PATIENCE_S)
+        except threading.BrokenBarrierError:
+            raise CrewError("another replica gave up in the middle of the step") from None
+        return self._whole
+
+    def _add(self) -> None:
+        parts = [self._parts[thread] for thread in sorted(self._parts)]
+        self._parts = {}
+        self._whole = self.beyond(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0])
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+def _numbers(body: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.float64)

@@ -1,0 +1,370 @@
+"""The processes of one node: a private socket each to local rank 0, and memory shared by all.
+
+The meeting point is a Linux abstract socket, the memory an anonymous file passed over it: neither has
+a name on disk, so nothing is left when any of them is killed. A closed socket is how a death is told.
+
+A process of this node that is waited for: it may compute for long, and if it is stopped that is told at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.contract import LinkError
+from paceline.environment import join_s
+from paceline.report.activity import Whereabouts
+
+PATIENCE_S = 1800.0  # for a process that computes
+GLANCE_S = 1.0  # between two looks at one that is waited for
+MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
+
+
+HELLO = struct.Struct("<II")  # local rank, local size
+END, RESUME = ENDS = b"E", b"R"  # why all processes of the node end; with RESUME the run resumes from a checkpoint
+KINDS = {
+    b"b": "a barrier",
+    b"f": "the forms of pieces",
+    b"g": "adding numbers up",
+    b"h": "joining",
+    b"e": "the end of a step",
+    b"m": "sharing memory",
+    b"n": "adding up batch statistics",
+    b"p": "a piece of the gradient",
+    b"s": "gathering the optimizer's state",
+    b"v": "the vote on a step",
+}
+
+
+class CrewError(LinkError):
+    """Another process of this node ended, or said why it must."""
+
+
+class Crew:
+    """Local rank 0 hears everyone; the others hear local rank 0."""
+
+    def __init__(self, rank: int, size: int, name: str):
+        self.rank, self.size, self.name = rank, size, name
+        self.lines: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self._join_s = join_s()
+        self.doubts = Doubt(rank, self.pids, 2 * self._join_s)
+        address = f"\0paceline-{name}"
+        end = time.monotonic() + self._join_s
+        try:
+            if rank == 0:
+                self._gather(address, end)
+            else:
+                self._reach(address, end)
+            self._welcome()
+        except BaseException:
+            self.close()
+            raise
+        self.doubts.patience_s = PATIENCE_S
+        for line in self.lines.values():
+            line.settimeout(GLANCE_S)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
+
+    def _gather(self, address: str, end: float) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            try:
+                server.bind(address)
+            except OSError as error:
+                raise CrewError(
+                    f"another run on this machine already uses the name {self.name!r} ({error}); start this one "
+                    f"with another MASTER_PORT"
+                ) from None
+            server.listen(self.size)
+            while len(self.lines) < self.size - 1:
+                left = end - time.monotonic()
+                try:
+                    if left <= 0:
+                        raise TimeoutError
+                    server.settimeout(left)
+                    line, _ = server.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.size)) - set(self.lines))
+                    raise self._lost(
+                        f"local rank 0 of {self.size} waited {self._join_s:.0f} s for local ranks {missing}; were all "
+                        f"started, with the same MASTER_PORT? Where some need longer, give all PACELINE_JOIN_S"
+                    ) from None
+                self._admit(line)
+
+    def _admit(self, line: socket.socket) -> None:
+        """Another user may not join, nor one who does not say who he is."""
+        line.settimeout(2.0)
+        try:
+            hello = line.recv(HELLO.size + 2)
+        except OSError:
+            hello = b""
+        if other_end(line)[1] != os.getuid() or hello[:1] != b"h" or len(hello) != HELLO.size + 1:
+            line.close()
+            return
+        rank, size = HELLO.unpack_from(hello, 1)
+        wrong = None
+        if size != self.size:
+            wrong = f"a process of this node says LOCAL_WORLD_SIZE={size}, local rank 0 says {self.size}"
+        elif not 0 < rank < self.size:
+            wrong = f"a process of this node says it is local rank {rank} of {size}; they count from 0 to {size - 1}"
+        elif rank in self.lines:
+            wrong = f"two processes of this node say they are local rank {rank}"
+        if wrong:
+            with contextlib.suppress(OSError):
+                line.send(END + wrong.encode())
+            line.close()
+            raise self._lost(f"{wrong}; start each with the same LOCAL_WORLD_SIZE and a LOCAL_RANK of its own")
+        self.lines[rank], self.pids[rank] = line, other_end(line)[0]
+
+    def _reach(self, address: str, end: float) -> None:
+        while True:
+            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            line.settimeout(self._join_s)
+            try:
+                line.connect(address)
+                break
+            except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
+                line.close()
+                if time.monotonic() > end:
+                    raise CrewError(
+                        f"local rank {self.rank} of {self.size} found no local rank 0 within {self._join_s:.0f} s; "
+                        f"was it started? Where it needs longer, give all PACELINE_JOIN_S"
+                    ) from None
+                time.sleep(0.01)
+        if (user := other_end(line)[1]) != os.getuid():
+            line.close()
+            raise CrewError(
+                f"the run named {self.name!r} on this machine is another user's (uid {user}); start this one with "
+                f"another MASTER_PORT"
+            )
+        self.lines[0], self.pids[0] = line, other_end(line)[0]
+        self.send(0, b"h", HELLO.pack(self.rank, self.size))
+
+    def _welcome(self) -> None:
+        """All are here and the door is closed: only now may anyone go on, or a next join would meet this one."""
+        if self.rank == 0:
+            for peer in self.lines:
+                self.send(peer, b"h")
+        else:
+            self.lines[0].settimeout(2 * self._join_s)
+            self.expect(0, b"h", "joining")
+
+    def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
+        try:
+            self._patiently(peer, f"sending {KINDS.get(kind, repr(kind))}", lambda: self.lines[peer].send(kind + body))
+        except CrewError:
+            raise
+        except OSError as error:
+            left = isinstance(error, BrokenPipeError)
+            told = "it has ended, or left its loop before the others" if left else str(error)
+            why = f"local rank {self.rank} lost local rank {peer} of this node: {told}"
+            raise self._lost(self._last_word(peer) or why) from None
+
+    def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
+        """(kind, body). Raises CrewError when the other end died, gave up, or says nothing for PATIENCE_S."""
+        kind, body, _ = self._recv(peer, doing, 0)
+        return kind, body
+
+    def _recv(self, peer: int, doing: str, num_files: int) -> tuple[bytes, bytes, list[int]]:
+        try:
+            line = self.lines[peer]
+            receive = lambda: socket.recv_fds(line, MESSAGE_BYTES, num_files)  # noqa: E731
+            message, files, _, _ = self._patiently(peer, doing, receive)
+        except CrewError:
+            raise
+        except OSError as error:
+            message, files, why = b"", [], str(error)
+            if isinstance(error, ConnectionResetError) and (word := self._last_word(peer)):
+                raise self._lost(word) from None
+        else:
+            why = "its process ended"
+        if not message:
+            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
+        if message[:1] in ENDS:
+            raise CrewError(message[1:].decode(), resumes=message[:1] == RESUME)
+        return message[:1], message[1:], files
+
+    def _patiently(self, peer: int, doing: str, act: Callable[[], Any]) -> Any:
+        """``act``, which gives up after a glance, until it succeeds. Raises what it raises, and CrewError."""
+        with contextlib.suppress(TimeoutError):
+            return act()
+        start = time.monotonic()
+        with self.doubts.whereabouts.at(f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"):
+            while True:
+                self.doubt(peer, doing, time.monotonic() - start)
+                with contextlib.suppress(TimeoutError):
+                    return act()
+
+    def doubt(self, peer: int, doing: str, waited_s: float) -> None:
+        """While ``peer`` is waited for. Raises CrewError where that has become pointless."""
+        if why := self.doubts.about(peer, doing, waited_s):
+            raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
+
+    def _last_word(self, peer: int) -> str:
+        """Why the other end gave up, if it said so: a reset comes before what was said."""
+        line = self.lines[peer]
+        line.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            while message := line.recv(MESSAGE_BYTES):
+                if message[:1] in ENDS:
+                    return message[1:].decode()
+        return ""
+
+    def expect(self, peer: int, kind: bytes, doing: str) -> bytes:
+        got, body = self.recv(peer, doing)
+        self.check(peer, got, kind, doing)
+        return body
+
+    def check(self, peer: int, got: bytes, kind: bytes, doing: str) -> None:
+        """Raises CrewError when another process of this node is doing something else."""
+        if got != kind:
+            raise self._lost(
+                f"local rank {self.rank} is {doing}, local rank {peer} is at {KINDS.get(got, repr(got))}: every "
+                f"process of a node must make the same calls in one order (step, evaluate, save, optimizer.state_dict)"
+            )
+
+    def barrier(self, doing: str) -> None:
+        """Nobody passes before all have come."""
+        if self.rank == 0:
+            for peer in self.lines:
+                self.expect(peer, b"b", doing)
+            for peer in self.lines:
+                self.send(peer, b"b")
+        else:
+            self.send(0, b"b")
+            self.expect(0, b"b", doing)
+
+    def gather(self, values: Sequence[float], doing: str) -> list[list[float]]:
+        """Everyone's numbers, in local rank order, to everyone."""
+        shape = f"<{len(values)}d"
+        if self.rank:
+            self.send(0, b"g", struct.pack(shape, *values))
+            flat = struct.unpack(f"<{len(values) * self.size}d", self.expect(0, b"g", doing))
+            return [list(flat[i * len(values) : (i + 1) * len(values)]) for i in range(self.size)]
+        rows = [list(values)]
+        rows += [list(struct.unpack(shape, self.expect(peer, b"g", doing))) for peer in range(1, self.size)]
+        for peer in self.lines:
+            self.send(peer, b"g", b"".join(struct.pack(shape, *row) for row in rows))
+        return rows
+
+    def swap(self, body: bytes, doing: str) -> list[bytes]:
+        """Everyone's bytes, of any length, in local rank order, to everyone."""
+        if self.rank:
+            self.send_long(0, body, b"s")
+            return [self.recv_long(0, b"s", doing) for _ in range(self.size)]
+        bodies = [body] + [self.recv_long(peer, b"s", doing) for peer in range(1, self.size)]
+        for peer in self.lines:
+            for one in bodies:
+                self.send_long(peer, one, b"s")
+        return bodies
+
+    def send_long(self, peer: int, body: bytes, kind: bytes) -> None:
+        self.send(peer, kind, struct.pack("<Q", len(body)))
+        for start in range(0, len(body), MESSAGE_BYTES - 1):
+            self.send(peer, kind, body[start : start + MESSAGE_BYTES - 1])
+
+    def recv_long(self, peer: int, kind: bytes, doing: str) -> bytes:
+        (length,) = struct.unpack("<Q", self.expect(peer, kind, doing))
+        parts: list[bytes] = []
+        while length > 0:
+            parts.append(self.expect(peer, kind, doing))
+            length -= len(parts[-1])
+        return b"".join(parts)
+
+    def peek(self, peer: int) -> bytes:
+        """The kind of the message that comes next; empty if none can come any more, which `recv` will explain."""
+        with contextlib.suppress(OSError):
+            return bytes(self._patiently(peer, "hearing it", lambda: self.lines[peer].recv(1, socket.MSG_PEEK)))
+        return b""
+
+    def _lost(self, why: str) -> CrewError:
+        error = CrewError(why)
+        self.say_why(error)
+        return error
+
+    def say_why(self, error: BaseException) -> None:
+        """Local rank 0 tells the others why it must end, so that they end with the same words."""
+        if self.rank == 0:
+            self.give_up(str(error), RESUME if getattr(error, "resumes", False) else END)
+
+    def give_up(self, why: str, kind: bytes = END) -> None:
+        """Those at the other ends of this process's lines end with these words."""
+        for line in self.lines.values():
+            with contextlib.suppress(OSError):
+                line.send(kind + why.encode()[: MESSAGE_BYTES - 1])
+
+    def share(self, num_bytes: int) -> memoryview:
+        """Memory that all see, zero, and real only where written."""
+        if self.rank == 0:
+            file = os.memfd_create(f"paceline-{self.name}", os.MFD_CLOEXEC)
+            os.ftruncate(file, max(num_bytes, 1))
+            for peer, line in self.lines.items():
+                try:
+                    socket.send_fds(line, [b"m"], [file])
+                except OSError as error:
+                    raise self._lost(f"local rank 0 lost local rank {peer} of this node ({error})") from None
+        else:
+            got, _, files = self._recv(0, "sharing memory", 1)
+            self.check(0, got, b"m", "sharing memory")
+            (file,) = files
+        view = memoryview(mmap.mmap(file, max(num_bytes, 1)))
+        os.close(file)
+        return view
+
+    def close(self) -> None:
+        for line in self.lines.values():
+            line.close()
+
+
+class Doubt:
+    """Of the process ``rank`` of a node, whose others have the process ids ``pids``. ``tells``: of long waits."""
+
+    def __init__(self, rank: int, pids: dict[int, int], patience_s: float):
+        self.rank, self.pids, self.patience_s = rank, pids, patience_s
+        self.whereabouts, self.tells = Whereabouts(), rank == 0
+        self._stopped: dict[int, float] = {}  # since when
+        self._late: dict[int, float] = {}  # since when those were waited for of whom people have been told
+
+    def about(self, peer: int, doing: str, waited_s: float) -> str:
+        """Why nothing can be hoped for any more from ``peer``, which has been waited for; empty where something can."""
+        now, pid, limit_s = time.monotonic(), self.pids[peer], self.whereabouts.limit_s
+        if waited_s > self.patience_s:
+            return f"it said nothing for {waited_s:.0f} s"
+        if (seen := state(pid)) != "T":
+            self._stopped.pop(peer, None)
+            if self.tells and waited_s > limit_s and self._late.get(peer, -math.inf) < now - waited_s:
+                self._late[peer] = now
+                self.whereabouts.notice(
+                    f"local rank {self.rank} on {self.whereabouts.host} at step {self.whereabouts.step} has waited "
+                    f"{waited_s:.0f} s, {doing}, for local rank {peer} (pid {pid}, state {seen or 'unknown'})\n"
+                    f"{self.whereabouts.siblings()}".rstrip()
+                )
+            return ""
+        if peer not in self._stopped:
+            self._stopped[peer] = now
+            self.whereabouts.notice(
+                f"local rank {self.rank} on {self.whereabouts.host} waits, {doing}, for local rank {peer}, which is "
+                f"stopped (state T); kill -CONT {pid} lets it go on, and in {limit_s:.0f} s this node gives up"
+            )
+        stopped_s = now - self._stopped[peer]
+        return f"its process {pid} has been stopped (state T) for {stopped_s:.0f} s" if stopped_s > limit_s else ""
+
+
+def state(pid: int) -> str:
+    """R, S, T and so on, as the kernel calls it; empty where it does not tell."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def other_end(line: socket.socket) -> tuple[int, int]:
+    """(process id, user id) of whoever holds the other end of a local line."""
+    pid, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(pid), int(uid)

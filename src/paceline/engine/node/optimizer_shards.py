@@ -1,0 +1,359 @@
+"""Whose part of each weight: the optimizer's work and state divided among the processes of a node.
+
+    slices           each element's update depends on that element alone (SGD, Adam, ...): everyone has rows
+                     of every weight; a weight with fewer rows than processes has one owner
+    whole tensors    any other optimizer (Muon, Adafactor, LARS, a user's own): every weight has one owner,
+                     balanced by size; a trial on small tensors must show that tensors do not depend on each other
+
+The parts take the parameters' place in the optimizer's groups, whose number and order stay the user's.
+
+*Laws*: the gathered state is that of one process; loading it gives the same steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Window
+from paceline.engine.checks import own_steps
+from paceline.engine.compute.state_store import is_cut
+from paceline.engine.node.local_group import Crew
+
+# torch.optim's optimizers of which any slice of a weight may be updated by itself
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
+SLICES = "slices"
+ALL = (0, 0)
+LINE_BYTES = 64
+DOING = "gathering the optimizer's state"
+
+Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the optimizer sees it
+
+
+def division(optimizer: torch.optim.Optimizer) -> str:
+    """How processes divide its work: any rows of a weight, or nothing smaller than a weight."""
+    kind = type(optimizer)
+    return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
+
+
+class Shares:
+    """This process's parts. ``nobodys``: parameters that the optimizer does not hold.
+
+    Raises ValueError for an optimizer that cannot be divided.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], crew: Crew):
+        self.optimizer, self.crew = optimizer, crew
+        self.division = division(optimizer)
+        elementwise = self.division == SLICES
+        if not elementwise and crew.size > 1 and _couples(optimizer):
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its "
+                f"work cannot be divided among {crew.size} processes; use engine 'threads:k', or an optimizer of "
+                f"torch.optim"
+            )
+        self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
+        self._lengths = [len(group["params"]) for group in optimizer.param_groups]
+        self._labels = [group.get("param_names") for group in optimizer.param_groups]
+        self.mine: list[Part] = []
+        self._kept: dict[int, slice] = {}  # the optimizer's number of a parameter: the rows that are ours
+        self._parts: dict[int, Tensor] = {}  # likewise: what the optimizer has in its place
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.nobodys = [name for name, parameter in parameters.items() if id(parameter) not in held]
+        self._divide(names, self._owners(names, elementwise))
+        optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign,assignment]
+        optimizer.add_param_group = self._too_late  # type: ignore[method-assign,assignment]
+
+    def _owners(self, names: Mapping[int, str], elementwise: bool) -> dict[int, int | None]:
+        """Per parameter's number its owner; None: everyone has rows. The largest first, to whoever has least."""
+        numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
+        found = sorted(((i, p) for i, p in numbered if id(p) in names), key=lambda pair: (-pair[1].numel(), pair[0]))
+        load, owners = [0] * self.crew.size, dict[int, int | None]()
+        for i, parameter in found:
+            if elementwise and parameter.dim() and len(parameter) >= self.crew.size:
+                owners[i] = None
+                continue
+            owners[i] = owner = load.index(min(load))
+            load[owner] += parameter.numel()
+        return owners
+
+    def _divide(self, names: Mapping[int, str], owners: Mapping[int, int | None]) -> None:
+        rank, size, number = self.crew.rank, self.crew.size, 0
+        for group in self.optimizer.param_groups:
+            kept, labels = [], []
+            for position, parameter in enumerate(group["params"]):
+                owner = owners.get(number)
+                if id(parameter) not in names:
+                    kept.append(parameter)  # not trained here: as it was
+                    self._kept[number] = slice(None)
+                elif owner is not None and owner != rank:
+                    self.optimizer.state.pop(parameter, None)
+                else:
+                    rows = len(parameter) if parameter.dim() else 0
+                    own = slice(rank * rows // size, (rank + 1) * rows // size) if owner is None else slice(None)
+                    part = torch.nn.Parameter(parameter.data[own] if owner is None else parameter.data)
+                    if parameter in self.optimizer.state:
+                        state = self.optimizer.state.pop(parameter)
+                        self.optimizer.state[part] = _cut(state, own, parameter.shape)
+                    kept.append(part)
+                    self.mine.append((names[id(parameter)], own, part))
+                    self._kept[number], self._parts[number] = own, part
+                if number in self._kept and "param_names" in group:
+                    labels.append(group["param_names"][position])
+                number += 1
+            group["params"] = kept
+            if "param_names" in group:
+                group["param_names"] = labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as if one process had trained. Every process of the node must call it.
+
+        Its tensors lie once in memory that the processes share, and are a copy of the optimizer's.
+        """
+        own = self._own_state()
+        whole = self._gather([(i, ALL) for i in range(len(self._shapes))], own["state"])
+        return {"state": whole, "param_groups": own["param_groups"]}
+
+    def rows(self, wanted: Sequence[tuple[int, Window]]) -> list[dict[str, Any] | None]:
+        """The whole state of these rows of parameters, by their numbers; None where there is none.
+
+        Every process of the node must call it, for the same rows.
+        """
+        whole = self._gather(wanted, self._own_state()["state"])
+        return [whole.get(at) for at in range(len(wanted))]
+
+    def _gather(
+        self, wanted: Sequence[tuple[int, Window]], own: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """Everyone's part of what is wanted, by its place in ``wanted``."""
+        listed = [
+            (at, key, *self._describe(i, key, value, window))
+            for at, (i, window) in enumerate(wanted)
+            for key, value in own.get(i, {}).items()
+        ]
+        heard = [json.loads(body) for body in self.crew.swap(json.dumps(listed).encode(), DOING)]
+        places: dict[tuple[int, str], tuple[int, list[int], torch.dtype]] = {}
+        whole: dict[int, dict[str, Any]] = defaultdict(dict)
+        num_bytes = 0
+        for at, key, value, shape, dtype in sorted((one for each in heard for one in each), key=lambda one: one[0]):
+            if dtype is None:
+                whole[at].setdefault(key, value)
+            elif (at, key) not in places:
+                kind = getattr(torch, dtype)
+                places[at, key] = (num_bytes, shape, kind)
+                size = torch.Size(shape).numel() * kind.itemsize
+                num_bytes += -(-size // LINE_BYTES) * LINE_BYTES
+                whole[at][key] = None
+        memory = self.crew.share(num_bytes)
+        for (at, key), (start, shape, kind) in places.items():
+            whole[at][key] = _at(memory, start, shape, kind)
+            i, window = wanted[at]
+            if i in own:
+                mine = own[i][key]
+                _, into, of = self._place(i, mine, window)
+                whole[at][key][into].copy_(mine[of])
+        self.crew.barrier(DOING)
+        return dict(sorted(whole.items()))
+
+    def _place(self, i: int, value: Tensor, window: Window) -> tuple[list[int], Any, Any]:
+        """(the shape of all that is wanted, the rows of it that are here, and where they are in ``value``)."""
+        if not self._shapes[i] or value.shape != self._part_shape(i):
+            return list(value.shape), ..., ...
+        start, stop = window if window[1] else (0, self._shapes[i][0])
+        into, of = self._common(i, start, stop)
+        return [stop - start, *self._shapes[i][1:]], into, of
+
+    def _common(self, i: int, start: int, stop: int) -> tuple[slice, slice]:
+        """The rows from ``start`` to ``stop`` that are ours: as rows of those, and of ours."""
+        own_start, own_stop, _ = self._kept[i].indices(self._shapes[i][0])
+        first = max(start, own_start)
+        last = max(first, min(stop, own_stop))
+        return slice(first - start, last - start), slice(first - own_start, last - own_start)
+
+    def take(self, i: int, given: Mapping[str, Any] | None, window: Window) -> None:
+        """A parameter's rows of what `rows` gave elsewhere, as far as they are ours; of None, there is none."""
+        if i not in self._parts:
+            return
+        mine = self.optimizer.state.pop(self._parts[i], {})
+        if given is not None:
+            its = {key: self._put(i, mine.get(key), value, window) for key, value in given.items()}
+            self.optimizer.state[self._parts[i]] = its
+
+    def _put(self, i: int, mine: Any, its: Any, window: Window) -> Any:
+        shape = self._shapes[i]
+        if not is_cut(its, shape, window):
+            return _cut({"": its}, self._kept[i], shape)[""]
+        into, of = self._common(i, *window)
+        if mine is None:
+            mine = torch.zeros(self._part_shape(i), dtype=its.dtype)
+        mine[of].copy_(its[into])
+        return mine
+
+    def _own_state(self) -> dict[str, Any]:
+        """The optimizer's own state_dict, with the numbers that its parameters had before the division."""
+        own = type(self.optimizer).state_dict(self.optimizer)
+        numbers = sorted(self._kept)
+        groups, start = [], 0
+        for group, length, labels in zip(own["param_groups"], self._lengths, self._labels, strict=True):
+            whole = {**group, "params": list(range(start, start + length))}
+            groups.append(whole if labels is None else {**whole, "param_names": labels})
+            start += length
+        return {"state": {numbers[i]: state for i, state in own["state"].items()}, "param_groups": groups}
+
+    def _describe(self, i: int, key: str, value: Any, window: Window) -> tuple[Any, list[int], str | None]:
+        """(plain value, whole shape, type) of one entry of one parameter's state."""
+        if isinstance(value, Tensor):
+            return None, self._place(i, value, window)[0], str(value.dtype).removeprefix("torch.")
+        if value is None or isinstance(value, bool | int | float | str):
+            return value, [], None
+        raise ValueError(
+            f"optimizer {type(self.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of a parameter; a "
+            f"state divided among processes is gathered from tensors and plain numbers only; use engine 'threads:k'"
+        )
+
+    def _part_shape(self, i: int) -> torch.Size:
+        rows = range(*self._kept[i].indices(self._shapes[i][0]))
+        return torch.Size([len(rows), *self._shapes[i][1:]])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes a whole state, the same on every process, and keeps the parts of it that are this process's."""
+        given = [len(group["params"]) for group in state["param_groups"]]
+        if given != self._lengths:
+            raise ValueError(
+                f"the optimizer has groups of {self._lengths} parameters, the state to load is of {given}; load the "
+                f"state of an optimizer made the same way"
+            )
+        local = {number: position for position, number in enumerate(sorted(self._kept))}
+        order = [number for group in state["param_groups"] for number in group["params"]]
+        groups, start = [], 0
+        for group, length in zip(state["param_groups"], self._lengths, strict=True):
+            numbers = [i for i in range(start, start + length) if i in local]
+            mine = {**group, "params": [local[i] for i in numbers]}
+            if "param_names" in group:
+                mine["param_names"] = [group["param_names"][i - start] for i in numbers]
+            groups.append(mine)
+            start += length
+        parts = {
+            local[i]: _cut(state["state"][number], self._kept[i], self._shapes[i])
+            for i, number in enumerate(order)
+            if i in local and number in state["state"]
+        }
+        type(self.optimizer).load_state_dict(self.optimizer, {"state": parts, "param_groups": groups})
+
+    def _too_late(self, group: Any) -> NoReturn:
+        raise ValueError(
+            "a parameter group was added after join(), when the optimizer's work is already divided among the "
+            "processes of this node; add it before join()"
+        )
+
+    def close(self) -> None:
+        """The state is no longer whole anywhere: says so."""
+
+        def gone() -> NoReturn:
+            raise RuntimeError(
+                "optimizer.state_dict() was called after the processes of this node had parted; call it, in every "
+                "process, before pace.close() or inside the `with` block"
+            )
+
+        self.optimizer.state_dict = gone  # type: ignore[method-assign]
+
+
+def _cut(state: Mapping[str, Any], own: slice, shape: torch.Size) -> dict[str, Any]:
+    """One parameter's state with only these rows of whatever has the parameter's shape; tensors are copies."""
+
+    def mine(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return (value[own] if value.shape == shape and own != slice(None) else value).clone()
+
+    return {key: mine(value) for key, value in state.items()}
+
+
+def _at(memory: memoryview, start: int, shape: list[int], dtype: torch.dtype) -> Tensor:
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def _couples(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a tensor's update depends on other tensors, by a trial: two small ones together, and each alone."""
+    dice = torch.Generator().manual_seed(0)
+    shapes = [[[min(n, 4) for n in p.shape] for p in group["params"][:2]] for group in optimizer.param_groups]
+    small = [[torch.randn(shape, generator=dice, dtype=torch.float64) for shape in row] for row in shapes]
+    grads = [[torch.randn(shape, generator=dice, dtype=torch.float64) for shape in row] for row in shapes]
+
+    def train(only: tuple[int, int] | None) -> list[list[Tensor]]:
+        twin, parts = _twin(optimizer), [[torch.nn.Parameter(value.clone()) for value in row] for row in small]
+        for i, group in enumerate(twin.param_groups):
+            group["params"] = [part for j, part in enumerate(parts[i]) if only in (None, (i, j))]
+        for size in (1e-3, 1.0, 1e3):  # some clip what is large
+            for row, given in zip(parts, grads, strict=True):
+                for part, grad in zip(row, given, strict=True):
+                    part.grad = grad * size
+            twin.step()
+        return [[part.detach() for part in row] for row in parts]
+
+    try:
+        together = train(None)
+        return not all(
+            torch.allclose(train((i, j))[i][j], value, rtol=1e-9, atol=0, equal_nan=True)
+            for i, row in enumerate(together)
+            for j, value in enumerate(row)
+        )
+    except Exception:
+        return False  # it wants something that small dense tensors do not have; its own step will say what
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> Any:
+    """The same optimizer, without state, hooks or whatever has been put around its step."""
+    twin = object.__new__(type(optimizer))
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}  # not copied
+    for key, value in vars(optimizer).items():
+        if key not in ("step", "state"):
+            twin.__dict__[key] = OrderedDict() if key.endswith("_hooks") else copy.deepcopy(value, dict(parameters))
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def splits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step for each tensor after the other is one step for all: nothing counts steps beside the tensors."""
+    if own_steps.hooked(optimizer):
+        return False
+    if division(optimizer) == SLICES:
+        return True
+    dice = torch.Generator().manual_seed(0)
+    some = [_some(group["params"]) for group in optimizer.param_groups]
+    small = [torch.randn([min(n, 4) for n in p.shape], generator=dice).to(p.dtype) for each in some for p in each]
+    grads = [torch.randn(value.shape, generator=dice).to(value.dtype) for value in small]
+
+    def train(together: bool) -> list[Tensor]:
+        twin, parts, start = _twin(optimizer), [torch.nn.Parameter(value.clone()) for value in small], 0
+        for group, each in zip(twin.param_groups, some, strict=True):
+            group["params"], start = parts[start : start + len(each)], start + len(each)
+        for _ in range(3):
+            for turn in [parts] if together else [[part] for part in parts]:
+                for part, grad in zip(parts, grads, strict=True):
+                    part.grad = grad.clone() if any(part is each for each in turn) else None
+                twin.step()
+        return [part.detach() for part in parts]
+
+    try:
+        return all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))
+    except Exception:
+        return False  # it wants something that small tensors do not have: all in one step
+
+
+def _some(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Two, and one of each further type."""
+    types = {parameter.dtype: parameter for parameter in reversed(parameters)}
+    known = {parameter.dtype for parameter in parameters[:2]}
+    return [*parameters[:2], *(parameter for dtype, parameter in types.items() if dtype not in known)]

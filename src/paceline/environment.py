@@ -1,0 +1,272 @@
+"""Who this process is among all: launchers say it in the environment, each in words of its own.
+
+For how long those who start wait for each other, and survivors of a failure for the nodes that are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
+MOST_PORT = 65535
+# rank, size, local rank, local size
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+HYDRA = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"  # of MPICH, Intel MPI and MVAPICH
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
+
+    What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
+    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
+    does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it. ``late``: the ticket of a run that has
+    begun without this node (PACELINE_JOIN); until it is taken in, it is alone. ``host``: empty where mpirun alone knows
+    where rank 0 runs.
+    """
+
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    local_sizes: tuple[int, ...] = ()
+    least: int = 0
+    late: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.local_sizes or (self.local_size,) * self.num_nodes
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def rank(self) -> int:
+        return sum(self.sizes[: self.node]) + self.local_rank
+
+    @classmethod
+    def of_environment(cls) -> World:
+        adopt()
+        given = os.environ
+        size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
+        if late := given.get("PACELINE_JOIN", ""):
+            local_rank = _number(given, "LOCAL_RANK", 0)
+            if local_rank >= local_size:
+                raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}")
+            return cls(local_rank, local_size, least=1, late=late)
+        rank, per_node = _number(given, "RANK", 0), max(1, local_size)
+        node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
+        sizes = _sizes(given)
+        told = (
+            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
+        )
+        if sizes:
+            fits = sum(sizes) == size and node < len(sizes) and sizes[node] == local_size and local_rank < local_size
+            if not fits or sum(sizes[:node]) + local_rank != rank:
+                raise ValueError(
+                    f"{told} do not fit PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']}, the processes of each "
+                    f"node; unset it, or set all of them as the launcher of this run does"
+                )
+        elif size % per_node or not (
+            local_size and rank < size and local_rank < local_size and node < size // local_size
+        ):
+            raise ValueError(
+                f"{told} do not fit together: every node needs the same number of processes, RANK must be below "
+                f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and GROUP_RANK below the number of nodes"
+            )
+        if size > local_size and not given.get("MASTER_PORT"):
+            raise ValueError(
+                "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
+            )
+        if (port := _number(given, "MASTER_PORT", 0)) > MOST_PORT:
+            raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MOST_PORT}")
+        return cls(
+            local_rank,
+            local_size,
+            node,
+            len(sizes) or size // local_size,
+            given.get("MASTER_ADDR", "127.0.0.1"),
+            port,
+            sizes,
+            _least(given, len(sizes) or size // local_size),
+        )
+
+
+def _least(given: Mapping[str, str], num_nodes: int) -> int:
+    text = given.get("PACELINE_NODES", "")
+    if not text or num_nodes == 1:
+        return 0
+    least, _, most = text.partition(":")
+    if not (least.isdigit() and (most or least).isdigit() and 1 <= int(least) <= num_nodes <= int(most or num_nodes)):
+        raise ValueError(
+            f"PACELINE_NODES={text!r} is the fewest and the most nodes, as 2:4 is, and {num_nodes} are started; give a "
+            f"range that holds {num_nodes}, or unset it"
+        )
+    return int(least)
+
+
+def _sizes(given: Mapping[str, str]) -> tuple[int, ...]:
+    """None are told where all are equal."""
+    words = [word for word in given.get("PACELINE_LOCAL_SIZES", "").split(",") if word]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ValueError(
+            f"PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']!r} is no list of each node's processes, as 4,2 is; "
+            f"unset it: launchers set it"
+        )
+    sizes = tuple(map(int, words))
+    return sizes if len(set(sizes)) > 1 else ()
+
+
+def adopt() -> None:
+    """What mpirun and srun say is in the environment as RANK and its like from now on, for everyone who reads that."""
+    os.environ.update(translate(os.environ))
+
+
+def translate(given: Mapping[str, str]) -> dict[str, str]:
+    """RANK and its like, where mpirun or srun started this process as one of several; nothing where they did not.
+
+    MASTER_ADDR and MASTER_PORT are kept where they are set. Otherwise nodes meet at the first host of Slurm's list, at
+    port 20000 + (101 job + step) mod 12000; under mpirun the port is 20000 + crc32(PMIX_NAMESPACE) mod 12000, and
+    MASTER_ADDR is empty where there are several nodes: MPI itself knows the way. Raises ValueError.
+    """
+    if "RANK" in given:  # a batch script may set WORLD_SIZE for all of its tasks, and RANK for none
+        return {}
+    if "OMPI_COMM_WORLD_RANK" in given:
+        return _by_mpirun(given, OPEN_MPI, "--map-by ppr:{}:node")
+    if "PMI_RANK" in given and "MPI_LOCALRANKID" in given:  # inside a job srun has started this mpirun's own processes
+        return _by_mpirun(given, HYDRA, "-ppn {}")
+    if "SLURM_PROCID" in given and "SLURM_STEP_ID" in given:  # a batch script itself is no step
+        return _by_srun(given)
+    if "PMI_RANK" in given and (size := _number(given, "PMI_SIZE", 1)) > 1:
+        raise ValueError(
+            f"a launcher made this process rank {given['PMI_RANK']} of {size} (PMI_RANK, PMI_SIZE) and does not say "
+            f"which of its node (MPI_LOCALRANKID); use mpirun of MPICH, Intel MPI or Open MPI, or srun, or set RANK, "
+            f"WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE for each"
+        )
+    return {}
+
+
+def _by_mpirun(given: Mapping[str, str], names: Sequence[str], evenly: str) -> dict[str, str]:
+    """``evenly``: its option for so many ranks on each node."""
+    rank, size, local_rank, local_size = (
+        _number(given, name, default) for name, default in zip(names, (0, 1, 0, 1), strict=True)
+    )
+    if size == 1:
+        return {}
+    if not local_size or rank % local_size != local_rank:
+        raise ValueError(
+            f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node "
+            f"after the other, with the same number on each: use {evenly.format(max(1, local_size))}"
+        )
+    if names is HYDRA and size > local_size and not given.get("MASTER_ADDR") and given.get("PACELINE_LINK") != "mpi":
+        raise ValueError(
+            f"mpirun started {size} processes on several nodes and does not say where rank 0 runs; add -genv "
+            f"MASTER_ADDR HOST to mpirun, the name by which the others know the first host"
+        )
+    job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or ""
+    port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
+    host = "127.0.0.1" if size == local_size else ""
+    return _canonical(given, rank // local_size, local_rank, local_size, size, host, port)
+
+
+def _by_srun(given: Mapping[str, str]) -> dict[str, str]:
+    size = _number(given, "SLURM_STEP_NUM_TASKS", _number(given, "SLURM_NTASKS", 1))
+    if size == 1:
+        return {}
+    names = "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"
+    dealt = next((given[name] for name in names if given.get(name)), str(size))
+    sizes = _dealt(dealt)
+    node, local_rank = _number(given, "SLURM_NODEID", 0), _number(given, "SLURM_LOCALID", 0)
+    if not sizes:
+        raise ValueError(
+            f"srun dealt {size} tasks as {dealt} per node, which is no such list as 2(x3),1; give srun "
+            f"--ntasks-per-node"
+        )
+    job, step = _number(given, "SLURM_JOB_ID", 0), _number(given, "SLURM_STEP_ID", 0)
+    hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    port = FIRST_PORT + (101 * job + step) % NUM_PORTS
+    if len(set(sizes)) == 1:
+        return _canonical(given, node, local_rank, sizes[0], size, first_host(hosts), port)
+    if node >= len(sizes):
+        raise ValueError(f"srun dealt tasks as {dealt} per node, and says that this is node {node} (SLURM_NODEID)")
+    said = _canonical(given, node, local_rank, sizes[node], size, first_host(hosts), port)
+    return {**said, "RANK": str(sum(sizes[:node]) + local_rank), "PACELINE_LOCAL_SIZES": ",".join(map(str, sizes))}
+
+
+def _dealt(words: str) -> list[int]:
+    """Slurm's "2(x3),1" is 2, 2, 2, 1; nothing for what is no such list."""
+    sizes: list[int] = []
+    for word in words.split(","):
+        part = re.fullmatch(r"([1-9]\d*)(?:\(x(\d+)\))?", word)
+        if not part:
+            return []
+        sizes += [int(part[1])] * int(part[2] or 1)
+    return sizes
+
+
+def first_host(hosts: str) -> str:
+    """Of a list as Slurm writes it: "gpu[07-09,12],cpu1" is gpu07 and so on."""
+    whole = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", whole[0] if whole else hosts)
+
+
+def _canonical(
+    given: Mapping[str, str], node: int, local_rank: int, local_size: int, size: int, host: str, port: int
+) -> dict[str, str]:
+    return {
+        "RANK": str(node * local_size + local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": given.get("MASTER_ADDR") or host,
+        "MASTER_PORT": given.get("MASTER_PORT") or str(port),
+    }
+
+
+def _number(given: Mapping[str, str], name: str, default: int) -> int:
+    text = given.get(name, str(default))
+    if not text.isdigit():
+        raise ValueError(f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher")
+    return int(text)
+
+
+JOIN_S = 60.0
+WAIT_S = 600.0
+MOST_S = 1e6  # clocks and sockets know no more
+
+
+def join_s() -> float:
+    """For how long others are waited for: PACELINE_JOIN_S, else JOIN_S. Raises ValueError."""
+    text = os.environ.get("PACELINE_JOIN_S") or str(JOIN_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < MOST_S:
+        raise ValueError(
+            f"PACELINE_JOIN_S={text!r} must be a number of seconds above 0 and below {MOST_S:.0f}; mend it, or unset it"
+        )
+    return seconds
+
+
+def wait_s() -> float:
+    """For how long survivors wait for missing nodes: PACELINE_WAIT, else WAIT_S. Raises ValueError."""
+    text = os.environ.get("PACELINE_WAIT") or str(WAIT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < MOST_S:
+        raise ValueError(
+            f"PACELINE_WAIT={text!r} must be a number of seconds from 0 and below {MOST_S:.0f}; fix it, or unset it "
+            f"(--wait sets it)"
+        )
+    return seconds

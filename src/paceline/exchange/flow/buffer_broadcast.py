@@ -1,0 +1,80 @@
+"""A model's buffers, and what else forward changes, before everyone saves or evaluates: rank 0's, everywhere.
+
+A buffer that forward makes anew, as a cache that grows with its inputs, may have another shape on each node: then it
+stays each node's own.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from paceline.contract import Engine, Exchange, framed, unframed
+from paceline.engine.compute.input_snapshot import sparse
+from paceline.exchange.flow import broadcast
+
+
+def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
+    """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
+    spread_sparse(model, engine, exchange)
+    broadcast.spread(model, engine.still, exchange, engine.seat)
+    if not engine.buffers:
+        return
+    buffers, names = engine.buffers, saved(model)
+    mine = json.dumps([engine.seat[1], [(list(each.shape), str(each.dtype)) for each in buffers]]).encode()
+    said = [json.loads(words) for words in exchange.gather(mine) if words]  # who was lost meanwhile says nothing
+    sizes, tables = zip(*said, strict=True)
+    if len({len(table) for table in tables}) > 1:
+        raise ValueError("the nodes' models have unlike numbers of buffers now; register all of them before join()")
+    alike = [all(shape == shapes[0] for shape in shapes) for shapes in zip(*tables, strict=True)]
+    shared = max(sizes) > 1  # by the processes of a node
+    if unlike := [name for name, same in zip(names, alike, strict=True) if not same and (shared or names[name])]:
+        raise ValueError(
+            f"buffer {unlike[0]!r} has another shape or type in another process, and is saved with the model, or "
+            f"shared by the processes of a node: keep its shape, or register it with persistent=False and use one "
+            f"process per node"
+        )
+    exchange.spread([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
+
+
+@torch.no_grad()
+def spread_sparse(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
+    """Rank 0's sparse buffers, which may have other numbers of values elsewhere. Every process must call it."""
+    if not (mine := sparse(model)):
+        return
+    first = engine.seat[0] == 0 and exchange.link.rank == 0
+    words = framed([_packed(each) for each in mine.values()]) if first else b""
+    said = next(filter(None, exchange.gather(words)), words)
+    for buffer, part in zip(mine.values(), unframed(said), strict=True) if not first else ():
+        buffer.copy_(_unpacked(part, buffer))
+
+
+def _packed(buffer: torch.Tensor) -> bytes:
+    here = buffer.detach().cpu()
+    values = here._values().contiguous()
+    head = json.dumps([list(values.shape), here.is_coalesced()]).encode()
+    return framed([head, here._indices().contiguous().numpy().tobytes(), _bytes(values)])
+
+
+def _unpacked(words: bytes, like: torch.Tensor) -> torch.Tensor:
+    head, indices, values = unframed(words)
+    shape, coalesced = json.loads(head)
+    places = torch.frombuffer(bytearray(indices), dtype=torch.int64) if indices else torch.zeros(0, dtype=torch.int64)
+    numbers = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else torch.zeros(0, dtype=like.dtype)
+    places, numbers = places.view(like.sparse_dim(), -1), numbers.view(shape)
+    made = torch.sparse_coo_tensor(places, numbers, like.shape, is_coalesced=coalesced, check_invariants=True)
+    return made.to(like.device)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return bytes(values.reshape(-1).view(torch.uint8).numpy())
+
+
+def saved(model: torch.nn.Module) -> dict[str, bool]:
+    """Of each dense buffer, whether ``state_dict`` has it; in the order of ``model.buffers()``."""
+    found: dict[str, bool] = {}
+    for where, module in model.named_modules():
+        for name, _ in module.named_buffers(recurse=False):
+            found[f"{where}.{name}".lstrip(".")] = name not in module._non_persistent_buffers_set
+    return {name: found[name] for name, each in model.named_buffers() if each.layout == torch.strided}

@@ -1,0 +1,186 @@
+"""What forward changes by the way, among several: who must hear of whose, and what has to be said.
+
+    every vote         how much each process has found to change, and who is the first that had samples
+    when more is found  all compare what they have made of it: one line, or an error with batch_norm="sync"
+    some had none       they take it from the first that had samples: an encoder that follows has moved there
+    buffers="broadcast"  everyone takes the first one's, as DistributedDataParallel does
+
+*Cost*: nothing where nothing is found; else what these tensors weigh, to everyone, in those steps.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Ballot, Exchange, framed, unframed
+from paceline.engine.compute.forward_state import Moving
+from paceline.report.record import Record
+
+HERE = b"1"
+STATISTICS = ("mean", "var", "std")
+
+
+class Moved:
+    """``rank``: of this process among all at present. ``leads``: it speaks for all."""
+
+    def __init__(
+        self,
+        moving: Moving,
+        exchange: Exchange,
+        record: Record,
+        rank: Callable[[], int],
+        leads: Callable[[], bool],
+        broadcast: bool = False,
+        answered: Callable[[], set[int]] | None = None,
+        passes: int = 1,
+    ):
+        """``answered``: with batch_norm="sync", the statistics that are everyone's. ``passes``: of a step, at once."""
+        self.moving, self.exchange, self.record, self.rank, self.leads = moving, exchange, record, rank, leads
+        self.broadcast, self.answered, self.passes = broadcast, answered, passes
+        self.moving.always = broadcast
+        self.told = 0  # of how much everyone has been asked
+        self._found, self._cares = (0, 0), set[str]()
+
+    def begin(self, step: int) -> None:
+        """Of a loop of the user's, whose forward the engine does not see."""
+        self.moving.begin(step)
+
+    def vote(self, ballot: Ballot) -> None:
+        self._rank, self._had = self.rank(), ballot.weight > 0
+        ballot.idle, ballot.source = not self._had, self._rank if self._had else Ballot.NOBODY
+        ballot.moves = len(self._cared())
+
+    def after(self, ballot: Ballot) -> None:
+        """Once a step is applied; ``ballot``: everyone's. Raises ValueError, in all processes, and LinkError."""
+        if ballot.moves > self.told:
+            self.told = ballot.moves
+            self._compare()
+        if ballot.moves and (self.broadcast or ballot.idle):
+            self._share(ballot.source == self._rank, ballot.idle)
+
+    def _cared(self) -> set[str]:
+        """Names of what changes, but for what batch norm keeps by itself."""
+        found = len(self.moving.found), len(self.answered()) if self.answered else 0
+        if found != self._found:
+            own = self._own_statistics()
+            norms = set() if self.broadcast and not self.answered else self.moving.norms
+            self._found, self._cares = found, (self.moving.found - norms) | set(own)
+        return self._cares
+
+    def _own_statistics(self) -> list[str]:
+        """With batch_norm="sync": statistics that forward keeps without asking for everyone's."""
+        if not self.answered or not self.moving.found:
+            return []
+        tensors, answered = self.moving.tensors(), self.answered()
+        named = [name for name in self.moving.found if any(each in name.rpartition(".")[2] for each in STATISTICS)]
+        return sorted(name for name in named if name in tensors and id(tensors[name]) not in answered)
+
+    def state(self) -> dict[str, Any]:
+        """For a node that comes late: what it has not seen, and what of it may have moved since it was sent."""
+        moved = {name: each for name, each in self.moving.frozen.items() if name in self.moving.found}
+        return {"told": self.told, "found": sorted(self.moving.found), "frozen": moved}
+
+    @torch.no_grad()
+    def load(self, said: dict[str, Any]) -> None:
+        self.told = said["told"]
+        self.moving.found |= set(said["found"])
+        for name, its in said["frozen"].items():
+            self.moving.frozen[name].copy_(its)
+
+    def _compare(self) -> None:
+        tensors, found = self.moving.tensors(), self.moving.others
+        sums = {name: _checksum(tensors[name]) for name in found if name in tensors}
+        mine = {"own": self._own_statistics(), "differ": sorted(self.moving.differ & found), "sums": sums}
+        said = [json.loads(words) for words in self.exchange.gather(json.dumps(mine).encode()) if words]
+        if own := sorted({name for one in said for name in one["own"]}):
+            error = ValueError(
+                f"batch_norm='sync': forward keeps {_listed(own)} from this process's samples alone, by other means "
+                f"than torch.nn.functional.batch_norm, so the statistics are not everyone's; use torch.nn.BatchNorm "
+                f"or call that function in the layer, or give batch_norm='local'"
+            )
+            error.told = not self.leads()  # type: ignore[attr-defined]
+            raise error
+        names = sorted({name for one in said for name in one["sums"]})
+        values = {name: {one["sums"][name] for one in said if name in one["sums"]} for name in names}
+        differ = sorted({name for one in said for name in one["differ"]} | {n for n in names if len(values[n]) > 1})
+        buffers = [name for name in names if name not in self.moving.frozen]
+        if differ and not self.broadcast:
+            self._say(
+                f"forward changes {_listed(differ)} by the samples of each process or replica, each keeps its own, and "
+                f"the first one's are saved; join(buffers='broadcast') gives everyone the first one's after each step, "
+                f"as DistributedDataParallel does"
+            )
+        elif self.passes > 1 and buffers:
+            self._say(
+                f"forward changes {_listed(buffers)} in each micro-batch, so {self.passes} times in a step; with "
+                f"accumulate=1 it changes them once"
+            )
+
+    def _say(self, text: str) -> None:
+        if self.leads():
+            sys.stderr.write(f"paceline: {text}\n")
+            self.record.write("hint", text=text)
+
+    def _share(self, mine: bool, idle: bool) -> None:
+        """The first one's, to everyone or to those without samples; the next one's where it is lost meanwhile."""
+        while True:
+            words = self._pack(idle) if mine else HERE if self._had else b""
+            said = self.exchange.gather(words)
+            if sent := next((each for each in said if len(each) > 1), b""):
+                if not mine:
+                    self._take(sent)
+                return
+            having = [place for place, each in enumerate(said) if each == HERE]
+            if not having:
+                return
+            mine = having[0] == self.rank()
+
+    def _pack(self, idle: bool) -> bytes:
+        """A table of names, shapes, types, and who takes them; then the bytes of each."""
+        tensors, table, parts = self.moving.tensors(), [], []
+        for name in sorted(self._cared() & tensors.keys()):
+            each = tensors[name]
+            everyones = self.broadcast and (name not in self.moving.frozen or name in self.moving.norms)
+            if each.layout == torch.strided and (everyones or idle):
+                table.append([name, list(each.shape), str(each.dtype).rpartition(".")[2], everyones])
+                parts.append(_bytes(each).numpy().tobytes())
+        return framed([json.dumps(table).encode(), *parts])
+
+    @torch.no_grad()
+    def _take(self, sent: bytes) -> None:
+        table, *parts = unframed(sent)
+        tensors = self.moving.tensors()
+        for (name, shape, kind, everyones), part in zip(json.loads(table), parts, strict=True):
+            self.moving.found.add(name)
+            if self._had and not everyones:
+                continue
+            new = torch.frombuffer(bytearray(part), dtype=getattr(torch, kind)) if part else torch.zeros(0)
+            self._put(name, tensors.get(name), new.view(shape))
+
+    def _put(self, name: str, old: Tensor | None, new: Tensor) -> None:
+        if old is not None and old.shape == new.shape and old.dtype == new.dtype:
+            old.copy_(new)
+            return
+        where, _, last = name.rpartition(".")
+        device = next(self.moving.model.parameters()).device
+        self.moving.model.get_submodule(where)._buffers[last] = new.to(device)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(repr(name) for name in names[:3]) + more
+
+
+def _bytes(each: Tensor) -> Tensor:
+    return each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _checksum(each: Tensor) -> int:
+    return zlib.crc32(_bytes(each).numpy().data) if each.layout == torch.strided else 0

@@ -1,0 +1,90 @@
+"""Packages that a command needs on every host, besides paceline and torch: told before anything starts there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from paceline.launch.doctor.host_facts import PACKAGES
+
+# by environment variable and its value: the package, the extra that brings it, who asks for it
+ASKED = {
+    ("PACELINE_ENCRYPT", "1"): ("cryptography", "encrypt", "--encrypt"),
+    ("PACELINE_LINK", "mpi"): ("mpi4py", "mpi", "PACELINE_LINK=mpi"),
+}
+
+
+TRAIN = "paceline.train.run"
+
+
+def needed(command: Sequence[str]) -> dict[str, str]:
+    """By each package: who needs it."""
+    asked = {package: who for (name, value), (package, _, who) in ASKED.items() if os.environ.get(name) == value}
+    for script, own in _sources(command):
+        if script.is_file():
+            return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **asked}
+    return asked
+
+
+def _sources(command: Sequence[str]) -> list[tuple[Path, Path]]:
+    """Where the user's own code may lie, and from which folder it imports; the first that is there counts."""
+    if command[0] != "-m":
+        return [(Path(command[0]), Path(command[0]).parent)]
+    module = command[1]
+    if module == TRAIN:
+        model = json.loads(command[2]).get("model") if len(command) > 2 else None
+        module = str(model or "").partition(":")[0]
+        if not module or ":" not in str(model):
+            return []
+    place = Path(*module.split("."))
+    return [(place.with_suffix(".py"), Path()), (place / "__main__.py", Path()), (place / "__init__.py", Path())]
+
+
+def imported(source: bytes, own: Path) -> list[str]:
+    """What a script cannot start without: what its first level imports, neither from beside it nor Python's own.
+
+    What it looks for in places that it names itself (sys.path) is no package.
+    """
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return []  # it tells that itself
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    found = {name.partition(".")[0] for name in names} - set(PACKAGES) - sys.stdlib_module_names
+    beside = [str(own), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    moves = b"sys.path" in source
+    return sorted(
+        name
+        for name in found
+        if not PathFinder.find_spec(name, beside) and not (moves and importlib.util.find_spec(name) is None)
+    )
+
+
+def lacking(needs: Mapping[str, str], lacks: Sequence[str], python: str) -> list[str]:
+    """One line, where ``python`` on a host ``lacks`` some."""
+    if not (missing := [name for name in needs if name in lacks]):
+        return []
+    what = ", ".join(f"{name} (needed by {needs[name]})" for name in missing)
+    verb = "is" if len(missing) == 1 else "are"
+    wanted = " ".join(map(_distribution, missing))
+    return [
+        f"{what} {verb} not installed for {python} there; install there: {python} -m pip install {wanted}; or name "
+        f"another interpreter with --python"
+    ]
+
+
+def _distribution(package: str) -> str:
+    """As pip calls it: what brought it here, in the same version."""
+    if extra := next((extra for name, extra, _ in ASKED.values() if name == package), None):
+        return f"'paceline[{extra}]'"
+    if not (names := importlib.metadata.packages_distributions().get(package)):
+        return package
+    return f"{names[0]}=={importlib.metadata.version(names[0]).partition('+')[0]}"

@@ -1,0 +1,194 @@
+"""What a host says of itself to a doctor. Sent over as source: it needs nothing but Python."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.machine import survey
+
+SIOCGIFADDR = 0x8915
+RESOLVE_S = 2.0
+
+# In a process of its own, since nothing else here needs torch. It ends by itself, whoever started it is gone or not.
+SOFTWARE = r"""
+import sys
+sys.path = [folder for folder in sys.path if folder]
+import ctypes, json, re, signal
+signal.alarm(30)
+import torch, paceline
+shown = torch.__config__.show()
+def found(pattern):
+    match = re.search(pattern, shown)
+    return match[1] if match else ""
+def library():  # torch says no version of a BLAS that is not MKL; numpy's own is another
+    for path in {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line and "numpy" not in line}:
+        for name in ("openblas_get_config", "openblas_get_config64_", "scipy_openblas_get_config64_"):
+            ask = getattr(ctypes.CDLL(path), name, None)
+            if ask:
+                ask.restype = ctypes.c_char_p
+                return " ".join(ask().decode().split()[:2])
+    return found(r"BLAS_INFO=(\w+)")
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({
+    "torch": torch.__version__,
+    "blas": library(),
+    "mkl": found(r"Math Kernel Library Version ([\w.]+)"),
+    "onednn": found(r"MKL-DNN v([\w.]+)"),
+    "instructions": torch.backends.cpu.get_cpu_capability(),
+    "cuda": torch.version.cuda or "",
+    "gpus": [{"name": device.name, "memory_bytes": device.total_memory} for device in devices],
+}))
+"""
+
+
+def tell(folder: str) -> dict[str, Any]:
+    """Processor, memory, disk, limits, interfaces, and what its own name leads to. *Units*: bytes; -1 is no limit."""
+    machine = survey()
+    low, high = map(int, _read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "cpu": machine.cpu,
+        "cores": machine.cores,
+        "cores_of_machine": os.cpu_count(),
+        "flags": machine.flags,
+        "memory_bytes": machine.memory_bytes,
+        "free_memory_bytes": min(machine.memory_bytes, _free_memory_bytes()),
+        "shared_bytes": _space("/dev/shm"),
+        "disk_bytes": _space(folder),
+        "writable": os.access(folder, os.W_OK),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        "infiniband": Path("/sys/class/infiniband").is_dir(),
+        "driver": driver(_read("/proc/driver/nvidia/version")),
+        "ports": [low, high],
+        "free_ports": high - low + 1 - len({port for port in _ports() if low <= port <= high}),
+        "cards": cards(),
+        "own_name": resolve(socket.gethostname()),
+    }
+
+
+def cards() -> dict[str, dict[str, Any]]:
+    """Every interface: its addresses, MTU, speed (Mbit/s, 0 where it does not say), whether it is wireless."""
+    found: dict[str, dict[str, Any]] = {}
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net", name)
+        speed = _read(folder / "speed")
+        found[name] = {
+            "addresses": _ipv4(name),
+            "mtu": int(_read(folder / "mtu") or 0),
+            "speed_mbit": max(0, int(speed)) if speed.lstrip("-").isdigit() else 0,
+            "half_duplex": _read(folder / "duplex") == "half",
+            "wireless": (folder / "wireless").exists(),
+        }
+    for line in _read("/proc/net/if_inet6").splitlines():
+        digits, *_, name = line.split()
+        if name in found:
+            found[name]["addresses"].append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return found
+
+
+def driver(words: str) -> str:
+    """Which version NVIDIA's kernel module says that it is; "" where there is none."""
+    match = re.search(r"Kernel Module.*?  ([\d.]+)", words)
+    return match[1] if match else ""
+
+
+def resolve(name: str) -> dict[str, Any]:
+    """The address that a name leads to, IPv4 first, as a run takes it; or why there is none."""
+    answers: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        try:
+            ways = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            answers.append({"address": str(min(ways, key=lambda way: way[0] != socket.AF_INET)[4][0])})
+        except OSError as error:
+            answers.append({"error": error.strerror or str(error)})
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(RESOLVE_S)
+    return {"name": name, **(answers or [{"error": f"no answer within {RESOLVE_S:.0f} s"}])[0]}
+
+
+def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
+    """Where ``meeting`` is, seen from here, and this host's own address, as a run would take it.
+
+    That is the one from which packets leave for the meeting, or the ``interface``'s, where one is named: gloo's, or,
+    after a "=", NCCL's, which may be a pattern and counts where it is one of this host's.
+    """
+    there = resolve(meeting)
+    if "error" in there:
+        return {
+            "error": f"{meeting!r} is no name that is known there ({there['error']}); give an address with --address"
+        }
+    address = there["address"]
+    if interface.startswith("="):
+        interface = interface[1:] if interface[1:] in cards() else ""
+    if interface:
+        addresses = cards().get(interface, {}).get("addresses", [])
+        if not addresses:
+            names = ", ".join(sorted(cards()))
+            return {
+                "error": f"GLOO_SOCKET_IFNAME={interface!r} is no interface there with an address; there are: {names}; "
+                f"name one of these, or unset it"
+            }
+        return {"meeting": address, "address": addresses[0]}
+    if first:
+        return {"meeting": address, "address": address}
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect((address, 9))  # no packet leaves
+            return {"meeting": address, "address": way.getsockname()[0]}
+    except OSError as error:
+        return {"error": f"no way leads from there to {address} ({error.strerror}); check its network, or --address"}
+
+
+def _ports() -> list[int]:
+    """Of this machine's, those of TCP that something uses."""
+    lines = (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()
+    ends = (line.split()[1] for line in lines if ":" in line)  # local addresses, as 0100007F:1F90
+    return [int(end.rpartition(":")[2], 16) for end in ends]
+
+
+def _ipv4(name: str) -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return []
+    return [socket.inet_ntoa(answer[20:24])]
+
+
+def _free_memory_bytes() -> int:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _space(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:  # an interface that is down has no speed
+        return ""

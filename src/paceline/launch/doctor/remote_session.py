@@ -1,0 +1,138 @@
+"""A conversation with one host: over ssh, or with this machine. What answers there is sent over as source."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.engine.node import cgroup_limits
+from paceline.launch import machine
+from paceline.launch.child_processes import MOST_BYTES, hear, kill
+from paceline.launch.doctor import agent, host_facts, host_probe, pair_probe, preflight
+from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
+from paceline.link.net import auth
+
+GLANCE_S = 0.5  # how soon a visit that is closed by another thread is seen
+SOURCES = (
+    host_facts,
+    cgroup_limits,
+    machine,
+    auth,
+    host_probe,
+    pair_probe,
+    agent,
+)  # in the order in which they need each other
+# The next line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
+# there. Old enough for a Python that is too old.
+BOOT = f"""
+{TOO_OLD}
+import json
+from types import ModuleType
+for name, text in json.loads(sys.stdin.readline()):
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+        sys.modules[".".join(parts[:i])].__path__ = []
+    exec(compile(text, name, "exec"), sys.modules[name].__dict__)
+    setattr(sys.modules[".".join(parts[:-1])], parts[-1], sys.modules[name])
+sys.modules[name].main()
+"""
+
+
+class Visit:
+    """Raises ConnectionError, here and in `ask`, with the reason and the remedy in one line; TimeoutError likewise."""
+
+    def __init__(self, host: Host, way: Way, here: bool = False):
+        self.host, self._way = host, way
+        command = [sys.executable, "-c", READ] if here else way.command(host, "-c", READ)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a terminal's Ctrl-C comes to this process alone
+            )
+        except FileNotFoundError:
+            raise ConnectionError(preflight.no_client(command[0])) from None
+        except OSError as error:
+            raise ConnectionError(f"{command[0]} cannot be started here: {error.strerror or error}") from None
+        assert self._process.stdin
+        assert self._process.stdout
+        assert self._process.stderr
+        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        self._heard = self._errors = b""
+        sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in SOURCES]
+        self._say(program(BOOT.encode()) + json.dumps(sources).encode() + b"\n")
+
+    def _say(self, words: bytes) -> None:
+        with contextlib.suppress(OSError):  # its end is seen by who waits for the answer
+            self._stdin.write(words)
+            self._stdin.flush()
+
+    def ask(self, order: str, limit_s: float, **words: Any) -> Any:
+        """What the host answers to an order, within the limit, however much else it says."""
+        end = time.monotonic() + limit_s
+        self._say(json.dumps([order, words]).encode() + b"\n")
+        with selectors.DefaultSelector() as eyes:
+            eyes.register(self._stdout, selectors.EVENT_READ)
+            eyes.register(self._stderr, selectors.EVENT_READ)
+            while (left_s := end - time.monotonic()) > 0:
+                line, newline, rest = self._heard.partition(b"\n")
+                if newline:
+                    self._heard = rest
+                    _, mark, answer = line.decode(errors="replace").partition(agent.MARK)
+                    if mark:
+                        return self._read(answer)
+                    continue
+                for key, _ in eyes.select(min(left_s, GLANCE_S)):
+                    if not (data := os.read(key.fd, 1 << 16)):
+                        eyes.unregister(key.fileobj)
+                    if key.fileobj is self._stderr:
+                        self._errors = (self._errors + data)[-MOST_BYTES:]
+                    elif not data:
+                        raise ConnectionError(self._why(end))
+                    else:
+                        self._heard = (self._heard + data)[-MOST_BYTES:]
+                if self._stdout.closed:
+                    raise ConnectionError("the examination was ended")
+        kill(self._process)
+        raise TimeoutError(preflight.no_answer(limit_s))
+
+    def _read(self, answer: str) -> Any:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(said := json.loads(answer), (dict, float)):
+                return said
+        raise ConnectionError(
+            f"it answered {answer[:80]!r}, which nothing of ours says; look at what is at {self._way.python} there"
+        )
+
+    def _why(self, end: float) -> str:
+        try:
+            _, errors = hear(self._process, min(1.0, max(GLANCE_S / 5, end - time.monotonic())))
+            code = self._process.returncode
+        except TimeoutError:
+            code, errors = preflight.LOST, ""
+        return preflight.ended(self.host, self._way, code, self._errors.decode(errors="replace") + errors)
+
+    def hang_up(self) -> None:
+        """What is there ends with its stdin."""
+        for pipe in (self._stdin, self._stdout, self._stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def close(self, limit_s: float) -> None:
+        """Waits for the end, and makes it after the limit."""
+        self.hang_up()
+        try:
+            self._process.wait(max(0.0, limit_s))
+        except subprocess.TimeoutExpired:
+            kill(self._process)
+            self._process.wait()

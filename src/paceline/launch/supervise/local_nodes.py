@@ -1,0 +1,119 @@
+"""The processes of the nodes that a launcher has on its own machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch.supervise import process_status
+from paceline.launch.supervise.restart_policy import Fault, fault
+
+PR_SET_PDEATHSIG = 1
+# a node trains and has all state, started as a joining node and not admitted yet, has ended, has failed
+HOLDS, JOINS, DONE, FAILED = "holds", "joins", "done", "failed"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of a node. ``joins``: started as a joining node."""
+
+    node: int
+    process: subprocess.Popen[bytes]
+    joins: bool = False
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def end(self) -> None:
+        if self.code is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class Team:
+    """``sizes``: processes of each node. ``reports``: the folder of their status files; None: they write none.
+
+    ``closed``: their stdin is empty, since the launcher reads its own.
+    """
+
+    def __init__(self, command: Sequence[str], sizes: Sequence[int], reports: Path | None, closed: bool):
+        self.command, self.sizes, self.reports, self.closed = command, sizes, reports, closed
+        self.environment: dict[str, str] = {}
+        self.children: list[Child] = []
+        self._parent = os.getpid()
+
+    def _die_with_parent(self) -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != self._parent:
+            os._exit(143)
+
+    def begin(self, node: int, more: Mapping[str, str] | None = None) -> None:
+        """All processes of a node; with ``more`` variables, as a joining node."""
+        size = self.sizes[node]
+        for local_rank in range(size):
+            rank = sum(self.sizes[:node]) + local_rank
+            own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
+            mine = {**self.environment, **{name: str(number) for name, number in own.items()}, **(more or {})}
+            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
+            process = subprocess.Popen(
+                self.command,
+                env=mine,
+                stdin=subprocess.DEVNULL if self.closed else None,  # a script must not read what is the launcher's
+                stdout=quiet,
+                preexec_fn=self._die_with_parent,  # noqa: PLW1509 - this process has no threads
+                start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
+            )
+            self.children.append(Child(node, process, bool(more)))
+
+    def send(self, number: int, node: int | None = None) -> None:
+        for child in self.children:
+            if child.code is None and node in (None, child.node):
+                child.process.send_signal(number)
+
+    def states(self) -> dict[int, str]:
+        """Of each node that was started: HOLDS, JOINS, DONE or FAILED."""
+        return {node: self._state(self._of(node)) for node in dict.fromkeys(child.node for child in self.children)}
+
+    def _of(self, node: int) -> list[Child]:
+        return [child for child in self.children if child.node == node]
+
+    def _state(self, children: Sequence[Child]) -> str:
+        codes = [child.code for child in children]
+        if any(codes):
+            return FAILED
+        if None not in codes:
+            return DONE
+        waits = any(child.joins and child.code is None and not self._said(child).get("joined") for child in children)
+        return JOINS if waits else HOLDS
+
+    def code(self, node: int) -> int:
+        """Of the first process of a node that failed."""
+        return next(child.code for child in self._of(node) if child.code)
+
+    def _said(self, child: Child) -> dict[str, object]:
+        return process_status.read(self.reports, child.process.pid) if self.reports else {}
+
+    def faults(self) -> frozenset[Fault]:
+        """The errors of those processes that failed by themselves, and not because others were lost."""
+        ended = [(child.code, self._said(child)) for child in self.children if (child.code or 0) > 0]
+        return frozenset(found for code, said in ended if (found := fault(code or 0, said)))
+
+    @property
+    def begun(self) -> bool:
+        """Whether any process has joined."""
+        return any(self._said(child).get("joined") for child in self.children)
+
+    def end(self, node: int | None = None) -> None:
+        """Kills what is left, and waits for that. They are forgotten."""
+        for child in list(self.children):
+            if node in (None, child.node):
+                child.end()
+                self.children.remove(child)

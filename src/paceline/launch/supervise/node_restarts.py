@@ -1,0 +1,55 @@
+"""A node that failed is started again as a joining node, as long as others hold all state: it joins with a ticket."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.launch.supervise.local_nodes import FAILED, Team
+
+RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
+PEACE_S = 3600.0  # longer than it waits to be taken in
+PAUSE_S = 1.0  # before the first; before each later one twice as long
+
+
+class Again:
+    """``begin``: starts a node's processes anew. ``ticket`` is there as soon as there is a run to come to."""
+
+    def __init__(self, ticket: Path, returns: int, begin: Callable[[int], None]):
+        self.ticket, self.returns, self.begin = ticket, returns, begin
+        self.begin_anew(False)
+
+    def begin_anew(self, alone: bool) -> None:
+        """For another start of the run. ``alone``: no node elsewhere writes a ticket here, so what lies there is of a
+        run that was killed, and nobody is there to join."""
+        self._num_begun: dict[int, int] = {}
+        self._begun_s: dict[int, float] = {}
+        self._ended_s: dict[int, float] = {}
+        self._alone, self.met = alone, False
+        if alone:
+            self.ticket.unlink(missing_ok=True)
+
+    def hopes(self, node: int) -> bool:
+        """Whether a node that failed may still come back."""
+        self.met = (self.met and self._alone) or self.ticket.exists()
+        return self.met and self._count(node) < self.returns
+
+    def _count(self, node: int) -> int:
+        """How often a node that failed has come back since it last lived in peace."""
+        ended_s = self._ended_s.setdefault(node, time.monotonic())
+        lived_s = ended_s - self._begun_s.get(node, ended_s)
+        return self._num_begun.get(node, 0) if lived_s <= PEACE_S else 0
+
+    def look(self, team: Team) -> None:
+        """Starts those that failed again, when their pause is over."""
+        for node in [node for node, state in team.states().items() if state == FAILED and self.hopes(node)]:
+            count, now = self._count(node), time.monotonic()
+            if now < self._ended_s[node] + PAUSE_S * 2**count:
+                continue
+            del self._ended_s[node]
+            self._num_begun[node], self._begun_s[node] = count + 1, now
+            team.end(node)
+            print(f"paceline: node {node} ended, and is started again", file=sys.stderr, flush=True)
+            self.begin(node)

@@ -1,0 +1,1 @@
+"""How nodes find each other and talk: rendezvous, authentication, framing, routes, TLS."""

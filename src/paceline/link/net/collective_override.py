@@ -1,0 +1,146 @@
+"""Any link, with its sums made by an algorithm of `collectives/` in place of its own.
+
+Sums of one lane follow one another in the order in which they were asked for, each in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.contract import Cost, Guest, Handle, Link, LinkError, Porter
+from paceline.link.net.collective_run import Collective, names
+
+
+def choose(link: Link, name: str) -> Link:
+    """``link`` with its sums by the collective of that name, or as it is where that is "".
+
+    Raises ValueError on every rank where the ranks do not all name the same: their messages would not fit together.
+    """
+    known = "", *names()
+    mine = torch.tensor([known.index(name)])
+    told = [known[int(part)] for part in link.all_gather(mine, "the choice of a collective", even=True).wait()]
+    if len(set(told)) > 1:
+        said = ", ".join(
+            f"{one!r} on {host}" if one else f"not set on {host}" for one, host in zip(told, link.hosts, strict=True)
+        )
+        raise ValueError(
+            f"PACELINE_COLLECTIVE is {said}; nodes that add up together need the same: set it alike on all"
+        )
+    return Chosen(link, Collective(name)) if name else link
+
+
+class Chosen(Link):
+    """``link`` with its `sum` by ``collective``; all else is the link's own."""
+
+    def __init__(self, link: Link, collective: Collective):
+        self.link, self.collective = link, collective
+        self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
+        self.whereabouts, self.grows = link.whereabouts, link.grows
+        self._last: _Sum | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.link.sent_bytes
+
+    @sent_bytes.setter
+    def sent_bytes(self, count: int) -> None:
+        self.link.sent_bytes = count
+
+    def lane(self, name: str) -> Link:
+        return Chosen(self.link.lane(name), self.collective)
+
+    def hurry(self, quick: bool) -> None:
+        self.link.hurry(quick)
+
+    def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
+        self._last = _Sum(self, tensor, what, self._last)
+        return self._last
+
+    def max(self, tensor: Tensor, what: str = "max") -> Handle:
+        return self.link.max(tensor, what)
+
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> Handle:
+        return self.link.all_gather(tensor, what, even)
+
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> Handle:
+        return self.link.reduce_scatter(tensor, what)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> Handle:
+        return self.link.broadcast(tensor, root, what)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        return self.link.send(tensor, peer, tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
+        return self.link.recv(tensor, peer, tag)
+
+    def certain(self, since: float) -> None:
+        self.link.certain(since)
+
+    def cost(self, operation: str, num_bytes: int) -> Cost:
+        if operation != "sum":
+            return self.link.cost(operation, num_bytes)
+        itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
+        return self.collective.cost(self.size, num_bytes, itemsize, tuple(self.hosts))
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.link.everyone()
+
+    def ask(self, rank: int) -> str:
+        return self.link.ask(rank)
+
+    def stand_by(self, least: int = 1) -> None:
+        self.link.stand_by(least)
+
+    @property
+    def porter(self) -> Porter | None:
+        return self.link.porter
+
+    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
+        link = Chosen(self.link.rebuild(admits) if admits else self.link.rebuild(), self.collective)
+        link.origin, link.came = link.link.origin, link.link.came
+        return link
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class _Sum(Handle):
+    """A sum under way, after the one before it on the same lane."""
+
+    def __init__(self, link: Chosen, tensor: Tensor, what: str, before: _Sum | None):
+        self.tensor, self.what = tensor, what
+        self.error: Exception | None = None
+        self.finished = threading.Event()
+        threading.Thread(target=self._run, args=(link, before), name="paceline sum", daemon=True).start()
+
+    def _run(self, link: Chosen, before: _Sum | None) -> None:
+        try:
+            if before:
+                before.wait()
+            self._add_up(link)
+        except Exception as error:
+            self.error = error
+        finally:
+            self.finished.set()
+
+    def _add_up(self, link: Chosen) -> None:
+        try:
+            link.collective.run(link.link, self.tensor)
+        except LinkError as error:
+            raise LinkError(f"{error} (a message of {self.what})", error.peer) from error
+
+    def done(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        if not self.finished.wait(deadline_s):
+            raise LinkError(f"gave up on {self.what} after {deadline_s:.0f} s: it is still under way")
+        if self.error:
+            raise self.error
+        return self.tensor

@@ -1,0 +1,135 @@
+"""How the ranks of a run find each other: the meeting point, who is where, and whether everyone reaches everyone."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from paceline.contract import LinkError
+from paceline.environment import join_s
+from paceline.link.net import route
+from paceline.link.net.auth import Hiding, secret_of_environment
+from paceline.link.net.route import Door, Member
+from paceline.link.net.store_client import Meeting
+from paceline.link.net.store_server import MeetingPoint
+
+dist: Any = torch.distributed  # its stubs leave out what we use
+
+LONGER = "; where some need longer to prepare, give all PACELINE_JOIN_S, in seconds"
+
+
+class Unreached(LinkError):
+    """Some do not reach each other. ``peer``: the last of those who say so, without whom the others may."""
+
+
+_points: dict[tuple[str, int, bool], MeetingPoint] = {}  # of this process: a run may join more than once
+
+
+def join(
+    rank: int,
+    size: int,
+    host: str,
+    port: int,
+    generation: int = 0,
+    patience_s: float | None = None,
+    secret: bytes | None = None,
+) -> tuple[Meeting, Any, list[Member]]:
+    """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
+
+    ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `join_s` where none is given.
+    """
+    patience_s = join_s() if patience_s is None else patience_s
+    secret = secret_of_environment() if secret is None else secret
+    point, place, number = _place(rank, size, host, port, secret, patience_s)
+    meeting = Meeting(place, number, secret, rank, size, patience_s, point, LONGER)
+    try:
+        store = dist.PrefixStore(f"paceline/{generation}", meeting)
+        members = introduce(meeting, store)
+        meeting.advice = ""
+        return meeting, store, members
+    except BaseException:
+        meeting.close()
+        raise
+
+
+def _place(
+    rank: int, size: int, host: str, port: int, secret: bytes, patience_s: float
+) -> tuple[MeetingPoint | None, str, int]:
+    """Where the meeting is: at MASTER_PORT; or where that is taken by torch's own store, which then says where."""
+    here = f"rank {rank} of {size} on {socket.gethostname()}"
+    patience = timedelta(seconds=patience_s)
+    board = _board(here, size, host, port, patience)
+    hides = isinstance(secret, Hiding)
+    key = "meeting, hidden" if hides else "meeting"
+    if rank == 0:
+        if (host, port, hides) not in _points:
+            point = MeetingPoint(route.resolve(host), 0 if board else port, secret)
+            atexit.register(point.close)
+            _points[host, port, hides] = point
+            if not secret and not route.is_loopback(point.address):
+                sys.stderr.write(
+                    f"paceline: this run has no secret: whoever reaches {point.address}:{point.port} may join it; "
+                    f"start all ranks with the same PACELINE_SECRET\n"
+                )
+        point = _points[host, port, hides]
+        if board:
+            board.set(key, f"{point.address} {point.port}")
+        return point, point.address, point.port
+    if not board:
+        return None, route.resolve(host), port
+    try:
+        board.wait([key], patience)
+        place, number = board.get(key).decode().split()
+    except (RuntimeError, ValueError) as error:
+        raise LinkError(
+            f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it "
+            f"says{LONGER}"
+        ) from error
+    return None, place, int(number)
+
+
+def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> Any:
+    """The store of torchrun's agent, or of a default group that the script has made; None where there is neither."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if dist.is_initialized():
+        return dist.PrefixStore(f"paceline/{restart}", dist.distributed_c10d._get_default_store())
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        store = dist.TCPStore(host, port, size, False, patience, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        raise LinkError(
+            f"{here} could not reach torchrun's store at {host}:{port} within {patience.total_seconds():.0f} s; check "
+            f"MASTER_ADDR, MASTER_PORT, the firewall, and that torchrun is running there"
+        ) from error
+    return dist.PrefixStore(f"paceline/{restart}", store)
+
+
+def introduce(meeting: Meeting, store: Any, limit_s: float = route.KNOCK_S) -> list[Member]:
+    """``limit_s``: in which each must reach each. Raises LinkError, and `Unreached` where they do not."""
+    rank, ranks = meeting.rank, range(meeting.size)
+    if store.add(f"came/{rank}", 1) != 1:
+        raise LinkError(
+            f"{meeting.here}: another process has already come to {meeting.place} as rank {rank}; give each its own "
+            f"RANK, and each run its own MASTER_PORT"
+        )
+    name = os.environ.get("PACELINE_HOST", socket.gethostname())
+    door = Door(rank, name, route.own_address(meeting.address))
+    try:
+        store.set(f"member/{rank}", door.member.write())
+        found = store.multi_get([f"member/{r}" for r in ranks])
+        members = [Member.read(r, text) for r, text in enumerate(found)]
+        store.set(f"reached/{rank}", route.complaint(door.member, members, limit_s))
+        complaints = [text.decode() for text in store.multi_get([f"reached/{r}" for r in ranks])]
+    finally:
+        door.close()
+    if first := next(filter(None, complaints), ""):
+        raise Unreached(first, max(r for r in ranks if complaints[r]))
+    return members

@@ -1,0 +1,264 @@
+"""A rank's place at the meeting point, as the store that gloo asks for."""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from paceline.contract import LinkError
+from paceline.link.net.auth import (
+    GUEST,
+    HEADER,
+    HELLO,
+    MAGIC,
+    MAX_BYTES,
+    REFUSED,
+    SERVER,
+    SIZE,
+    VERSION,
+    Distrust,
+    Seal,
+    exactly,
+    prove,
+    same,
+)
+from paceline.link.net.framing import alone
+from paceline.link.net.store_server import HANDSHAKE_S, MeetingPoint
+
+GLANCE_S = 0.5  # for which a wait holds the line, that other threads may want
+PAUSE_S = 0.1  # between knocks
+KEEP_S = 60  # of silence, before the kernel asks the other one
+LATE = 0xFFFF  # in place of a rank, for who has none yet
+AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
+
+
+def knock(host: str, port: int, limit_s: float) -> socket.socket:
+    """A line to who listens there. Raises OSError where nobody does."""
+    line = alone(socket.create_connection((host, port), timeout=limit_s))
+    if line.getsockname() == line.getpeername():
+        # TCP joins a socket to itself where its own port is, by chance, the one it asks for; held, it keeps rank 0 out
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
+        line.close()
+        raise ConnectionRefusedError("nobody listens there yet")
+    return line
+
+
+class Meeting(Store):
+    """One line to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, naming who is missing.
+
+    ``alert`` is called while waiting, and raises where waiting has become pointless. On rank 0 ``point`` is the
+    meeting point itself, which knows whom it refused. ``advice``: for who has waited in vain.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        rank: int,
+        size: int,
+        patience_s: float,
+        point: MeetingPoint | None = None,
+        advice: str = "",
+    ):
+        super().__init__()
+        self.host, self.port, self.rank, self.size, self.patience_s = host, port, rank, size, patience_s
+        self.point, self.secret, self.advice = point, secret, advice
+        self.alert: Callable[[], None] = _calm
+        self._lock = threading.Lock()
+        self._heard = bytearray()
+        self._line, self._seal = self._reach(secret)
+
+    @property
+    def here(self) -> str:
+        who = "a node that comes late" if self.rank == LATE else f"rank {self.rank} of {self.size}"
+        return f"{who} on {socket.gethostname()}"
+
+    @property
+    def place(self) -> str:
+        return f"the meeting point {self.host}:{self.port}"
+
+    @property
+    def address(self) -> str:
+        """This end of the line: where the route to rank 0 leaves."""
+        return str(self._line.getsockname()[0])
+
+    def _reach(self, secret: bytes) -> tuple[socket.socket, Seal]:
+        end, why = time.monotonic() + self.patience_s, "nobody answered"
+        while (left_s := end - time.monotonic()) > 0:
+            try:
+                line = knock(self.host, self.port, min(HANDSHAKE_S, left_s))
+            except OSError as error:
+                why = str(error)
+            else:
+                try:
+                    return line, self._greet(line, secret)
+                except LinkError:
+                    line.close()
+                    raise
+                except OSError as error:  # it may be busy with strangers
+                    line.close()
+                    why = str(error)
+            time.sleep(PAUSE_S)
+        raise LinkError(
+            f"{self.here} could not reach {self.place} within {self.patience_s:.0f} s ({why}); check MASTER_ADDR, "
+            f"MASTER_PORT, the firewall, and that rank 0 is running{self.advice}"
+        )
+
+    def _greet(self, line: socket.socket, secret: bytes) -> Seal:
+        line.settimeout(HANDSHAKE_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        header = exactly(line, len(HEADER))
+        if not header.startswith(MAGIC):
+            raise LinkError(
+                f"{self.here}: what answers at {self.host}:{self.port} is no meeting point of paceline; give all "
+                f"ranks another MASTER_PORT"
+            )
+        if header != HEADER:
+            line.sendall(HEADER)
+            raise LinkError(
+                f"{self.here} speaks version {VERSION} of the meeting, rank 0 at {self.host}:{self.port} version "
+                f"{header[-1]}; install the same paceline on every node"
+            )
+        nonce = secrets.token_bytes(SIZE)
+        nonces = exactly(line, SIZE) + nonce
+        line.sendall(HELLO.pack(HEADER, self.rank, nonce, prove(secret, GUEST, self.rank, nonces)))
+        answer = exactly(line, SIZE)
+        if answer == REFUSED or not same(answer, prove(secret, SERVER, self.rank, nonces)):
+            whose = "refused this process" if answer == REFUSED else "did not prove that it belongs to this run"
+            raise LinkError(
+                f"{self.here}: rank 0 at {self.host}:{self.port} {whose}: their PACELINE_SECRET differ; start all "
+                f"ranks of a run with the same, or all without, and all or none with --encrypt (PACELINE_ENCRYPT)"
+            )
+        return Seal(secret, GUEST, self.rank, nonces)
+
+    def _ask(self, *fields: bytes) -> list[bytes]:
+        with self._lock:
+            try:
+                self._line.settimeout(HANDSHAKE_S + GLANCE_S)
+                self._line.sendall(self._seal.wrap(fields))
+                while (answer := self._seal.take(self._heard)) is None:
+                    words = self._line.recv(MAX_BYTES)
+                    if not words:
+                        raise ConnectionResetError("it hung up")
+                    self._heard += words
+                return answer
+            except (OSError, Distrust) as error:
+                self._line.close()  # half a frame may be under way
+                raise LinkError(
+                    f"{self.here} lost {self.place} ({error}): rank 0 ended, or the network to it broke; look there", 0
+                ) from error
+
+    def _wait(self, keys: Sequence[str], patience_s: float) -> list[bytes]:
+        wanted = [key.encode() for key in keys]
+        end = time.monotonic() + patience_s
+        while wanted:
+            left_s = max(0.0, end - time.monotonic())
+            state, *rest = self._ask(b"get", b"%f" % min(GLANCE_S, left_s), *wanted)
+            if state == b"ok":
+                return rest
+            self.alert()
+            if not left_s:
+                raise LinkError(self._who_is_missing([key.decode() for key in rest], patience_s))
+            time.sleep(0.001)  # another thread's turn
+        return []
+
+    def _who_is_missing(self, keys: Sequence[str], waited_s: float) -> str:
+        missing = sorted({int(found[1]) if (found := re.search(r"/(\d+)$", key)) else 0 for key in keys})
+        who = ", ".join(f"rank {rank}" for rank in missing)
+        refused = f" ({'; '.join(self.point.notes)})" if self.point and self.point.notes else ""
+        return (
+            f"{self.here}: {who} did not come to {self.place} within {waited_s:.0f} s{refused}; start every rank, and "
+            f"look at what those say{self.advice}"
+        )
+
+    def lease(self, key: str, value: str) -> None:
+        """As `set`, for as long as this line lives."""
+        self._ask(b"lease", key.encode(), value.encode())
+
+    def keep(self) -> None:
+        """For long, though nothing is said: what stands between the two is reminded that the line exists."""
+        self._line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_S)
+
+    def ended(self, limit_s: float) -> bool:
+        """Whether the other end has hung up in peace, or does within ``limit_s``. A line that broke is closed: later
+        looks at it would read as such an end."""
+        with self._lock:
+            try:
+                self._line.settimeout(limit_s)
+                return not self._line.recv(1, socket.MSG_PEEK)
+            except OSError as error:
+                if error.errno not in (None, errno.EAGAIN):  # not merely that nothing came
+                    self._line.close()
+        return False
+
+    @property
+    def broken(self) -> bool:
+        return self._line.fileno() < 0
+
+    def close(self) -> None:
+        self._line.close()
+
+    # What follows has the names and meanings of torch.distributed.Store, whose subclasses gloo calls from C++.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(b"set", key.encode(), _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._wait([key], self.patience_s)[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._wait(keys, self.patience_s)
+
+    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        asked_s = timeout.total_seconds() if timeout else self.patience_s
+        self._wait(keys, min(asked_s, self.patience_s))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(b"check", *(key.encode() for key in keys))[1] == b"1"
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._ask(b"add", key.encode(), b"%d" % value)[1])
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(b"append", key.encode(), _bytes(value))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(b"delete", key.encode())[1] == b"1"
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._ask(b"swap", key.encode(), _bytes(expected_value), _bytes(desired_value))[1]
+
+    def num_keys(self) -> int:
+        return int(self._ask(b"count")[1])
+
+    deleteKey, getNumKeys = delete_key, num_keys  # what C++ calls them
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> Meeting:
+        return self
+
+
+def _calm() -> None:
+    pass
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,150 @@
+"""A step of the user's own shape: backward passes of theirs, added up, then agreed on like any other step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from torch import Tensor
+
+from paceline.contract import Ballot
+from paceline.data import batches
+from paceline.engine.checks.loss_graph import refuse_scaled
+from paceline.engine.compute.batch import mapped, samples
+
+
+class OwnStep:
+    """``batch`` has a weight: what backward divides by. ``rows``: how many of its rows are here, where known."""
+
+    def __init__(self, batch: Any, rows: int | None):
+        self.batch, self.rows, self.ballot = batch, rows, Ballot()
+        self.begun, self.start = False, time.perf_counter()
+
+    def add(self, loss: Any, rows: int | None, loss_scale: float) -> Tensor:
+        """What to call backward on, if it has a gradient. ``loss``: a mean over ``rows``, or (sum, weight)."""
+        rows = self.rows if rows is None else rows
+        if isinstance(loss, tuple):
+            total, weight = loss[0], float(loss[1])
+        elif rows is None:
+            raise ValueError(
+                "backward() must know how many rows the mean is over: take them from pace.rows(batch), give rows=, or "
+                "give the loss as (sum, weight)"
+            )
+        else:
+            total, weight = loss * rows, float(rows)
+        if self.begun and weight != self.ballot.weight:
+            raise ValueError(
+                f"backward() was given losses over {self.ballot.weight:g} and over {weight:g} in one step; all must "
+                f"count the same rows: one (sum, weight) of them all is what can be divided once"
+            )
+        if not (isinstance(total, Tensor) and total.numel() == 1):
+            shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise ValueError(f"backward() takes one number (a mean over rows) or (sum, weight), got {shape}")
+        self.begun = True
+        self.ballot.weight = weight
+        self.ballot.loss_sum += float(total.detach())
+        self.ballot.finite = self.ballot.loss_sum - self.ballot.loss_sum == 0.0
+        scaled: Tensor = total * (loss_scale / self.batch.weight)
+        return scaled
+
+
+class Spent:
+    """A batch whose rows have already been used."""
+
+    def __init__(self, batch: Any):
+        for name in ("epoch", "step", "ends_epoch", "wait_s", "dealt", "held"):
+            if hasattr(batch, name):
+                setattr(self, name, getattr(batch, name))
+        self.weight = batch.weight
+
+    def share(self, seat: Any) -> None:
+        return None
+
+
+class OwnLoop:
+    """`rows`, `backward`, `clip` and `update` of ``pace``, a `pace.Pace`, which says what they do."""
+
+    def __init__(self, pace: Any):
+        self.pace = pace
+        self._step: OwnStep | None = None
+        self._looked = False  # at the graph of a loss
+        self._clip: float | None = None
+
+    def rows(self, batch: Any) -> Any:
+        pace, step = self.pace, self._step
+        self._refuse()
+        if step and step.begun:
+            raise ValueError(
+                "rows() was called before update() took what backward() had added: update after every batch, and add "
+                "up over more of them by a larger batch_size, computed in parts by accumulate="
+            )
+        shared = pace.witness.deal(batch, mapped) if pace.witness else batch
+        share = shared.share(pace.loop.seat)
+        held = getattr(shared, "held", None)
+        if pace.loop.moved:
+            pace.loop.moved.begin(pace.num_steps)
+        self._step = OwnStep(batch, 0 if share is None else samples(share, held))
+        device = pace.engine.weights[0].device
+        return None if share is None else mapped(share, lambda tensor: tensor.to(device))
+
+    def backward(self, loss: Any, rows: int | None) -> None:
+        self._refuse()
+        step = self._step = self._step or OwnStep(self._given(), rows)
+        if not step.begun:
+            self._forget()
+        scaled = step.add(loss, rows, self.pace.loop.scaler.scale)
+        if not self._looked:
+            refuse_scaled(scaled)
+            self._looked = True
+        # without a gradient torch refuses it here; of several processes, all do so in `update`
+        if scaled.requires_grad or self.pace.world.size == 1:
+            scaled.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, norm: float) -> None:
+        if not norm > 0:
+            raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
+        if self.pace.exchange.overlap == "forward":
+            raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
+        self._clip = norm
+
+    def update(self) -> float:
+        self._refuse()
+        pace = self.pace
+        step = self._step or OwnStep(self._given(), 0)
+        if not step.begun and (step.rows or pace.world.size == 1):
+            raise ValueError(
+                "update() was called before backward(): give each loss to pace.backward(loss), in place of "
+                "loss.backward()"
+            )
+        if not step.begun:
+            self._forget()  # without rows here, what the last step left in .grad would count again
+        kept, pace.loop.clip = pace.loop.clip, self._clip or pace.loop.clip
+        self._step = self._clip = None
+        spent_s = time.perf_counter() - step.start
+
+        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> Ballot:
+            ballot: Ballot = pace.engine.gathered(dataclasses.replace(step.ballot), forms, offer)
+            ballot.seconds += spent_s
+            return ballot
+
+        try:
+            loss: float = pace._step(Spent(step.batch), gradient)
+            pace.settle()  # a loop of your own reads weights where it likes
+            return loss
+        finally:
+            pace.loop.clip = kept
+
+    def _given(self) -> batches.Given:
+        return batches.Given(None, float(self.pace.job.batch_size))
+
+    def _refuse(self) -> None:
+        if self.pace.wrappers:
+            self.pace.wrappers.refuse_own_loop()
+        if self.pace.job.batch_norm == "sync":
+            raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
+
+    def _forget(self) -> None:
+        self.pace.settle()
+        for parameter in self.pace.job.model.parameters():
+            parameter.grad = None

@@ -1,0 +1,417 @@
+"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it. Imports nothing of ours.
+
+Sums whose order is fixed: those of a binary tree over shares 0 to n, whoever has added up which part of it.
+
+A span (low, high) of the tree is split at the largest power of two: (0, 6) into (0, 4) and (4, 6).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIDELITY = ("exact", "rounded", "approximate")
+DENSE, FACTORS = "dense", "factors"
+
+Window = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
+
+
+class LinkError(ConnectionError):
+    """A link is dead: rebuild it or end. Names the peer, where known.
+
+    ``resumes``: this process may not continue from its own state; the run resumes from its newest checkpoint.
+    """
+
+    def __init__(self, message: str, peer: int | None = None, resumes: bool = False):
+        super().__init__(message)
+        self.peer, self.resumes = peer, resumes
+
+
+class NotFinite(FloatingPointError):
+    """Raised by every process, with the same words: a step's loss or gradient has no value."""
+
+
+class NoGradient(RuntimeError):
+    """Raised by every process, with the same words: a step's loss trains nothing."""
+
+
+class UnlikeOptions(ValueError):
+    """Raised by every process, with the same words: their optimizers have unlike numbers, as a learning rate."""
+
+
+class NeverStepped(RuntimeError):
+    """Raised by every process at the end: they joined, and then each trained alone."""
+
+
+class Verdict(enum.Enum):
+    APPLY = "apply"  # everyone agreed: update
+    REDO = "redo"  # as if the step had never been; the same global batch again
+    SKIP = "skip"  # as if the step had never been; go on with the next batch
+    ADOPTED = "adopted"  # the scheme has already set the weights
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One unit of sending: a large parameter, or several small ones. Cut once, in backward order."""
+
+    index: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    linear: bool = False  # one fully-connected weight (out, in), whose gradient may travel as factors
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(torch.Size(shape).numel() for shape in self.shapes)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether factors of so many rows are no larger than the gradient, in whose place they lie."""
+        return num_rows * sum(self.shapes[0]) <= self.numel
+
+
+class Piece:
+    """The gradient of one spec. *Shapes*: flat (numel,) or left (rows, out) with right (rows, in).
+
+    With factors the layer's gradient is ``left.T @ right``, exactly. ``flat`` is the receiver's: an
+    exchange adds into it. ``grads``: each parameter's own, until someone asks for them in one.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        flat: Tensor | None = None,
+        left: Tensor | None = None,
+        right: Tensor | None = None,
+        grads: Sequence[Tensor] | None = None,
+    ):
+        self.spec, self._flat, self.left, self.right, self.grads = spec, flat, left, right, grads
+        # where the order of sums is fixed: those over which of so many virtual shares there are
+        self.sums: dict[tuple[int, int], Tensor] | None = None
+        self.span, self.num_shares = (0, 0), 0
+
+    @property
+    def flat(self) -> Tensor | None:
+        if self.grads is not None:
+            parts = [grad.reshape(-1) for grad in self.grads]
+            self._flat, self.grads = parts[0] if len(parts) == 1 else torch.cat(parts), None
+        return self._flat
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The gradient, or both its factors."""
+        return [each for each in (self.flat, self.left, self.right) if each is not None]
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Type and place of its numbers."""
+        own = (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())
+        some = next((each for each in own if each is not None), None)
+        some = self.flat if some is None else some
+        assert some is not None
+        return some.dtype, some.device
+
+
+@dataclass
+class Ballot:
+    """A rank's vote on a step, and what all must know. A few hundred bytes; every rank sends one."""
+
+    ok: bool = True
+    finite: bool = True
+    constant: bool = False  # the loss here is not 0, and no trainable parameter is a part of it
+    loss_sum: float = 0.0
+    metric_sum: float = 0.0
+    samples: int = 0  # whose gradient this is, where they were dealt
+    weight: float = 0.0  # what the loss divides by: samples, tokens, mask
+    expected: float = 0.0  # the same of all ranks together, as known before the step: backward has divided by it
+    seconds: float = 0.0  # spent computing
+    busy: float = 0.0  # seconds of this step, as far as it did not wait for other nodes
+    fixed: float = 0.0  # those of them that its rows do not change: the update
+    multiply: float = 0.0  # per floating-point operation in rebuilding a gradient from factors; 0: not measured
+    hash: int = 0  # of a slice of the weights before the step; equal on all replicas
+    options: int = 0  # checksum of the numbers in the optimizer's groups
+    unlike: bool = False  # of several: these checksums differ
+    stop: int = 0  # a signal has asked this process to end after this step
+    hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
+    guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
+    follows: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
+    idle: bool = False  # this process had no samples in this step
+    moves: int = 0  # buffers and parameters that do not train, which forward was found to change
+    source: int = 0  # the first process that had samples
+    terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
+    used: bytes = b""  # per parameter: 1 if it got a gradient
+    dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
+    rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
+    ready: tuple[float, ...] = ()  # per spec: seconds after the first in which it was offered
+    took: tuple[float, ...] = ()  # per spec: seconds on the wire, its wait in line left out; 0 with another
+    paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
+    shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its sums; not packed
+
+    # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
+    MOST_TERMS = 32
+    NOBODY = (1 << 32) - 1  # in ``source``
+
+    _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
+
+    def pack(self) -> bytes:
+        head = self._HEAD.pack(
+            self.ok,
+            self.finite,
+            self.constant,
+            self.loss_sum,
+            self.metric_sum,
+            self.samples,
+            self.weight,
+            self.expected,
+            self.seconds,
+            self.busy,
+            self.fixed,
+            self.multiply,
+            self.hash,
+            self.options,
+            self.unlike,
+            self.stop,
+            self.hung,
+            self.guests,
+            self.follows,
+            self.idle,
+            self.moves,
+            self.source,
+            len(self.used),
+            len(self.dense),
+            len(self.rows),
+            len(self.terms),
+            len(self.paces),
+            len(self.ready),
+            len(self.took),
+        )
+        paces = itertools.chain.from_iterable(self.paces)
+        shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
+        numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
+        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MOST_TERMS - len(self.terms)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Ballot:
+        *scalars, num_used, num_dense, num_rows, num_terms, num_nodes, num_ready, num_took = cls._HEAD.unpack_from(data)
+        a = cls._HEAD.size
+        b = a + num_used
+        c = b + num_dense
+        shape = f"<{num_rows}I{num_ready + num_took}f{num_terms + 2 * num_nodes}d"
+        numbers = iter(struct.unpack_from(shape, data, c))
+
+        def take(count: int) -> tuple[Any, ...]:
+            return tuple(itertools.islice(numbers, count))
+
+        tail: dict[str, Any] = {
+            "used": data[a:b],
+            "dense": data[b:c],
+            "rows": take(num_rows),
+            "ready": take(num_ready),
+            "took": take(num_took),
+            "terms": take(num_terms),
+            "paces": tuple(take(2) for _ in range(num_nodes)),
+        }
+        return cls(*scalars, **tail)
+
+    @staticmethod
+    def merge(ballots: Sequence[Ballot]) -> Ballot:
+        """All ballots as one, in rank order: sums, unions, the slowest, and ok only if all are.
+
+        Raises ValueError, on everyone who merges them, if they are of different batches.
+        """
+        first = ballots[0]
+        if any(b.expected != first.expected for b in ballots):
+            raise ValueError(
+                f"the processes were given batches of {', '.join(f'{b.expected:g}' for b in ballots)} rows for one and "
+                f"the same step; give each process the whole dataset, from which pace.batches deals, or its own rows "
+                f"of one global batch to pace.step"
+            )
+        return Ballot(
+            ok=all(b.ok for b in ballots),
+            finite=all(b.finite for b in ballots),
+            constant=any(b.constant for b in ballots),
+            loss_sum=sum(b.loss_sum for b in ballots),
+            metric_sum=sum(b.metric_sum for b in ballots),
+            samples=sum(b.samples for b in ballots),
+            weight=sum(b.weight for b in ballots),
+            expected=first.expected,
+            seconds=max(b.seconds for b in ballots),
+            busy=max(b.busy for b in ballots),
+            fixed=max(b.fixed for b in ballots),
+            multiply=max(b.multiply for b in ballots),
+            hash=first.hash,
+            options=first.options,
+            unlike=any(b.unlike or b.options != first.options for b in ballots),
+            stop=max(b.stop for b in ballots),
+            hung=all(b.hung for b in ballots),
+            guests=max(b.guests for b in ballots),
+            follows=any(b.follows for b in ballots),
+            idle=any(b.idle for b in ballots),
+            moves=max(b.moves for b in ballots),
+            source=min(b.source for b in ballots),
+            # a process without rows has no terms
+            terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
+            used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
+            dense=bytes(max(column) for column in zip(*(b.dense for b in ballots), strict=True)),
+            rows=tuple(sum(column) for column in zip(*(b.rows for b in ballots), strict=True)),
+            ready=tuple(max(column) for column in zip(*(b.ready for b in ballots), strict=True)),
+            # the last to come to a meeting waits for nobody: its time is that of the wire
+            took=tuple(min(column) for column in zip(*(b.took for b in ballots), strict=True)),
+        )
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Of one process: what it found of its whole share."""
+        return bool(self.weight and self.loss_sum) and 1 not in self.used
+
+
+class Coming:
+    """A piece that has been agreed on and may still be on its way."""
+
+    spec: Spec
+
+    def arrived(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self) -> Piece:
+        """Called once. Raises LinkError."""
+        raise NotImplementedError
+
+
+@dataclass
+class Agreement:
+    """What everyone holds after `agree`: the verdict, all pieces in order, and all ballots as one.
+
+    ``coming``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
+    """
+
+    verdict: Verdict
+    pieces: list[Piece] = field(default_factory=list)
+    ballot: Ballot = field(default_factory=Ballot)
+    drift: bool = False  # the replicas' hashes differ
+    coming: list[Coming] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes.
+
+    ``turn``: which of its questions asks for it.
+    """
+
+    name: str
+    host: str
+    size: int = 1
+    least: int = 1
+    most: int = 1
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Other nodes from now on. ``origin``, ``rows``: the rank that each of the old ones had before, and its rows.
+
+    ``came``: the new ones, whose ranks are the last.
+    """
+
+    generation: int
+    origin: tuple[int, ...]
+    rows: tuple[int, ...]
+    lost: tuple[str, ...]  # by host
+    seconds: float  # from the broken operation, or the end of a step, to the new link
+    why: str
+    came: tuple[Guest, ...] = ()
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Regroup:
+        said: dict[str, Any] = json.loads(data)
+        said["came"] = [Guest(**each) for each in said["came"]]
+        said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
+        return cls(**said)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How agreed sums become an update. Normalised once: gradient = scale * sum."""
+
+    scale: float = 1.0
+    clip: float | None = None  # global norm
+    check: bool = False  # leave everything as it is if the gradient is not finite
+    step: int = 0  # whose update it is, for messages
+
+
+@dataclass(frozen=True)
+class Cost:
+    """*Units*: sequential messages, bytes sent per rank, floating-point operations per rank."""
+
+    steps: float
+    bytes: float
+    flops: float = 0.0
+
+    @property
+    def in_sequence(self) -> float:
+        """Bytes that follow one another, where a rank waits for what another sends."""
+        return self.bytes
+
+
+def framed(parts: Sequence[bytes]) -> bytes:
+    """Several words as one."""
+    return b"".join(struct.pack("<I", len(part)) + part for part in parts)
+
+
+def unframed(words: bytes) -> list[bytes]:
+    parts = []
+    while words:
+        (length,) = struct.unpack_from("<I", words)
+        parts.append(words[4 : 4 + length])
+        words = words[4 + length :]
+    return parts
+
+
+Span = tuple[int, int]
+
+
+def _halves(low: int, high: int) -> tuple[Span, Span]:
+    middle = low + (1 << ((high - low - 1).bit_length() - 1))
+    return (low, middle), (middle, high)
+
+
+def add_up(span: Span, sums: dict[Span, Tensor]) -> Tensor | None:
+    """The sum over a span of the tree, made of ``sums`` and taken from it, in their memory.
+
+    None where a part is missing: then ``sums`` holds what there is, added up as far as it goes.
+    """
+    if span in sums:
+        return sums.pop(span)
+    if span[1] - span[0] < 2:
+        return None
+    halves = _halves(*span)
+    left, right = (add_up(half, sums) for half in halves)
+    if left is not None and right is not None:
+        return left.add_(right)
+    sums.update({half: part for half, part in zip(halves, (left, right), strict=True) if part is not None})
+    return None
+
+
+def spans(whole: Span, first: int, last: int) -> list[Span]:
+    """The largest spans of the tree over ``whole`` that lie within first to last: what `add_up` leaves of these."""
+    if first <= whole[0] and whole[1] <= last:
+        return [whole] if first < last else []
+    if whole[1] <= first or last <= whole[0] or whole[1] - whole[0] < 2:
+        return []
+    left, right = _halves(*whole)
+    return spans(left, first, last) + spans(right, first, last)

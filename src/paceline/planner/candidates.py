@@ -1,0 +1,134 @@
+"""What a machine could do with a model: rows like "processes:2+bf16+channels_last", simple before complicated.
+
+ENGINE[:k][+word...]    channels_last  images lie channel after channel (exact)
+                        fused          the optimizer updates in one kernel (exact)
+                        compile        torch.compile (exact up to reassociation)
+                        bf16, fp16     autocast (rounded)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.launch.machine import Machine
+
+BASELINE = "sequential"
+ROUNDED = ("bf16", "fp16")
+WORDS = (*ROUNDED, "channels_last", "fused", "compile")
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+RUNTIME_BYTES = 300 << 20  # of a process that has imported torch
+ALLOWED = {"exact": 0, "rounded": 1, "approximate": 2}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rows depend on, of a model and its optimizer. *Units*: bytes; activations for the whole batch."""
+
+    rows: int = 1
+    device: str = "cpu"
+    images: bool = False  # convolutions over four axes
+    batch_norm: bool = False
+    can_fuse: bool = False
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    state_bytes: int = 0
+    activation_bytes: int = 0
+    division: str = ""  # of the optimizer's work among processes
+    parts: int = 1  # micro-batches that a step is computed in
+
+    @property
+    def part_rows(self) -> int:
+        """Those of the largest micro-batch."""
+        return -(-self.rows // self.parts)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row taken apart: ``copies`` of the model on a share of the batch each, with ``threads`` each."""
+
+    engine: str
+    copies: int
+    threads: int
+    words: tuple[str, ...]
+
+
+def split(row: str, cores: int) -> Way:
+    """Raises ValueError for what is no row."""
+    head, *words = row.split("+")
+    engine, _, count = head.partition(":")
+    unknown = [word for word in words if word not in WORDS]
+    if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
+        raise ValueError(
+            f"row {row!r} is not of the form ENGINE[:k][+word...], as in 'processes:2+channels_last'; "
+            f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+        )
+    k = int(count) if count else {"sequential": 1, "threads": cores}.get(engine, 2)
+    if engine == "virtual":
+        return Way(engine, 1, cores, tuple(words))
+    if engine in ("sequential", "threads"):
+        return Way(engine, 1, k, tuple(words))
+    return Way(engine, k, max(1, cores // k), tuple(words))
+
+
+def fidelity(row: str, facts: Facts | None = None) -> str:
+    """As the table says it: "exact", "exact, local BN", "rounded"."""
+    level = "rounded" if set(row.split("+")) & set(ROUNDED) else "exact"
+    shared = split(row, 1).copies > 1 and facts is not None and facts.batch_norm
+    return f"{level}, local BN" if shared else level
+
+
+def allowed(row: str, level: str) -> bool:
+    return ALLOWED[fidelity(row).partition(",")[0]] <= ALLOWED[level]
+
+
+def check(level: str) -> None:
+    """Raises ValueError for what is no fidelity."""
+    if level not in ALLOWED:
+        raise ValueError(f"fidelity must be one of {', '.join(ALLOWED)}, got {level!r}")
+
+
+def candidates(
+    level: str, machine: Machine, facts: Facts, engines: tuple[str, ...], compile_too: bool = False
+) -> list[str]:
+    """The baseline first; then every engine, then the same with words, those beyond ``level`` last.
+
+    ``engines`` are those that exist. Rows beyond the fidelity allowed are kept, to show what they would gain.
+    """
+    found = [BASELINE, *_engines(machine, facts, engines)]
+    numerics = list(_numerics(machine, facts))
+    found += [f"{head}+{words}" for words in numerics for head in found if words]
+    if compile_too and machine.compiler:
+        found += [f"{head}+compile" for head in found if "+" not in head and head != BASELINE]
+    return sorted(found, key=lambda row: not allowed(row, level))
+
+
+def _engines(machine: Machine, facts: Facts, engines: tuple[str, ...]) -> Iterator[str]:
+    cores, halves = machine.cores, machine.cores // 2
+    if facts.device != "cpu" or cores == 1:
+        return
+    if machine.physical_cores < cores and machine.physical_cores > 1:
+        yield f"threads:{machine.physical_cores}"
+    yield f"threads:{cores}"
+    for engine in ("replicas", "processes"):
+        for count in (cores, halves):
+            if engine in engines and 1 < count <= facts.rows:
+                yield f"{engine}:{count}"
+
+
+def _numerics(machine: Machine, facts: Facts) -> Iterator[str]:
+    on_gpu = facts.device != "cpu"
+    layouts = ["", "channels_last"] if facts.images else [""]
+    yield from layouts
+    if facts.can_fuse:
+        yield from ("+".join(filter(None, (layout, "fused"))) for layout in layouts)
+    halves = [word for word, can in (("bf16", on_gpu or BF16_FLAGS & set(machine.flags)), ("fp16", on_gpu)) if can]
+    yield from ("+".join(filter(None, (half, layout))) for half in halves for layout in layouts)
+
+
+def needed_bytes(row: str, facts: Facts, cores: int) -> int:
+    """Memory of all processes together, roughly: weights and optimizer state once, gradients per copy."""
+    way = split(row, cores)
+    runtimes = way.copies if way.engine == "processes" else 1
+    bytes_ = runtimes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
+    return bytes_ + way.copies * facts.gradient_bytes + facts.activation_bytes

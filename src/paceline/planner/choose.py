@@ -1,0 +1,153 @@
+"""Measurements and predictions in, one choice out; losing rows are kept as the reason.
+
+The choice is the fastest row that was measured and is allowed. Rows whose medians cannot be told apart count
+as equal, and then the simpler one wins: it comes first among the candidates. A few long steps tell little apart, so
+no more than GIVEN is given away for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.planner.candidates import BASELINE, Facts, allowed, fidelity
+from paceline.planner.measure.trial import Trial
+from paceline.planner.plan_file import CHOSEN, TIE, Row
+
+SAME = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
+GIVEN = 0.05  # of the speed, for what is simpler and may be as fast
+OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
+
+
+@dataclass
+class Candidate:
+    """A row and what is known of it. ``refusal`` says why it was not tried."""
+
+    engine: str
+    predicted_s: float | None = None
+    trial: Trial | None = None
+    refusal: str = ""
+
+    @property
+    def ran(self) -> Trial | None:
+        return self.trial if self.trial and not self.trial.error else None
+
+    @property
+    def step_s(self) -> float:
+        """Measured, else predicted, else endless."""
+        return self.ran.step_s if self.ran else self.predicted_s or float("inf")
+
+
+def equal(one: Trial, other: Trial) -> bool:
+    """Whether two trials cannot be told apart. A row's own noise is no merit: it counts no further than the other's."""
+    fast, slow = sorted((one, other), key=lambda trial: trial.step_s)
+    noise_s = fast.spread_s + min(slow.spread_s, fast.spread_s)
+    return slow.step_s - fast.step_s <= max(noise_s, SAME * fast.step_s)
+
+
+def contest(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
+    """The allowed rows that ran, the fastest first."""
+    ran = [one for one in candidates if one.ran and allowed(one.engine, level)]
+    return sorted(ran, key=lambda one: one.step_s)
+
+
+def choose(
+    candidates: Sequence[Candidate], level: str = "exact", facts: Facts | None = None
+) -> tuple[str, str, tuple[Row, ...]]:
+    """(chosen, reason, rows). Raises ValueError when no candidate ran or could: the first one's error says why."""
+    ranking = contest(candidates, level)
+    if not ranking or not ranking[0].ran:
+        return _foretold(candidates, level, facts)
+    fastest = ranking[0]
+    equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
+    best = next(one for one in equals if one.step_s <= (1 + GIVEN) * fastest.step_s)
+    base = candidates[0]
+
+    def reason(one: Candidate) -> str:
+        if one is best:
+            return CHOSEN
+        if one in equals:
+            return TIE
+        return _loss(one, best, base, level)
+
+    rows = tuple(_row(one, base, facts, reason(one)) for one in candidates)
+    why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
+    if len(ranking) == 1:
+        why = "the most promising, and the one row that there was time to measure"
+    if best.engine == BASELINE and len(ranking) > 1:
+        why += "; nothing parallel pays here"
+    return best.engine, why, rows
+
+
+def _foretold(candidates: Sequence[Candidate], level: str, facts: Facts | None) -> tuple[str, str, tuple[Row, ...]]:
+    """By prediction alone, where there was no time to try anything."""
+    hopes = [one for one in candidates if one.predicted_s and not one.trial and not one.refusal]
+    hopes = [one for one in hopes if allowed(one.engine, level)]
+    if not hopes:
+        why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
+        raise ValueError(f"no candidate could be run{why}")
+    best, base = min(hopes, key=lambda one: one.step_s), candidates[0]
+    rows = (_row(one, base, facts, CHOSEN if one is best else _loss(one, best, base, level)) for one in candidates)
+    return best.engine, "fastest as predicted; the budget left no time to try any", tuple(rows)
+
+
+def speedup(one: Candidate, base: Candidate) -> float | None:
+    """By measurement as far as there is one; of a row that was not measured, by prediction of both."""
+    if one.ran and (base.ran or base.predicted_s):
+        return base.step_s / one.ran.step_s  # in the order of the seconds beside it
+    if one.predicted_s and base.predicted_s:
+        return base.predicted_s / one.predicted_s
+    return None
+
+
+def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
+    if one.trial and one.trial.error:
+        memory = any(word in one.trial.error for word in OUT_OF_MEMORY)
+        return f"{'out of memory' if memory else 'failed'}: {one.trial.error}"
+    if one.refusal:
+        return one.refusal
+    if not allowed(one.engine, level):
+        gain = speedup(one, base)
+        would = f" would be {'' if one.ran else 'about '}{gain:.2f}x" if gain else ""
+        return f"not {level}:{would}, --fidelity {fidelity(one.engine)} allows it"
+    if one.ran:
+        error = (one.ran.spread_s + (best.ran.spread_s if best.ran else 0.0)) / best.step_s
+        return f"{one.step_s / best.step_s - 1:.0%} slower (± {error:.0%})"
+    if one.predicted_s is None or best.predicted_s is None:
+        return "not tried: no time left"
+    behind = one.predicted_s / best.predicted_s - 1
+    return f"not tried: predicted {behind:.0%} slower" if behind > 0 else "not tried: no time left"
+
+
+def _row(one: Candidate, base: Candidate, facts: Facts | None, reason: str) -> Row:
+    ran = one.ran
+    return Row(
+        one.engine,
+        one.predicted_s,
+        ran.step_s if ran else None,
+        ran.spread_s if ran else None,
+        ran.per_s if ran else None,
+        speedup(one, base),
+        ran.peak_bytes if ran else None,
+        fidelity(one.engine, facts),
+        bool(ran and ran.extrapolated),
+        len(ran.steps_s) if ran else 0,
+        facts.division if facts and one.engine.startswith("processes") else "",
+        reason,
+    )
+
+
+def insisted(rows: Sequence[Row], fastest: str, wanted: str) -> tuple[str, str, tuple[Row, ...]]:
+    """As `choose`, where a row was asked for because its bits do not depend on the number of nodes: what that costs."""
+    by_name = {row.engine: row for row in rows}
+    one, best = by_name[wanted], by_name[fastest]
+    cost = "no other row was measured beside it" if one is best else one.reason
+    if one.measured_s and best.measured_s and one is not best:
+        cost = f"{one.measured_s / best.measured_s - 1:.0%} slower than {fastest}"
+    reason = (
+        f"reproducible, as asked for: {cost}; between N nodes it sends N / 2 times as much as a sum, and "
+        f"fully-connected layers dense"
+    )
+    reasons = {fastest: "faster, and not reproducible", wanted: CHOSEN if one.measured_s else one.reason}
+    return wanted, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)

@@ -1,0 +1,192 @@
+"""How many machines, and would others be better? Nodes measure themselves and the wire, and a few teams are tried.
+
+    wire      every pair of nodes, and sums of all
+    node      each by itself: its plan, and a step layer by layer with all rows of the batch and with a quarter of them
+    predict   1 to N nodes, the fastest first: the global batch shared by their speed, or as many rows on each
+    try       the most promising for a few real steps
+    answer    the fewest machines that are as fast as any, or one
+
+Imagined machines are like those that are there, by turns; an imagined link takes the measured one's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.ask_hosts import Far
+from paceline.launch.hosts import Host
+from paceline.planner import plan_cache
+from paceline.planner import planner as planning
+from paceline.planner.cluster_model import Sent, Sums, Wire, ring
+from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, Try
+from paceline.planner.measure.node_agent import measure_node
+from paceline.planner.measure.pairs import between
+from paceline.planner.measure.trial import Trial
+from paceline.planner.plan_file import CHOSEN
+from paceline.planner.planner import Plan
+from paceline.planner.teams import EACH, SHARED, Team, WhatIf, answer
+
+TRIES = 4  # teams that are run for real
+WIRE_LIMIT_S, START_LIMIT_S = 120.0, 240.0
+TRIAL_S, TRIAL_LIMIT_S = 2.5, 120.0
+
+Show = Callable[[str], None]
+
+
+def make_over(
+    hosts: Sequence[Host],
+    far: Far,
+    command: Sequence[str],
+    *,
+    fidelity: str = "exact",
+    budget_s: float | None = None,
+    rows: Sequence[str] | None = None,
+    what_if: Sequence[WhatIf] = (),
+    trial_s: float = TRIAL_S,
+    show: Show = lambda doing: None,
+) -> tuple[Plan, str]:
+    """(the plan for ``command`` over ``hosts``, also kept unless ``rows`` are given; the answer in a sentence).
+
+    Raises ValueError with the words of a host that cannot take part.
+    """
+    from paceline.planner.measure.network import Wires
+
+    names = [host.name for host in hosts]
+    if len(hosts) == 1:
+        check_links(what_if)
+    show("measuring the network between the hosts")
+    wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
+    show("measuring each host by itself")
+    budget_s = budget_s or planning.LEAST_BUDGET_S  # what is waited for must have an end
+    asked = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
+    limit_s = START_LIMIT_S + 20 * budget_s
+    said = far.ask(hosts, asked, limit_s)
+    nodes = [Node.of(name, said[name]) for name in names]
+    sizes = {node.batch_size for node in nodes}
+    if len(sizes) > 1:
+        told = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
+        raise ValueError(f"the hosts gave the same script different batch sizes: {told}; make it the same everywhere")
+    places = {name: i for i, name in enumerate(names)}
+
+    def wire(count: int) -> Wire:
+        among = [places[node.name] for node in survey.nodes[:count]]
+        return wires.among(among, sums_by(wires.collective)) if len(hosts) > 1 else _unmeasured()
+
+    survey = Survey(nodes, wire, real=True)
+    found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
+    tries = [one for one in found if one]
+    by_name = {host.name: host for host in hosts}
+    for one in promising(tries):
+        show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")
+        one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
+    teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
+    plan, sentence = _plan(survey, teams)
+    plan = dataclasses.replace(plan, pairs=between(wires, names))
+    if not rows:  # else it is no choice among all
+        plan_cache.keep_over(plan, names, command)
+    return plan, sentence
+
+
+def imagine(
+    made: Plan, command: Sequence[str], what_if: Sequence[WhatIf], budget_s: float | None = None
+) -> tuple[Plan, str]:
+    """``made``, the plan for this machine, with teams of machines like it. Every ``what_if`` must name a link."""
+    check_links(what_if)
+    said = measure_node(list(command), made.fidelity, budget_s, made=made)
+    survey = Survey([Node.of(made.machine.get("name", "here"), said)], lambda _: _unmeasured(), real=False)
+    plan, sentence = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
+    return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), sentence
+
+
+def _unmeasured() -> Wire:
+    return dataclasses.replace(UNMEASURED, sums=sums_by(os.environ.get("PACELINE_COLLECTIVE", "")))
+
+
+def check_links(what_if: Sequence[WhatIf]) -> None:
+    """Where no link was measured. Raises ValueError."""
+    if missing := [what for what in what_if if what.bits_per_s is None]:
+        raise ValueError(
+            f"what {missing[0].nodes or 2} machines would do depends on the link between them, and without -H there is "
+            f"none to measure; add its rate, as in link=1gbit"
+        )
+
+
+def sums_by(name: str) -> Sums:
+    """As the collective of that name adds up; as gloo does where there is none."""
+    if not name:
+        return ring
+    from paceline.link.net.collective_run import Collective  # it imports torch
+
+    collective = Collective(name)
+
+    def sums(nodes: int, numel: int, item_bytes: int) -> Sent:
+        cost = collective.cost(nodes, numel * item_bytes, item_bytes)
+        return Sent(cost.steps, cost.bytes, cost.in_sequence)
+
+    return sums
+
+
+def promising(tries: Sequence[Try]) -> list[Try]:
+    """The few to run for real: of both kinds of batch by turns, the fastest by prediction first."""
+    kinds = [
+        sorted((one for one in tries if one.team.batch == kind), key=lambda one: -(one.team.predicted_speedup or 0.0))
+        for kind in (SHARED, EACH)
+    ]
+    longest = max(map(len, kinds), default=0)
+    return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)][:TRIES]
+
+
+def _run(far: Far, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
+    times = one.team.nodes if one.team.batch == EACH else 1
+    asked: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
+    shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
+    limit_s = TRIAL_LIMIT_S + 20 * trial_s
+    asked |= {"timed_s": trial_s, "limit_s": limit_s}
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        ways = Path(folder) / "plan.toml"
+        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
+        options = ["--plan", str(ways), "--shares", shares]
+        try:
+            said = far.ask(hosts, asked, limit_s + START_LIMIT_S, options)
+        except (ValueError, TimeoutError) as error:
+            return Trial(one.rows[0], error=str(error).splitlines()[-1])
+    told = said[hosts[0].name]
+    return Trial(**{**told, "steps_s": tuple(told["steps_s"])})
+
+
+def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
+    """From two machines to as many as were asked for, where no number was; else just as many."""
+    found = []
+    for what in what_if:
+        count = what.nodes or max(2, len(survey.nodes))
+        found += [survey.team(count, kind, what) for kind in (SHARED, EACH)]
+    return [one.team for one in found if one]
+
+
+def _plan(survey: Survey, teams: Sequence[Team]) -> tuple[Plan, str]:
+    count, sentence = answer(teams)
+    kept = tuple(
+        dataclasses.replace(team, reason=CHOSEN)
+        if team.nodes == count and (count == 1 or (team.hosts and team.batch == SHARED))
+        else team
+        for team in teams
+    )
+    first = survey.nodes[0]
+    plan = dataclasses.replace(
+        first.plan,
+        chosen=survey.rows_of[first.name],
+        reason=sentence,
+        batch_size=first.batch_size,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        versions=plan_cache.versions(),
+        num_nodes=count,
+        hosts={node.name: survey.rows_of[node.name] for node in survey.nodes},
+        teams=kept,
+    )
+    return plan, sentence

@@ -1,0 +1,255 @@
+"""Seconds per step of N nodes that were never run together, from each node's own line and the wire between them.
+
+    compute   forward, then backward, which makes one part after another ready on each node
+    lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
+              a dense one as a sum, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
+              factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
+              on a slow wire packed: factors, and between two nodes sums, which are then a gather
+              after a pause of computing TCP begins with ten packets, and doubles them each round trip
+    exposed   from the end of backward (or of the next forward pass, where that may be under way) until the last part
+              is there, and the vote; averages of weights wholly, every so many steps; sums of batch norm wholly
+    update    of everyone's sums, or of everyone's factors multiplied out
+
+*Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
+node is its own line.
+*Source*: wait-free backpropagation: Zhang et al. 2017 (arXiv 1706.03292); affine messages: Hockney 1994 (Parallel
+Computing 20:3); slow start after a pause: RFC 5681, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+from paceline.planner.step_model import DENSE, FACTORS, Line, Part, Ways
+
+VOTE_BYTES = 1024  # of a ballot
+SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
+SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
+NORM_BYTES = 8  # of a value that batch norm adds up
+PAUSE_S = 0.2  # after which TCP begins anew: the least time-out of Linux
+WINDOW_BYTES = 10 * 1448  # that it begins with
+FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
+
+
+class Sent(NamedTuple):
+    """Messages one after another, bytes that a node sends, and those that follow one another."""
+
+    messages: float
+    num_bytes: float
+    in_sequence: float
+
+
+Sums = Callable[[int, int, int], Sent]  # by so many nodes, of so many values, of so many bytes each
+
+
+def ring(nodes: int, numel: int, item_bytes: int) -> Sent:
+    """A sum by gloo."""
+    num_bytes = 2 * (nodes - 1) / nodes * numel * item_bytes
+    return Sent(2 * (nodes - 1), num_bytes, num_bytes)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Between any two of the nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
+
+    ``adding_s``: what a summed byte costs beyond its way. ``cpu_s``: of a core, per byte that is sent and received,
+    which computing does without. ``sums``: how nodes add up. ``assumed``: nobody has measured it.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    adding_s: float = 0.0
+    cpu_s: float = 0.0
+    sums: Sums = field(default=ring, compare=False)
+    assumed: bool = False
+
+    def seconds(self, messages: float, num_bytes: float, adds: bool = False) -> float:
+        per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
+        return messages * self.latency_s + num_bytes * per_byte
+
+    def beginning_s(self, num_bytes: float) -> float:
+        """What so many bytes wait for acknowledgements after a pause, until a whole round trip is under way."""
+        trip_s, window, waited_s = 2 * self.latency_s, float(WINDOW_BYTES), 0.0
+        while trip_s and window < min(num_bytes, trip_s * self.bytes_per_s):
+            waited_s += trip_s - window / self.bytes_per_s
+            num_bytes, window = num_bytes - window, 2 * window
+        return waited_s
+
+    @property
+    def slow(self) -> bool:
+        return 1 / self.bytes_per_s >= SLOW_S
+
+    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> Wire:
+        """Another line between the same machines."""
+        rate = self.bytes_per_s if bits_per_s is None else bits_per_s * FRAME / 8
+        return replace(self, bytes_per_s=rate, latency_s=self.latency_s if latency_s is None else latency_s)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: of each part. ``why``: a
+    line for each fully-connected layer, the largest first."""
+
+    nodes: int
+    rows: float
+    step_s: float
+    compute_s: float
+    wire_s: float
+    exposed_s: float
+    update_s: float
+    sent_bytes: float
+    forms: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+
+    @property
+    def per_s(self) -> float:
+        """Samples per second, of all nodes."""
+        return self.rows / self.step_s
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What each value costs on the wire, on nodes that all send alike."""
+
+    dense_bytes: float
+    factor_bytes: float
+    ways: Ways
+    item_bytes: float = 4.0
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> Travel:
+        """Factors are thin where they are on every node."""
+        dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
+        factors = max(line.ways.factor_bytes or line.item_bytes for line in lines)
+        return cls(max(dense), factors, lines[0].ways, max(line.item_bytes for line in lines))
+
+    @property
+    def fair(self) -> Travel:
+        """As forms are compared: a codec that loses something does not win against factors that lose nothing."""
+        ways = replace(self.ways, gathers=False)
+        return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
+
+
+def traffic(part: Part, form: str, nodes: int, rows: float, travel: Travel, sums: Sums = ring) -> Sent:
+    """``rows``: the most that any node has."""
+    if form != FACTORS and not travel.ways.gathers:
+        return sums(nodes, part.numel, int(travel.dense_bytes))
+    own = rows * part.sides * travel.factor_bytes if form == FACTORS else part.numel * travel.dense_bytes
+    return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
+
+
+def packed(part: Part, form: str, nodes: int, ways: Ways) -> float:
+    """What is left of its bytes on a slow wire."""
+    if form != FACTORS and ways.gathers:
+        return 1.0
+    return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
+
+
+def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
+    """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
+    form takes clearly less time on the wire and in multiplying them out."""
+    nodes = len(lines)
+    if nodes == 1:
+        return lines[0].alone()
+    travel = Travel.of(lines)
+    return [_form([line.parts[i] for line in lines], wire, travel) for i in range(len(lines[0].parts))]
+
+
+def _form(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> str:
+    """``everywhere``: one part, as each node has it."""
+    if not (travel.ways.factors and _can(everywhere)):
+        return DENSE
+    num_bytes, seconds = _costs(everywhere, wire, travel.fair)
+    fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
+    clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
+    return sooner if clear else fewer
+
+
+def _can(everywhere: Sequence[Part]) -> bool:
+    return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
+
+
+def _costs(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> tuple[dict[str, float], dict[str, float]]:
+    """(bytes, seconds) of each form; factors are multiplied out as well."""
+    part, nodes = everywhere[0], len(everywhere)
+    most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
+    cost = {form: traffic(part, form, nodes, most, travel, wire.sums) for form in (DENSE, FACTORS)}
+    seconds = {form: wire.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
+    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
+    return {form: one.num_bytes for form, one in cost.items()}, seconds
+
+
+def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str]:
+    """How each fully-connected layer travels, and what either form would take; the largest first."""
+    told, travel = list[str](), Travel.of(lines)
+    if not travel.ways.factors:
+        return told
+    for i, part in sorted(enumerate(lines[0].parts), key=lambda each: -each[1].numel):
+        everywhere = [line.parts[i] for line in lines]
+        if not part.sides:
+            continue
+        if not _can(everywhere):
+            total = sum(one.rows for one in everywhere)
+            told.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
+            continue
+        num_bytes, seconds = _costs(everywhere, wire, travel)
+        each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
+        told.append(
+            f"{part.name} {forms[i]}: as factors {each[FACTORS]} with multiplying them out, dense {each[DENSE]}"
+        )
+    return told
+
+
+def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = None) -> Prediction:
+    """One step of as many nodes as there are ``lines``, each with its own rows."""
+    nodes, forms = len(lines), list(choose(lines, wire) if forms is None else forms)
+    ready = [line.ready(forms) for line in lines]
+    compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
+    # a part enters when the slowest node has it and all before it
+    entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
+    now = wire_s = sent_bytes = packed_bytes = before = 0.0
+    travel = Travel.of(lines)
+    ways = travel.ways
+    for i, entry in enumerate(entries if nodes > 1 else ()):
+        part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
+        left = packed(part, forms[i], nodes, ways) if wire.slow and not ways.every else 1.0
+        # packed sums are gathers between two nodes, which send as much as a ring does
+        sent = traffic(part, forms[i], nodes, most, travel, ring if left < 1 else wire.sums)
+        packed_bytes += sent.num_bytes if left < 1 else 0.0
+        took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
+        begun = max(now, entry)
+        if entry - before > PAUSE_S:  # of computing; a wire that was busy meanwhile waits less
+            begun = max(now, entry + wire.beginning_s(sent.in_sequence * left))
+        wire_s += begun - max(now, entry) + took_s
+        now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left
+    vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+    told_bytes: float = (nodes - 1) * VOTE_BYTES
+    if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
+        vote_s, wire_s, sent_bytes, told_bytes = (
+            each / ways.every for each in (vote_s, wire_s, sent_bytes, told_bytes)
+        )
+    moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
+    norm_s = 0.0
+    if nodes > 1 and ways.norm_sums:
+        sent = wire.sums(nodes, ways.norm_numel, NORM_BYTES)
+        norm_s = wire.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
+        told_bytes += sent.num_bytes
+    rows = [line.rows for line in lines]
+    update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
+    hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
+    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s + norm_s
+    return Prediction(
+        nodes,
+        sum(rows),
+        compute_s + moving_s + exposed_s + update_s,
+        compute_s + moving_s,
+        wire_s + vote_s + norm_s,
+        exposed_s,
+        update_s,
+        sent_bytes + told_bytes,
+        tuple(forms),
+        tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
+    )

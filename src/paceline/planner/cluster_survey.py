@@ -1,0 +1,181 @@
+"""What machines that have measured themselves would do together: whose rows, which shares, how long a step.
+
+The fastest come first. More machines than there are are like those that are there, by turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.data.load_balance import fair
+from paceline.planner.cluster_model import Prediction, Wire, predict
+from paceline.planner.measure.trial import Trial
+from paceline.planner.plan_file import Plan, Row
+from paceline.planner.step_model import FACTORS, Line
+from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
+
+UNMEASURED = Wire(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always said
+UNLIKE = 0.1  # of the speed: nodes closer than this get equal shares
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine as it has measured itself. ``line`` is scaled to what its row takes as a whole."""
+
+    name: str
+    plan: Plan
+    batch_size: int
+    whole: Line
+    quarter: Line
+
+    @classmethod
+    def of(cls, name: str, said: dict[str, Any]) -> Node:
+        plan = Plan.of(said["plan"])
+        whole, quarter = (Line.read(line) for line in said["lines"])
+        return cls(name, plan, said["batch_size"], whole, quarter)
+
+    @property
+    def rows(self) -> int:
+        """Of a step by itself: fewer than the batch size where the data has no more."""
+        return round(self.whole.rows)
+
+    def measured(self, row: str) -> Row | None:
+        return next((one for one in self.plan.rows if one.engine == row and one.measured_s), None)
+
+    def line(self, rows: float, row: str) -> Line:
+        """A step with so many rows by ``row``: the recorded one, as much longer or shorter as the row was measured."""
+        ran = self.measured(row)
+        line = self.whole.at(rows, self.quarter)
+        return line.scaled(ran.measured_s / self.whole.alone_s()) if ran and ran.measured_s else line
+
+    def alone_s(self, row: str) -> float:
+        return self.line(self.whole.rows, row).alone_s()
+
+    def pace(self, row: str) -> tuple[float, float]:
+        """(seconds that no row changes, seconds per row)."""
+        few, many = self.line(self.quarter.rows, row).alone_s(), self.alone_s(row)
+        apart = self.whole.rows - self.quarter.rows
+        per_row = (many - few) / apart if apart > 0 and many > few else many / self.whole.rows
+        return max(0.0, many - per_row * self.whole.rows), per_row
+
+
+@dataclass
+class Try:
+    """A team, as it is predicted, and as it was run."""
+
+    team: Team
+    rows: tuple[str, ...]
+    shares: tuple[int, ...]
+    trial: Trial | None = field(default=None)
+
+
+def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:
+    """Rows of each node: equal where they are alike, so that the last one ends as early as possible where not."""
+    paces = [node.pace(row) for node, row in zip(nodes, rows, strict=True)]
+    each_s = [fixed + per_row * total / len(nodes) for fixed, per_row in paces]
+    if max(each_s) <= min(each_s) * (1 + UNLIKE):
+        paces = [(0.0, 1.0)] * len(nodes)
+    fixed_s, per_row_s = zip(*paces, strict=True)
+    return fair(total, fixed_s, per_row_s, [1] * len(nodes), [total] * len(nodes))
+
+
+def foresee(nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: Wire) -> tuple[Prediction, tuple[int, ...]]:
+    """A step of these nodes together. Raises ValueError for a batch with fewer rows than there are nodes."""
+    total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
+    if total < len(nodes):
+        raise ValueError(f"a global batch of {total} rows cannot be shared by {len(nodes)} nodes; raise --batch-size")
+    shares = shared_out(total, nodes, rows)
+    return predict([node.line(n, row) for node, row, n in zip(nodes, rows, shares, strict=True)], wire), shares
+
+
+def assumed(wire: Wire, what: WhatIf) -> str:
+    """What a prediction over an imagined link takes for granted."""
+    if not wire.assumed:
+        return ""
+    work = f"{1e9 * (wire.adding_s + wire.cpu_s):.1f} ns of work per byte"
+    latency = f"latency assumed {wire.latency_s * 1e3:g} ms"
+    return f"{work} assumed" if what.latency_s is not None else f"{latency}, and {work}"
+
+
+class Survey:
+    """Nodes, the fastest first, and the wire between the first so many of them."""
+
+    def __init__(self, nodes: Sequence[Node], wire: Callable[[int], Wire], real: bool):
+        self.rows_of = {node.name: node.plan.chosen for node in nodes}
+        self.nodes = sorted(nodes, key=lambda node: node.alone_s(self.rows_of[node.name]))
+        self.wire, self.real = wire, real
+        first = self.nodes[0]
+        ran = first.measured(self.rows_of[first.name])
+        self.alone_per_s = [node.rows / node.alone_s(self.rows_of[node.name]) for node in self.nodes]
+        self.measured_per_s = first.rows / ran.measured_s if ran and ran.measured_s else None
+        self.alone = Team(
+            1,
+            first.name if real else "",
+            batch_size=first.batch_size,
+            engines=self.rows_of[first.name],
+            predicted_s=ran.predicted_s if ran and ran.predicted_s else first.alone_s(self.rows_of[first.name]),
+            measured_s=ran.measured_s if ran else None,
+            spread_s=ran.spread_s if ran else None,
+            per_s=self.measured_per_s or self.alone_per_s[0],
+            predicted_speedup=1.0,
+            measured_speedup=1.0 if ran else None,
+            efficiency=1.0,
+            sent_bytes=0.0,
+            exposed_s=0.0,
+        )
+
+    def team(self, count: int, kind: str, what: WhatIf | None = None) -> Try | None:
+        """None where the batch has too few rows for so many."""
+        nodes = [self.nodes[i % len(self.nodes)] for i in range(count)]
+        rows = tuple(self.rows_of[node.name] for node in nodes)
+        wire = self.wire(min(count, len(self.nodes)))
+        if what:
+            wire = wire.with_line(what.bits_per_s, what.latency_s)
+        if kind == SHARED and nodes[0].rows < count:
+            return None
+        seen, shares = foresee(nodes, rows, kind, wire)
+        ideal = sum(self.alone_per_s[i % len(self.nodes)] for i in range(count))
+        team = Team(
+            count,
+            ",".join(node.name for node in nodes) if self.real and not what else "",
+            kind,
+            int(seen.rows),
+            ",".join(rows),
+            what.words if what else "",
+            assumed(wire, what) if what else "",
+            seen.step_s,
+            per_s=seen.per_s,
+            predicted_speedup=seen.per_s / self.alone_per_s[0],
+            efficiency=seen.per_s / ideal,
+            sent_bytes=seen.sent_bytes,
+            exposed_s=seen.exposed_s,
+            factors=f"{seen.forms.count(FACTORS)} of {len(seen.why)}" if seen.why else "",
+            forms="; ".join(seen.why),
+            reason="predicted only",
+        )
+        return Try(team, rows, shares)
+
+    def with_trial(self, one: Try) -> Team:
+        """The team with what it really took beside what was predicted."""
+        trial = one.trial
+        if trial is None:
+            return one.team
+        if trial.error:
+            return dataclasses.replace(one.team, reason=f"{FAILED}{trial.error}")
+        rows, wanted = round(trial.per_s * trial.step_s), one.team.batch_size or 0
+        per_s, reason = trial.per_s, one.team.waiting
+        if rows != wanted:
+            reason = "; ".join(filter(None, (f"its steps had {rows} rows, as the data gives them", reason)))
+        base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
+        return dataclasses.replace(
+            one.team,
+            measured_s=trial.step_s,
+            spread_s=trial.spread_s,
+            per_s=per_s,
+            measured_speedup=per_s / base if base else None,
+            efficiency=(one.team.efficiency or 0.0) * per_s * predicted_s / wanted if wanted else None,
+            reason=reason,
+        )

@@ -1,0 +1,117 @@
+"""Seconds per step of a row that was never run, from a profile of the job's parts.
+
+    layers        forward and backward, each timed by itself at the row's setting, several copies at once if it has them
+    calibration   the model as it is over the sum of its layers, at the baseline: what layers do not cover
+    update        the optimizer alone, on as many cores
+    engine        gradients moved in memory, messages, and what every step costs
+    input         fetching the batch, by as many processes
+
+A setting that was not timed is the plain one of its engine, times what its words gave elsewhere; a plain one is the
+other that has as many cores and rows in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.planner.candidates import Way, split
+from paceline.planner.measure.profile import Profile, Setting
+
+STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
+RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
+CROWD_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
+CALL_S = 20e-6  # more of it per layer call
+MESSAGES = 4  # per step and process
+
+
+def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
+    """None for what a profile cannot tell: compiled models, unknown engines."""
+    way = split(row, cores)
+    if "compile" in way.words or way.engine not in ("sequential", "threads", "replicas", "processes"):
+        return None
+    setting = Setting.of(way, profile.facts.part_rows, profile.absorbs)
+    layers_s = _layers_s(setting, profile)
+    if layers_s is None:
+        return None
+    base = _setting(profile.base)
+    whole = profile.layers_s[profile.base]
+    calibration = profile.whole_s / whole if whole and base else 1.0
+    parallel = way.copies if way.engine == "processes" else 1
+    return (
+        layers_s * calibration * profile.facts.parts
+        + _update_s(way, setting, profile, cores)
+        + _engine_s(way, setting, profile)
+        + profile.input_s / parallel
+        + STEP_S
+    )
+
+
+def _layers_s(setting: Setting, profile: Profile) -> float | None:
+    found = profile.layers_s
+    if str(setting) in found:
+        return found[str(setting)]
+    if setting.words:
+        plain_s = _layers_s(_plain(setting, profile.absorbs), profile)
+        for key, worded_s in found.items():
+            other = _setting(key)
+            elsewhere = str(_plain(other, profile.absorbs))
+            if other.words == setting.words and elsewhere in found and plain_s:
+                return plain_s * worded_s / found[elsewhere]
+        return None
+    if setting.threads == 1 and (line_s := _line_s(setting, found)) is not None:
+        return line_s
+    return next((found[key] for key in found if _amount(_setting(key)) == _amount(setting)), None)
+
+
+def _amount(setting: Setting) -> tuple[int, int, tuple[str, ...], bool]:
+    """The work of a setting, and on how many cores."""
+    return setting.threads * setting.copies, setting.rows * setting.copies, setting.words, setting.factors
+
+
+def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
+    """One thread on more rows than were timed: along the line through the fewest and the most of them.
+
+    More rows take no less time, and no more than in proportion: a line through two noisy points knows neither.
+    """
+    alike = replace(setting, copies=1)
+    points = sorted(
+        (other.rows, found[key]) for key in found if replace(other := _setting(key), rows=setting.rows) == alike
+    )
+    if not points:
+        return None
+    (low, low_s), (high, high_s) = points[0], points[-1]
+    if low == high:
+        return high_s * setting.rows / high
+    line_s = high_s + (high_s - low_s) * (setting.rows - high) / (high - low)
+    return min(max(line_s, high_s), high_s * setting.rows / high)
+
+
+def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float:
+    """Copies divide the update among all cores; one copy has its own threads."""
+    threads = way.threads if way.copies == 1 else cores
+    kinds = ["/fused"] if "fused" in way.words else ["/factors"] if setting.factors else []
+    times = profile.update_s
+    nearest = min((int(key.partition("/")[0]) for key in times), key=lambda n: abs(n - threads), default=1)
+    return next((times[key] for key in (f"{nearest}{kind}" for kind in [*kinds, ""]) if key in times), 0.0)
+
+
+def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
+    """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
+    if way.copies == 1:
+        return 0.0
+    k = way.copies
+    gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
+    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.engine == "processes" else 0)
+    moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
+    if way.engine == "processes":
+        return moving_s + MESSAGES * profile.message_s + CROWD_S
+    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
+
+
+def _plain(setting: Setting, absorbs: bool) -> Setting:
+    return Setting(setting.threads, setting.rows, setting.copies, (), absorbs)
+
+
+def _setting(key: str) -> Setting:
+    threads, rows, copies, words, factors = key.split("/")
+    return Setting(int(threads), int(rows), int(copies), tuple(filter(None, words.split("+"))), factors == "1")

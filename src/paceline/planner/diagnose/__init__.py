@@ -1,0 +1,1 @@
+"""Why N processes are not one: experiments, causes, remedies."""

@@ -1,0 +1,339 @@
+"""What measurements mean: the causes for which N processes are not one process, each with its remedy.
+
+Everything here is a function of what was measured: by `experiments` inside one process, and by the `witness` of each
+process of each run. A cause is named for what an experiment showed, and never for a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.planner.diagnose.saved_state import far
+
+Facts = Mapping[str, Any]
+FEW = 3
+
+
+@dataclass(frozen=True)
+class Cause:
+    """``kind``: one of `KINDS`. ``text``: what was found, and where. ``remedy``: what to do."""
+
+    kind: str
+    text: str
+    remedy: str
+
+    @classmethod
+    def of(cls, kind: str, text: str) -> Cause:
+        return cls(kind, text, REMEDIES[kind])
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}"
+
+
+REMEDIES = {
+    "batch norm": "join(batch_norm='sync') makes it exact, GroupNorm or LayerNorm need no batch",
+    "layer": "compute what it shares per sample, or run whole batches in one process",
+    "layer by size": "let it do the same for every number of samples",
+    "buffers": "join(buffers='broadcast') keeps rank 0's in every process, as DDP does; or update them after the step "
+    "from sums over all processes",
+    "momentum encoder": "update it once per step after pace.step, and not inside forward",
+    "hidden state": "register it as a buffer, and update it after the step",
+    "sum": "return the mean over samples, and multiply the learning rate by the batch size",
+    "weighted mean": "return (sum, weight): the sum over what counts, and how much counts",
+    "compares samples": "no division of the batch is exact: accept each process's loss over its own samples, as with "
+    "DDP, or compute whole batches in one process",
+    "loss by size": "divide by numbers of samples alone, and take the same branch for every size of the batch",
+    "function of a mean": "return the mean itself, or (sum, weight), and apply the function to what is reported",
+    "batch weights": "compute the weights from the whole data set, or return (sum, weight)",
+    "gradient hook": "use join(clip=...) or pace.clip(norm), which see the whole gradient; a hook sees a part of it",
+    "backward": "a backward pass must be linear in its gradient: clip or normalise the whole one by join(clip=...)",
+    "update in backward": "let the optimizer step after the gradients were added up, as join does",
+    "random numbers": "other processes draw other numbers, as with dropout: the expectation is the same; to compare, "
+    "switch them off",
+    "unseeded randomness": "draw from torch's default generator, which torch.manual_seed sets",
+    "state outside the model": "keep it in the model as a buffer, or draw from torch's default generator",
+    "data": "give every process the same data set; paceline deals the samples itself",
+    "data drawn when read": "draw from (seed, sample) in the data set, or give pace.batches(workers=1), which seeds "
+    "each sample",
+    "data at each start": "make the data from a fixed seed: torch.Generator().manual_seed(0)",
+    "rank": "do the same in every process; keep what only rank 0 does out of the training",
+    "number of processes": "leave the scaling by WORLD_SIZE out: join adds up and divides once",
+    "settings": "give every run the same global batch size and learning rate, whatever the number of processes",
+    "update": "let the optimizer do the same in every process: no random numbers, no rank",
+    "metric": "return a sum over samples, or (sum, weight)",
+    "padding": "pad every batch to a fixed length, or let the model mask what is padded",
+    "synchronisation": "use exchange='allreduce' with codec 'none' to be exact",
+    "float32": "this is rounding: compute the loss in the model's type, or accept it",
+    "loop": "give pace.backward a mean over this process's samples, or (sum, weight)",
+    "unknown": "compare the runs with fewer layers, or with fewer steps",
+}
+KINDS = tuple(REMEDIES)
+
+
+def causes(
+    found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None, others: Sequence[Facts]
+) -> list[Cause]:
+    """``found``: what `experiments.examine` measured. What witnesses noted: ``many``: of each process of the N;
+    ``one``: of the process alone; ``again``: of a second one; ``others``: of such that were told another rank, or
+    another number of processes.
+    """
+    repeats = again is None or not _unlike_runs(one, again)
+    ranks = list(_ranks(found, many, one, others if repeats else ()))
+    named = [
+        *_declared(many),
+        *_settings(many, one),
+        *_data(found, many, one, again),
+        *_randomness(found, repeats),
+        *ranks,
+        *_layers(found),
+        *_state(found, () if any(cause.kind == "rank" for cause in ranks) else many, one),
+        *_losses(found),
+        *_gradients(found),
+        *_rest(found),
+    ]
+    unlike_data = any(cause.kind.startswith("data") for cause in named)
+    if not named and not unlike_data and many and many[0].get("own_loop"):
+        named = [Cause.of("loop", "the model, its state and the data are the same: the loss in the script's own loop")]
+    return list({cause.kind + cause.text: cause for cause in named}.values())
+
+
+def of_rounding(found: Facts) -> Cause | None:
+    """Where float64 becomes float32, if anywhere."""
+    narrow = list(found.get("narrow") or {})
+    if not narrow:
+        return None
+    what = "the loss is computed" if "the loss" in narrow or "the model" in narrow else "a part is computed"
+    return Cause.of("float32", f"{what} in float32 inside a float64 model ({_listed(narrow)})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+    return ", ".join(name or "the model" for name in names[:FEW]) + more
+
+
+def _layers_of(names: Sequence[str]) -> list[str]:
+    """Modules as a sentence names them."""
+    return [name if name == "the loss" else f"layer {name!r}" if name else "the model" for name in names]
+
+
+# what the script and the runs say
+
+
+def _declared(many: Sequence[Facts]) -> Iterator[Cause]:
+    for facts in many[:1]:
+        if facts.get("consensus", "step") != "step":
+            yield Cause.of("synchronisation", "the processes average weights now and then, and not gradients each step")
+        if facts.get("codec", "exact") == "approximate":
+            yield Cause.of("synchronisation", "the gradient compression is lossy")
+
+
+def _settings(many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
+    if not many:
+        return
+    if many[0].get("batch_size") != one.get("batch_size"):
+        sizes = f"{many[0].get('batch_size')} with {len(many)} processes and {one.get('batch_size')} with one"
+        yield Cause.of("settings", f"the global batch size is {sizes}")
+    rates = [facts.get("lr", []) for facts in many]
+    if any(far(rates[0], each) for each in rates[1:]):
+        yield Cause.of("rank", "the learning rate differs between ranks")
+    elif far(rates[0], one.get("lr", [])):
+        first = (
+            f"{rates[0][0][0]:g} with {len(many)} processes and {one['lr'][0][0]:g} with one" if rates[0] else "unlike"
+        )
+        yield Cause.of("settings", f"the learning rate is {first}")
+
+
+def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) -> Iterator[Cause]:
+    if again and one.get("digests") != again.get("digests"):
+        if found.get("drawn"):
+            yield Cause.of("data drawn when read", "reading the same samples twice gives other numbers")
+        else:
+            yield Cause.of("data at each start", "two starts of one process train on different samples")
+        return
+    if found.get("drawn"):
+        yield Cause.of("data drawn when read", "reading the same samples from another random state gives other numbers")
+        return
+    wanted = found.get("dealt")
+    for rank, facts in enumerate(many):
+        right = wanted[rank] if wanted is not None and rank < len(wanted) else []
+        if any(a != b for a, b in zip(facts.get("digests", []), right, strict=False)):
+            yield Cause.of("data", f"rank {rank} reads other samples than one process does for the same indices")
+            return
+    if wanted is None and many and many[0].get("given"):
+        for step, whole in enumerate(one.get("digests", [])):
+            parts = [digest for facts in many for digest in (facts.get("digests", []) + [[]] * (step + 1))[step]]
+            if sorted(parts) != sorted(whole):
+                yield Cause.of("data", "the processes' own batches are together not the one process's batch")
+                return
+
+
+def _randomness(found: Facts, repeats: bool) -> Iterator[Cause]:
+    where = _layers_of(found.get("repeats") or [])
+    drawn = found.get("random") or {}
+    if not repeats and not found.get("drawn"):
+        yield Cause.of(
+            "unseeded randomness", f"two runs of one process differ: {_listed(where) or 'something'} ignores the seed"
+        )
+    elif where:
+        text = f"{_listed(where)} gives something else each time, from the same weights, state and seed"
+        yield Cause.of("state outside the model", text)
+    elif drawn.get("differs"):
+        yield Cause.of("random numbers", f"forward draws random numbers ({_listed(_layers_of(drawn['where']))})")
+
+
+def _unlike_runs(one: Facts, again: Facts) -> bool:
+    return bool(far(one.get("losses", []), again.get("losses", []))) or any(
+        _unlike(a, b) for a, b in zip(one.get("state", []), again.get("state", []), strict=False)
+    )
+
+
+def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names of what differs between two steps' records of a state."""
+    return [name for name in one if name in other and far(list(one[name]), list(other[name]))]
+
+
+def _ranks(found: Facts, many: Sequence[Facts], one: Facts, others: Sequence[Facts]) -> Iterator[Cause]:
+    """What depends on the rank: processes that hold other values, and one process that is told another rank."""
+    kinds = one.get("kinds", {})
+    if many and many[0].get("consensus", "step") == "step":
+        for facts in many[1:]:
+            steps = zip(many[0].get("state", []), facts.get("state", []), strict=False)
+            first: list[str] = next((_unlike(a, b) for a, b in steps), [])
+            if trained := [name for name in first if kinds.get(name) == "trained"]:
+                yield Cause.of("update", f"after one step the processes' weights differ ({_listed(trained)})")
+                break
+    for facts in others:
+        if cause := _told(found, facts, one):
+            yield cause
+            return
+
+
+def _told(found: Facts, facts: Facts, one: Facts) -> Cause | None:
+    """What differs where one process is told another rank, or that it is one of several."""
+    random = (found.get("random") or {}).get("differs") or found.get("drawn")
+    rank, size = facts.get("told") or (0, 1)
+    kind, told = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
+    if any(a != b for a, b in zip(facts.get("digests", []), one.get("digests", []), strict=False)):
+        known = found.get("drawn") or found.get("dealt") is not None  # then it was compared already
+        return None if known else Cause.of("data", f"{told} reads other samples")
+    if far(facts.get("lr", []), one.get("lr", [])) or facts.get("batch_size") != one.get("batch_size"):
+        return None  # a setting
+    states = zip(facts.get("state", []), one.get("state", []), strict=False)
+    unlike: list[str] = next((names for names in (_unlike(a, b) for a, b in states) if names), [])
+    kinds = one.get("kinds", {})
+    if still := [name for name in unlike if kinds.get(name) in ("frozen", "buffer")]:
+        return Cause.of(kind, f"{told} updates {_listed(still)} otherwise (a moving average that reads it)")
+    losses = list(zip(facts.get("losses", []), one.get("losses", []), strict=False))
+    if random or not losses:
+        return None
+    if far(losses[0][0], losses[0][1]):
+        return Cause.of(kind, f"{told} has another loss in the first step")
+    if unlike or any(far(a, b) for a, b in losses):
+        return Cause.of(kind, f"{told} trains otherwise ({_listed(unlike) or 'its loss'})")
+    return None
+
+
+# what experiments say
+
+
+def _layers(found: Facts) -> Iterator[Cause]:
+    layers = found.get("layers") or []
+    for kind, cause, text in (
+        ("normalises", "batch norm", "{} normalises over the samples that its process has (local batch norm)"),
+        ("size", "layer by size", "{} computes otherwise for another number of samples"),
+        ("buffers", "buffers", "{} uses in forward what it has stored of the same batch"),
+        ("mixes", "layer", "{} mixes the samples of a batch"),
+    ):
+        those = [each for each in layers if each["kind"] == kind]
+        if those and not (kind == "normalises" and found.get("sync")):
+            names = [
+                f"{name} ({each['type']})"
+                for name, each in zip(_layers_of([e["name"] for e in those]), those, strict=True)
+            ]
+            branch = " (a branch: it calls other layers)" if any(each["path"] for each in those) else ""
+            yield Cause.of(cause, text.format(_listed(names)) + branch)
+
+
+def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
+    state = found.get("state") or []
+    for kind, cause, text in (
+        ("buffer", "buffers", "forward updates the buffers {} from its own samples"),
+        ("frozen", "momentum encoder", "forward updates the parameters {}, which do not train, from its own samples"),
+        ("trained", "layer", "forward changes the weights {} from its own samples"),
+        ("attribute", "hidden state", "forward keeps state of its own samples in {}, which is no buffer"),
+    ):
+        names = [each["name"] for each in state if each["kind"] == kind]
+        if names:
+            read = " and reads them again" if any(each["feeds"] for each in state if each["kind"] == kind) else ""
+            yield Cause.of(cause, text.format(_listed(names)) + read)
+    moved = [each["name"] for each in state if each["kind"] == "momentum"]
+    first = (one.get("state") or [{}])[0]
+    unlike = {name for facts in many for name in _unlike((facts.get("state") or [{}])[0], first)}
+    if moved := [name for name in moved if name in unlike]:
+        yield Cause.of(
+            "momentum encoder", f"each forward pass moves {_listed(moved)} once, and N make N of them a step"
+        )
+
+
+def _losses(found: Facts) -> Iterator[Cause]:
+    for law in found.get("laws") or []:
+        if not law["exact"]:
+            term = f"the loss's term {law['term']!r}" if law["term"] else "the loss"
+            yield _of_law(term, law)
+
+
+def _of_law(term: str, law: Facts) -> Cause:
+    factors, rest, grows = law["factors"], law["residual"], law["grows"]
+    steady = not far(float(grows[0]), float(grows[-1]), 1e-3)
+    alone = all(abs(each - 1.0) < 1e-3 for each in grows)
+    if rest < 1e-4:
+        if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not alone:
+            return Cause.of("sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch")
+        if law["weighed"]:
+            return Cause.of("weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts")
+        if abs(sum(factors) - 1.0) < 1e-4 and alone:
+            if law["counts"]:
+                return Cause.of(
+                    "weighted mean", f"{term} is a mean over something other than samples: over {law['counts']}"
+                )
+            over = "samples weighed by class" if law["by_class"] else "something else, such as tokens or class weights"
+            return Cause.of("weighted mean", f"{term} is a mean over something other than samples: {over}")
+        if alone:
+            return Cause.of("function of a mean", f"{term} is no mean but a function of one, such as its root")
+    if law["others"]:
+        return Cause.of(
+            "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
+        )
+    if not alone:
+        return Cause.of("loss by size", f"{term} depends on the size of the batch (a branch or a divisor)")
+    if not law["by_output"] and not law["by_class"]:
+        return Cause.of("compares samples", f"{term} depends on which samples share a batch")
+    return Cause.of("batch weights", f"{term} weighs samples by what else is in the batch")
+
+
+def _gradients(found: Facts) -> Iterator[Cause]:
+    hooks, backward = found.get("hooks") or {}, found.get("backward") or {}
+    if hooks.get("updates"):
+        yield Cause.of("update in backward", f"a hook changes the weights {_listed(hooks['updates'])} during backward")
+    if names := hooks.get("names"):
+        yield Cause.of(
+            "gradient hook", f"a hook changes each process's gradient of {_listed(names)} by its size (clipping)"
+        )
+    if names := backward.get("names"):
+        if backward["how"] == "hook":
+            yield Cause.of(
+                "gradient hook", f"a hook inside the model changes each process's gradient of {_listed(names)}"
+            )
+        else:
+            yield Cause.of("backward", f"the backward pass of {_listed(names)} is not linear in its gradient")
+
+
+def _rest(found: Facts) -> Iterator[Cause]:
+    if names := found.get("metric"):
+        yield Cause.of(
+            "metric", f"{_listed(names)} depends on how many samples it sees at a time: it is no sum over them"
+        )
+    if found.get("padding"):
+        yield Cause.of("padding", "the result depends on how far a process's samples are padded")

@@ -1,0 +1,344 @@
+"""Is the result the same? One run keeps its first and last weights and losses; another starts from the first.
+
+In float64, so that what differs is the mathematics and not the rounding; with dropout off, since the
+masks of N processes cannot be those of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from paceline.planner.diagnose.causes import Cause, causes, of_rounding
+
+Mapped = Callable[[Any, Callable[[Tensor], Tensor]], Any]
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
+# of what training moved: what float32 inside a float64 model may leave, and that with an optimizer that divides by the
+# size of a gradient where no experiment finds a cause
+ROUNDED, AMPLIFIED = 1e-5, 1e-3
+UNKNOWN = "unknown"  # the kind of a cause that no experiment found
+LOOKS = 3  # steps of which all is noted
+
+JOINS = itertools.count()  # of this process
+FIRST, LAST, SAID, FOUND = "first.safetensors", "last.safetensors", "said.json", "found.json"
+
+
+@dataclass
+class Witness:
+    """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a folder) or none; ``examines``: a
+    folder of which causes are looked for after the last step; ``told``: [rank, world size] that the script alone is
+    told, though it is alone.
+
+    A script that joins several times has as many, in folders of their own; the first to take its steps ends the run.
+    """
+
+    folder: Path
+    steps: int
+    dtype: str
+    start: str = ""
+    examines: str = ""
+    told: tuple[int, int] | None = None
+    losses: list[float] = field(default_factory=list)
+    batch_norm: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+    evaluated: list[Any] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # of the first steps
+    called: dict[str, Any] | None = None  # what the model was called with first, where causes are looked for
+    metric: Any = None  # what `evaluate` was given
+
+    @classmethod
+    def of_environment(cls) -> Witness | None:
+        said = asked()
+        if not said:
+            return None
+        join = f"join{next(JOINS)}"
+        start, examines = (said.get(key, "") and os.path.join(said[key], join) for key in ("start", "examines"))
+        told = tuple(said["told"]) if said.get("told") else None
+        return cls(Path(said["folder"]) / join, said["steps"], said["dtype"], start, examines, told)
+
+    def prepare(self, model: nn.Module) -> None:
+        model.to(getattr(torch, self.dtype))
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            if isinstance(getattr(module, "dropout", None), float):
+                module.__dict__["dropout"] = 0.0  # attention and recurrent layers keep theirs as a number
+            self.batch_norm = self.batch_norm or isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if self.examines:
+            self._listen(model)
+        if self.start:
+            weights, there = load_file(os.path.join(self.start, FIRST)), model.state_dict()
+            sparse = {name: each.sparse_dim() for name, each in there.items() if each.is_sparse}
+            model.load_state_dict(weights | {name: weights[name].to_sparse(dims) for name, dims in sparse.items()})
+
+    def _listen(self, model: nn.Module) -> None:
+        def keep(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self.called = tree_map_only(Tensor, lambda each: each.detach().clone(), {"args": args, "kwargs": kwargs})
+            handle.remove()
+
+        handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def begin(self, state: dict[str, Tensor]) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # below /tmp, on a host
+        self._save(state, FIRST)
+
+    def deal(self, batch: Any, mapped: Mapped) -> Any:
+        """The batch with its floating-point tensors in the type of the comparison; what is read of it is noted."""
+        noted = self.reads if len(self.losses) < LOOKS and len(self.reads) <= len(self.losses) else None
+        return _Cast(batch, self, mapped, noted)
+
+    def cast_loss(self, loss: Any) -> Any:
+        """The loss with its weights of classes in that type, whichever way it holds them."""
+        dtype = getattr(torch, self.dtype)
+        if isinstance(loss, nn.Module):
+            return loss.to(dtype)
+        if isinstance(loss, partial):
+            words = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
+            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **words)
+        if isinstance(owner := getattr(loss, "__self__", None), nn.Module):  # of a bound method
+            owner.to(dtype)
+        return loss
+
+    def cast(self, rows: Any, mapped: Mapped) -> Any:
+        """Samples in the type of the comparison."""
+        dtype = getattr(torch, self.dtype)
+        return None if rows is None else mapped(rows, lambda leaf: _cast(leaf, dtype))
+
+    def evaluate(self, found: Any, metric: Any) -> None:
+        """What an evaluation gave, and by what."""
+        self.evaluated.append(found)
+        self.metric = metric
+
+    def everyones(self) -> list[Any]:
+        """What each process of the run that is examined has noted."""
+        path = Path(self.examines, SAID)
+        return list(json.loads(path.read_text())["facts"]) if path.exists() else []
+
+    def note(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> bool:
+        """After a step. Whether it was the last."""
+        self.losses.append(loss)
+        if len(self.losses) <= LOOKS:
+            named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            floats = {name: each.detach() for name, each in named.items() if each.is_floating_point()}
+            self.facts.setdefault("state", []).append({name: _sketch(each) for name, each in floats.items()})
+            trained = {name for name, each in model.named_parameters() if each.requires_grad}
+            frozen = {name for name, _ in model.named_parameters()} - trained
+            kinds = ("trained" if n in trained else "frozen" if n in frozen else "buffer" for n in floats)
+            self.facts["kinds"] = dict(zip(floats, kinds, strict=True))
+        self.facts.setdefault("lr", []).append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+        return len(self.losses) >= self.steps
+
+    def said(self) -> dict[str, Any]:
+        """Of this process."""
+        reads = [read.plain() for read in self.reads]
+        return {**self.facts, **_columns(reads), "losses": self.losses, "told": self.told}
+
+    def end(self, everyone: list[Any], state: dict[str, Tensor] | None, found: dict[str, Any] | None = None) -> None:
+        """After the last step; ``state``: to be kept by this process. Raises SystemExit, on every process."""
+        if state is not None:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            said = {"losses": self.losses, "batch_norm": self.batch_norm, "evaluated": self.evaluated}
+            (self.folder / SAID).write_text(json.dumps({**said, "facts": everyone}))
+            if found is not None:
+                (self.folder / FOUND).write_text(json.dumps(found))
+            self._save(state, LAST)
+        raise SystemExit(0)
+
+    def _save(self, state: dict[str, Tensor], name: str) -> None:
+        # tied weights share storage, which safetensors refuses
+        plain = {key: value.detach().to_dense() if value.is_sparse else value for key, value in state.items()}
+        save_file({key: value.detach().clone() for key, value in plain.items()}, self.folder / name)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def asked() -> dict[str, Any]:
+    """What PACELINE_VERIFY says; empty where nothing is verified."""
+    text = os.environ.get("PACELINE_VERIFY")
+    return dict(json.loads(text)) if text else {}
+
+
+def _sketch(values: Tensor) -> list[float]:
+    wide = values.double()
+    return [float(wide.sum()), float(wide.norm())]
+
+
+def _columns(reads: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {key: [each[key] for each in reads] for key in ("ranges", "digests")}
+    return {**columns, "given": any(each is None for each in columns["ranges"])}
+
+
+@dataclass
+class Read:
+    """What one process read of one global batch. ``span``: which of its samples; None of a batch of its own."""
+
+    batch: Any
+    rows: Any = None
+    span: tuple[int, int] | None = None
+    digests: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        return {"ranges": self.span, "digests": self.digests}
+
+
+class Span:
+    """A seat whose samples are given."""
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.stop = start, stop
+
+    def rows(self, count: int) -> range:
+        return range(self.start, self.stop)
+
+
+class _Cast:
+    """A batch whose floating-point tensors arrive in another type."""
+
+    def __init__(self, batch: Any, witness: Witness, mapped: Mapped, noted: list[Read] | None):
+        self.batch, self.witness, self.mapped, self.weight = batch, witness, mapped, batch.weight
+        self.noted = noted
+
+    @property
+    def held(self) -> int | None:
+        return getattr(self.batch, "held", None)
+
+    def share(self, seat: Any) -> Any:
+        rows = self.witness.cast(self.batch.share(seat), self.mapped)
+        if self.noted is not None:
+            span = seat.rows(len(self.batch.indices)) if hasattr(self.batch, "indices") else None
+            read = Read(self, None, (span.start, span.stop) if span is not None else None, digests(rows))
+            read.rows = self.mapped(rows, torch.clone) if rows is not None else None
+            self.noted.append(read)
+            self.noted = None  # a step may be computed again
+        return rows
+
+    def read(self, start: int, stop: int) -> Any:
+        """Some of the samples, as the process to which they are dealt reads them."""
+        return self.witness.cast(self.batch.fetch(Span(start, stop)), self.mapped)
+
+
+def digests(rows: Any) -> list[str]:
+    """Of each sample, where samples lie first in every tensor; else of all of them."""
+    leaves = [leaf for leaf in tree_iter(rows) if isinstance(leaf, Tensor)]
+    if not leaves:
+        return []
+    lengths = {len(leaf) for leaf in leaves if leaf.dim()}
+    parts = zip(*leaves, strict=True) if len(lengths) == 1 and all(leaf.dim() for leaf in leaves) else [leaves]
+    return [_digest(part) for part in parts]
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.sha256()
+    for each in tensors:
+        if each.layout == torch.strided:
+            found.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of a loss, of what `evaluate` gave, and of a parameter relative to its norm; where; and
+    whether it is too large. ``moved``: the difference of all parameters relative to what training moved."""
+
+    steps: int
+    loss: float
+    weight: float
+    worst: str
+    tolerance: float
+    moved: float = 0.0
+    metric: float = 0.0
+    rounding: float = 0.0  # what float32 inside a float64 model may leave, of what training moved
+    causes: tuple[Cause, ...] = ()
+
+    @property
+    def close(self) -> bool:
+        """Without looking for causes."""
+        return max(self.loss, self.weight) <= self.tolerance and self.metric <= max(self.tolerance, ROUNDED)
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it differs and no experiment found a cause."""
+        return any(cause.kind == UNKNOWN for cause in self.causes)
+
+    @property
+    def same(self) -> bool:
+        return self.close or max(self.loss, self.moved, self.metric) <= self.rounding
+
+
+def ended(folder: Path) -> list[str]:
+    """The joins that took all their steps in the run that was told this folder."""
+    return sorted(path.parent.name for path in folder.glob(f"join*/{LAST}"))
+
+
+def compare(one: Path, other: Path, dtype: str) -> Comparison:
+    """The folders that two runs were told. Raises ValueError where they cannot be compared, or no weight moved."""
+    join, *others = ended(one)
+    if others:
+        raise ValueError(
+            f"verify: {', '.join([join, *others])} all took their steps, since the script went on after the SystemExit "
+            f"that ends it; let that through: catch Exception, and neither BaseException nor SystemExit"
+        )
+    if ended(other) != [join]:
+        raise ValueError(f"verify: {join} took its steps first on all nodes, {', '.join(ended(other))} in one process")
+    one, other = one / join, other / join
+    a, b = _said(one), _said(other)
+    pairs = list(zip(a["losses"], b["losses"], strict=True))
+    loss = max(abs(x - y) / max(1e-30, abs(y)) for x, y in pairs)
+    first, second = (load_file(folder / LAST) for folder in (one, other))
+    begin = load_file(one / FIRST)
+    floats = {name: want for name, want in second.items() if want.is_floating_point()}
+    gaps = {name: float((first[name] - want).norm()) for name, want in floats.items()}
+    moves = {name: float((want - begin[name]).norm()) for name, want in floats.items()}
+    apart, moved = (sum(each**2 for each in of.values()) ** 0.5 for of in (gaps, moves))
+    if not moved:
+        raise ValueError("verify: no weight moved in these steps, so nothing was compared; is the learning rate 0?")
+    # a weight of nothing but rounding, as a bias of keys in attention is, is measured by what training moves elsewhere
+    most = max(moves.values())
+    gaps = {name: gap / max(float(floats[name].norm()), most) for name, gap in gaps.items()}
+    worst = max(gaps, key=lambda name: gaps[name])
+    metric = _metric(a.get("evaluated", []), b.get("evaluated", []))
+    return Comparison(len(pairs), loss, gaps[worst], worst, TOLERANCE[dtype], apart / moved, metric)
+
+
+def explained(compared: Comparison, many: Path, one: Path, again: Path, others: Sequence[Path]) -> Comparison:
+    """The comparison with its causes: what was found in a second run alone, and in those that were told other ranks."""
+    (join,) = ended(many)
+    found = json.loads((again / join / FOUND).read_text()) if (again / join / FOUND).exists() else {}
+    rounding = of_rounding(found)
+    if rounding and (close := replace(compared, rounding=ROUNDED, causes=(rounding,))).same:
+        return close
+    alone, second, *told = [
+        _said(folder / join)["facts"][0] if join in ended(folder) else {} for folder in (one, again, *others)
+    ]
+    named = causes(found, _said(many / join)["facts"], alone, second or None, [facts for facts in told if facts])
+    if rounding and not named and (close := replace(compared, rounding=AMPLIFIED, causes=(rounding,))).same:
+        return close
+    unknown = Cause.of(UNKNOWN, "no experiment found the cause")
+    return replace(compared, causes=(*named, *([rounding] if rounding else [])) or (unknown,))
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / SAID).read_text()))
+
+
+def _metric(one: list[Any], other: list[Any]) -> float:
+    """The largest relative difference of what `evaluate` gave."""
+    most = 0.0
+    for a, b in zip(one, other, strict=False):
+        named = [(a, b)] if not isinstance(a, dict) else [(a[name], b[name]) for name in a if name in b]
+        most = max([most, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
+    return most

@@ -1,0 +1,428 @@
+"""Why N processes are not one: what a model, its loss, its hooks and its state do with a batch and with its parts.
+
+All in one process, on the weights that the model has, with everything put back after each pass. What is found are
+measurements; `causes` says what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from paceline.planner.diagnose import gradient_hooks, layers_in_parts
+from paceline.planner.diagnose.equal_draws import Pinned
+from paceline.planner.diagnose.layers_in_parts import Part, Trace, cut
+from paceline.planner.diagnose.loss_kind import Fixed, Judge, Law, Through, laws, plain, repeated
+from paceline.planner.diagnose.saved_state import Kept, far
+from paceline.planner.diagnose.subject import Subject
+
+
+def examine(subject: Subject) -> dict[str, Any]:
+    """All measurements, as JSON can hold them; under "failed", what could not be tried and why."""
+    look = Look(subject)
+    found: dict[str, Any] = {"failed": {}}
+    for name in ("layers", "narrow", "repeats", "state", "laws", "hooks", "backward", "random", "metric", "padding"):
+        try:
+            found[name] = getattr(look, name)()
+        except Exception as error:  # a model may refuse a part of its batch
+            found["failed"][name] = f"{type(error).__name__}: {error}"
+        finally:
+            look.rest()
+    return found
+
+
+class Look:
+    """The experiments; those that come later leave out what earlier ones have found."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.model = subject, subject.model
+        self.kept = Kept({"": subject.model, "loss.": subject.loss})
+        self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        self.norms: list[str] = []  # layers that normalise over a batch
+        self.mixes = False  # samples depend on each other in other ways, too
+        self.restless: set[str] = set()
+        self.modules = dict(self.model.named_modules())
+
+    def rest(self) -> None:
+        """Everything as it was."""
+        self.kept.restore()
+        for parameter, grad in self.grads:
+            parameter.grad = grad
+        self.subject.seed(0)
+
+    @contextlib.contextmanager
+    def calm(self) -> Iterator[None]:
+        """Layers that normalise over a batch do so by their running statistics."""
+        inside = [m for name in self.norms for m in self.modules[name].modules() if m.training]
+        for module in inside:
+            module.training = False
+        try:
+            with Pinned():
+                yield
+        finally:
+            for module in inside:
+                module.training = True
+
+    def run(self, rows: Any, seed: int = 0) -> Any:
+        self.rest()
+        self.subject.seed(seed)
+        return self.subject.forward(rows)
+
+    def passes(self, rows: Any, seed: int = 0) -> Callable[[], Any]:
+        def run() -> Any:
+            with torch.no_grad(), Pinned():
+                return self.run(rows, seed)
+
+        return run
+
+    def says(self, rows: Any, seed: int = 0) -> list[Any]:
+        """What a pass gives: its outputs, and its loss."""
+        with torch.no_grad():
+            output = self.run(rows, seed)
+            said = self.subject.judge(output, rows) if self.subject.judge else {}
+        leaves = [leaf.detach().clone() for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
+        return leaves + [value.detach().clone() for value, _, _ in said.values()]
+
+    # the model
+
+    def layers(self) -> list[dict[str, Any]]:
+        """The layers that compute otherwise on a part of the batch."""
+        whole_part = Part(0, self.subject.count, self.subject.count)
+        rows = self.subject.rows
+        whole = layers_in_parts.trace(self.model, self.passes(rows))
+        again = layers_in_parts.compare(self.model, self.passes(rows), whole, whole_part)
+        other = layers_in_parts.compare(self.model, self.passes(rows, 1), whole, whole_part)
+        self.restless = set(again.unlike) | set(other.unlike)
+        self.unrepeated = sorted(again.unlike)
+        unlike, paths = self._unlike(whole)
+        found = [self._kind(name, gap, whole, name in paths) for name, gap in unlike.items()]
+        self.norms = [each["name"] for each in found if each["kind"] == "normalises"]
+        forced, _ = self._unlike(whole, forces=True)  # what lay behind the first
+        for name, gap in forced.items():
+            if name not in unlike and not any(self.modules[name].children()):
+                kind = self._kind(name, gap, whole, False)
+                found += [kind] if kind["kind"] == "normalises" else []
+        self.norms = [each["name"] for each in found if each["kind"] == "normalises"]
+        self.mixes = any(each["kind"] != "normalises" for each in found)
+        if self.mixes and self._by_size_alone():
+            found = [{**each, "kind": "size"} if each["kind"] == "mixes" else each for each in found]
+        return found
+
+    unrepeated: Sequence[str] = ()
+
+    def _unlike(self, whole: Trace, forces: bool = False) -> tuple[dict[str, float], set[str]]:
+        unlike, paths = dict[str, float](), set[str]()
+        for part in self.subject.parts:
+            trial = layers_in_parts.compare(self.model, self.passes(cut(self.subject.rows, part)), whole, part, forces)
+            for name, gap in trial.unlike.items():
+                if name not in self.restless:
+                    unlike[name] = max(gap, unlike.get(name, 0.0))
+            paths |= trial.paths
+        return unlike, paths
+
+    def _kind(self, name: str, gap: float, whole: Trace, path: bool) -> dict[str, Any]:
+        """normalises: by what this batch is; buffers: by what it has stored before it answers; mixes: otherwise."""
+        module = self.modules[name]
+        said = {"name": name, "type": type(module).__name__, "gap": gap, "path": path, "kind": "mixes"}
+        if any(True for _ in module.children()) and not list(module.buffers(recurse=False)):
+            return said  # it contains layers, and what these do is said of them
+        if self._shifts(name, whole):
+            return {**said, "kind": "normalises"}
+        if list(module.buffers()) and module.training and self._clean_in_eval(name):
+            return {**said, "kind": "normalises" if not self._heeds_buffers(name) else "buffers"}
+        return said
+
+    def _shifts(self, name: str, whole: Trace) -> bool:
+        """Whether it takes out the mean and the size of its input, as batch norm does."""
+        module, call = self.modules[name], whole.calls[name][0]
+        floats = [leaf for leaf in call.inputs if leaf.is_floating_point()]
+        if len(call.inputs) != 1 or len(floats) != 1 or len(call.outputs) != 1 or not module.training:
+            return False
+        try:
+            with torch.no_grad(), Pinned():
+                self.rest()
+                plain_ = module(floats[0].clone())
+                self.rest()
+                moved = module(2 * floats[0] + 1)
+        except Exception:  # it takes other words, too
+            return False
+        alike = isinstance(plain_, Tensor) and not far(plain_, moved, 0.02)
+        return alike and bool((plain_ != plain_.reshape(-1)[:1]).any())
+
+    def _clean_in_eval(self, name: str) -> bool:
+        inside = [m for m in self.modules[name].modules() if m.training]
+        for module in inside:
+            module.training = False
+        try:
+            whole = layers_in_parts.trace(self.model, self.passes(self.subject.rows))
+            return name not in self._unlike(whole)[0]
+        finally:
+            for module in inside:
+                module.training = True
+
+    def _heeds_buffers(self, name: str) -> bool:
+        """Whether its output in training depends on the values of its buffers."""
+        module = self.modules[name]
+        floats = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        whole = layers_in_parts.trace(self.model, self.passes(self.subject.rows))
+        whole_part = Part(0, self.subject.count, self.subject.count)
+
+        def run() -> Any:
+            with torch.no_grad(), Pinned():
+                self.rest()
+                for buffer in floats:
+                    buffer.mul_(1.5).add_(0.25)
+                return self.subject.forward(self.subject.rows)
+
+        return name in layers_in_parts.compare(self.model, run, whole, whole_part).unlike
+
+    def _by_size_alone(self) -> bool:
+        """Whether each part's outputs stay as they are when the samples of all others are replaced."""
+        rows = self.subject.rows
+        with torch.no_grad(), self.calm():
+            one = self.run(rows)
+            for part in self.subject.parts:
+                two = self.run(tree_map_only(Tensor, partial(repeated, kept=part), rows))
+                pairs = zip(tree_iter(cut(one, part)), tree_iter(cut(two, part)), strict=True)
+                if any(far(a, b) for a, b in pairs if isinstance(a, Tensor)):
+                    return False
+        return True
+
+    # its state
+
+    def repeats(self) -> list[str]:
+        """What is not the same twice from the same state and the same seed: layers, or the loss."""
+        found = list(self.unrepeated)
+        one, two = self.says(self.subject.rows), self.says(self.subject.rows)
+        if not found and any(far(a, b, 1e-12) for a, b in zip(one, two, strict=True)):
+            found.append("the loss")
+        return found
+
+    def state(self) -> list[dict[str, Any]]:
+        """What a forward pass leaves behind that is another after a part of the batch."""
+        rows = self.subject.rows
+        after = self._after(rows)
+        twice = self._after(rows, 1)
+        parts = [self._after(cut(rows, part)) for part in self.subject.parts]
+        unlike: dict[str, str] = {}
+        for name in dict.fromkeys(name for each in (after, *parts) for name in each):
+            kinds = {each[name][0] for each in (after, *parts) if name in each}
+            values = [each.get(name, ("", None))[1] for each in (after, *parts)]
+            if name in after and name in twice and far(values[0], twice[name][1]):
+                continue  # a random number that it keeps
+            if any(far(values[0], value) for value in values[1:]):
+                unlike[name] = kinds.pop()
+        saved = set(self.model.state_dict())
+        found = []
+        for kind in dict.fromkeys(unlike.values()):
+            names = [name for name in unlike if unlike[name] == kind and not self._of_norm(name)]
+            feeds = bool(names) and self._feeds(names, after, parts[0])
+            found += [{"name": name, "kind": kind, "feeds": feeds} for name in names if feeds or name in saved]
+        return found + [{"name": n, "kind": k, "feeds": False} for n, k in self._moved_alike(after, unlike)]
+
+    def _moved_alike(self, after: Mapping[str, tuple[str, Any]], unlike: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Parameters that forward moves, the same way for a part: each forward pass moves them once."""
+        return [(name, "momentum") for name, (kind, _) in after.items() if kind == "frozen" and name not in unlike]
+
+    def _after(self, rows: Any, seed: int = 0) -> dict[str, tuple[str, Any]]:
+        with torch.no_grad(), Pinned():
+            output = self.run(rows, seed)
+        if self.subject.judge:
+            with torch.no_grad(), Pinned():
+                self.subject.judge(output, rows)
+        found = self.kept.changed()
+        self.rest()
+        return found
+
+    def _of_norm(self, name: str) -> bool:
+        return any(name.startswith(f"{norm}." if norm else "") for norm in self.norms)
+
+    def _feeds(self, names: Sequence[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        """Whether the next pass differs with the other's."""
+        said = []
+        for each in (one, other):
+            self.rest()
+            before = {name: each[name][1] for name in names if name in each}
+            with torch.no_grad(), Pinned():
+                self.kept.put(before)
+                output = self.subject.forward(self.subject.rows)
+                terms = self.subject.judge(output, self.subject.rows) if self.subject.judge else {}
+            said.append([leaf for leaf in tree_iter((output, list(terms.values()))) if isinstance(leaf, Tensor)])
+        return len(said[0]) != len(said[1]) or any(far(a, b) for a, b in zip(*said, strict=True))
+
+    # loss and gradient
+
+    def laws(self) -> list[dict[str, Any]]:
+        subject = self.subject
+        if not subject.judge:
+            return []
+        return plain(self._laws())
+
+    def _laws(self) -> list[Law]:
+        subject, judge = self.subject, self.subject.judge
+        assert judge
+        with self.calm():
+            if not subject.own_loss:
+                with torch.no_grad():
+                    output = self.run(subject.rows)
+                self.rest()
+                return laws(Fixed(self._rested(judge), output, subject.rows), subject.parts, subject.rows)
+
+            def compute(rows: Any) -> Any:
+                output = self.run(rows)
+                return output, judge(output, rows)
+
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            with gradient_hooks.off(self.model):
+                through = Through(compute, subject.rows, subject.count, trained)
+                return laws(through, subject.parts, subject.rows)
+
+    def _rested(self, judge: Judge) -> Judge:
+        """A loss with state begins from the same each time."""
+
+        def judged(output: Any, rows: Any) -> Any:
+            self.rest()
+            return judge(output, rows)
+
+        return judged
+
+    def hooks(self) -> dict[str, Any]:
+        """Whether what is done to a gradient of a parameter depends on how much of it there is."""
+        return gradient_hooks.on_parameters(self.model, self._parts_of_gradient(), self.rest, self.kept)
+
+    def backward(self) -> dict[str, Any]:
+        """Whether the parts' gradients add up behind the model's outputs."""
+        if self.mixes or self.restless:
+            return {}
+        return gradient_hooks.inside(self.model, self._pulls(), self.subject.parts, self.calm)
+
+    def _pulls(self) -> Callable[[Part | None, float], list[Tensor | None]]:
+        """Gradients of the parameters for the same gradients at the outputs, of all samples or a part."""
+        subject = self.subject
+
+        def pull(part: Part | None, scale: float) -> list[Tensor | None]:
+            output = self.run(cut(subject.rows, part) if part else subject.rows)
+            leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            dice = torch.Generator().manual_seed(1)
+            total = torch.zeros((), dtype=torch.float64)
+            count = part.size if part else subject.count
+            for leaf in leaves:
+                if not leaf.dim() or len(leaf) % count:
+                    continue
+                shape = (len(leaf) // count * subject.count, *leaf.shape[1:])
+                weights = torch.randn(shape, generator=dice, dtype=torch.float64) * (scale / subject.count)
+                total = total + (leaf * cut(weights, part) if part else leaf * weights).sum()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            if not total.requires_grad:
+                raise ValueError("no output has the samples first")
+            total.backward()  # type: ignore[no-untyped-call]
+            return [parameter.grad for parameter in self.model.parameters()]
+
+        return pull
+
+    def _parts_of_gradient(self) -> list[list[Tensor]]:
+        """What each process adds, without hooks."""
+        subject, found = self.subject, []
+        parameters = list(self.model.parameters())
+        for part in subject.parts:
+            with self.calm(), gradient_hooks.off(self.model):
+                rows = cut(subject.rows, part)
+                output = self.run(rows)
+                if subject.judge:
+                    terms = [value * times / subject.count for value, times, _ in subject.judge(output, rows).values()]
+                else:
+                    leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+                    terms = [leaf.square().mean() for leaf in leaves]
+                total = sum(terms, start=torch.zeros((), dtype=torch.float64))
+                grads = torch.autograd.grad(total, [p for p in parameters if p.requires_grad], allow_unused=True)
+            known = iter(grads)
+            each = [next(known) if p.requires_grad else None for p in parameters]
+            found.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, each, strict=True)])
+        return found
+
+    # the rest
+
+    def random(self) -> dict[str, Any]:
+        """Whether a pass draws random numbers, so that another seed gives another result."""
+        with Pinned(pins=False) as counts:
+            one, two = self.says(self.subject.rows, 0), self.says(self.subject.rows, 1)
+        differs = len(one) != len(two) or any(far(a, b) for a, b in zip(one, two, strict=True))
+        where: list[str] = []
+        if differs:
+            rows, whole_part = self.subject.rows, Part(0, self.subject.count, self.subject.count)
+
+            def drawn(seed: int) -> Callable[[], Any]:
+                def run() -> Any:
+                    with torch.no_grad():
+                        return self.run(rows, seed)
+
+                return run
+
+            whole = layers_in_parts.trace(self.model, drawn(0))
+            where = sorted(layers_in_parts.compare(self.model, drawn(1), whole, whole_part).unlike) or ["the loss"]
+        return {"differs": differs, "draws": counts.draws, "where": where}
+
+    def narrow(self) -> dict[str, int]:
+        """Where float64 becomes float32, and how often."""
+        stack: list[str] = []
+        handles = []
+
+        def leave(*_: Any) -> None:
+            stack.pop()
+
+        for name, module in self.model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
+            handles.append(module.register_forward_hook(leave))
+        try:
+            with torch.no_grad(), Pinned(lambda: stack[-1] if stack else "the loss") as noted:
+                output = self.run(self.subject.rows)
+                said = self.subject.judge(output, self.subject.rows) if self.subject.judge else {}
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(value.dtype == torch.float32 for value, _, _ in said.values()):
+            noted.narrow["the loss"] = noted.narrow.get("the loss", 0) + 1
+        return {name or "the model": number for name, number in noted.narrow.items()}
+
+    def metric(self) -> list[str]:
+        """The metric's numbers whose sums over the parts are not those over the batch."""
+        subject = self.subject
+        if not subject.metric:
+            return []
+        with torch.no_grad(), Pinned():
+            output = self.run(subject.rows)
+            whole = subject.metric(output, subject.rows)
+            parts = [subject.metric(cut(output, part), cut(subject.rows, part)) for part in subject.parts]
+        found = []
+        for name, (value, weight) in whole.items():
+            total = sum(each.get(name, (0.0, 0.0))[0] for each in parts)
+            weights = sum(each.get(name, (0.0, 0.0))[1] for each in parts)
+            if weights and weight and far(float(value / weight), float(total / weights), 1e-5):
+                found.append(name or "the metric")
+        return found
+
+    def padding(self) -> list[int]:
+        """The parts for which the loss is another with the samples as their process reads them (padded to another
+        length) than with the same samples of the whole batch."""
+        found = []
+        for number, (part, read) in enumerate(zip(self.subject.parts, self.subject.read, strict=False)):
+            mine = cut(self.subject.rows, part)
+            shapes = [[leaf.shape for leaf in tree_iter(each) if isinstance(leaf, Tensor)] for each in (mine, read)]
+            if shapes[0] == shapes[1]:
+                continue
+            with torch.no_grad(), self.calm():
+                said = []
+                for rows in (mine, read):
+                    output = self.run(rows)
+                    terms = self.subject.judge(output, rows) if self.subject.judge else {}
+                    said.append([value * times / max(weight, 1e-30) for value, times, weight in terms.values()])
+            if any(far(a, b) for a, b in zip(*said, strict=True)):
+                found.append(number)
+        return found

@@ -1,0 +1,138 @@
+"""What hooks do to gradients: the same to a sum as to its parts, or not (clipping, noise, an update)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.planner.diagnose.layers_in_parts import Part
+from paceline.planner.diagnose.saved_state import Kept, far
+
+SCALES = 1.0, 10.0, 1000.0  # so that a limit that this batch does not reach is reached
+NEAR = 1e-5
+OURS = "paceline."
+
+
+def _tables(model: nn.Module) -> Iterator[Any]:
+    """Of hooks on gradients."""
+    for parameter in model.parameters():
+        for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            if table:
+                yield table
+    for module in model.modules():
+        for table in (module._backward_hooks, module._backward_pre_hooks):
+            if table:
+                yield table
+
+
+def _is_ours(hook: Any) -> bool:
+    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(OURS)
+
+
+@contextlib.contextmanager
+def off(model: nn.Module) -> Iterator[None]:
+    """Without any: those on parameters and modules, and those that a forward pass puts on tensors."""
+    kept = [(table, dict(table)) for table in _tables(model)]
+    register = Tensor.register_hook
+
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    for table, _ in kept:
+        table.clear()
+    Tensor.register_hook = lambda *_: Handle()  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = register  # type: ignore[method-assign]
+        for table, hooks in kept:
+            table.update(hooks)
+
+
+def on_parameters(
+    model: nn.Module, parts: Sequence[Sequence[Tensor]], rest: Callable[[], None], kept: Kept
+) -> dict[str, Any]:
+    """Names of the parameters whose hooks give for a sum of gradients what is not the sum of what they give.
+
+    ``parts``: the gradient that each process adds. "updates": a hook changes weights during backward.
+    """
+    named = dict(model.named_parameters())
+    hooked = [name for name, p in named.items() if _own(p)]
+    if not hooked:
+        return {}
+
+    def through(grads: Sequence[Tensor]) -> list[Tensor | None]:
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter, grad in zip(named.values(), grads, strict=True):
+            parameter.grad = None
+            if parameter.requires_grad:
+                total = total + (parameter * grad.detach()).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return [None if p.grad is None else p.grad.detach().clone() for p in named.values()]
+
+    found: set[str] = set()
+    updates: set[str] = set()
+    for scale in SCALES:
+        whole = through([scale * sum(each, start=torch.zeros(())) for each in zip(*parts, strict=True)])
+        updates |= {name for name, (kind, _) in kept.changed().items() if kind == "trained"}
+        rest()
+        pieces = []
+        for part in parts:
+            pieces.append(through([scale * grad for grad in part]))
+            rest()
+        for name, one, *many in zip(named, whole, *pieces, strict=True):
+            given = [each for each in many if each is not None]
+            if one is None or not given:
+                continue
+            if far(one, sum(given, start=torch.zeros_like(one)), NEAR):
+                found.add(name)
+    return {"names": sorted(found), "updates": sorted(updates)} if found or updates else {}
+
+
+def _own(parameter: Tensor) -> bool:
+    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return any(not _is_ours(hook) for table in tables if table for hook in table.values())
+
+
+def inside(
+    model: nn.Module,
+    pull: Callable[[Part | None, float], list[Tensor | None]],
+    parts: Sequence[Part],
+    calm: Callable[[], contextlib.AbstractContextManager[None]],
+) -> dict[str, Any]:
+    """Whether the parts' gradients add up to the whole batch's: "how" is hook where they do without hooks."""
+    leaf = [(table, dict(table)) for p in model.parameters() for table in _of_parameter(p)]
+
+    def unlike() -> list[str]:
+        names: set[str] = set()
+        for scale in SCALES:
+            whole = pull(None, scale)
+            pieces = [pull(part, scale) for part in parts]
+            for (name, _), one, *many in zip(model.named_parameters(), whole, *pieces, strict=True):
+                given = [each for each in many if each is not None]
+                if one is not None and given and far(one, sum(given, start=torch.zeros_like(one)), NEAR):
+                    names.add(name)
+        return sorted(names)
+
+    for table, _ in leaf:
+        table.clear()
+    try:
+        with calm():
+            found = unlike()
+        if not found:
+            return {}
+        with calm(), off(model):
+            return {"names": found, "how": "function" if unlike() else "hook"}
+    finally:
+        for table, hooks in leaf:
+            table.update(hooks)
+
+
+def _of_parameter(parameter: Tensor) -> list[Any]:
+    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [table for table in tables if table]

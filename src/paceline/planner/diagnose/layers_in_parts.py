@@ -1,0 +1,230 @@
+"""Which layers compute otherwise on a part of a batch: each is given what it was given for the whole batch.
+
+The whole batch passes once; inputs and outputs of every module are kept. Then a part passes. Where a module has the
+same inputs and another output, it is named, and its output is replaced by that of the whole batch. So every module
+after it is tried by itself, and a module that contains it is named only for what its own code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from paceline.planner.diagnose.saved_state import NEAR, far
+
+Run = Callable[[], Any]
+
+
+@dataclass
+class Part:
+    """Samples [start, stop) of ``count``."""
+
+    start: int
+    stop: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, whole: Tensor, like: Tensor) -> Tensor | None:
+        """The part's values of a tensor of the whole batch, shaped as ``like``; None where it has no such dimension.
+
+        Samples may lie along any dimension, alone or with others (batch x time, time x batch)."""
+        if whole.dim() != like.dim():
+            return None
+        if whole.shape == like.shape and self.size != self.count:
+            return whole  # it has no samples
+        found: Tensor | None = None
+        for cut in self._cuts(whole, like):
+            found = cut if found is None else found
+            if not far(cut, like):
+                return cut
+        return found
+
+    def _cuts(self, whole: Tensor, like: Tensor) -> Iterator[Tensor]:
+        unlike = [d for d in range(whole.dim()) if whole.shape[d] != like.shape[d]]
+        if self.size == self.count:
+            if not unlike:
+                yield whole
+            return
+        for d in unlike:
+            each, rest = divmod(whole.shape[d], self.count)
+            if not each or rest or like.shape[d] != each * self.size:
+                continue
+            narrow = whole
+            for other in unlike:  # padding, of which a part may have less
+                if other != d:
+                    if like.shape[other] > whole.shape[other]:
+                        return
+                    narrow = narrow.narrow(other, 0, like.shape[other])
+            yield narrow.narrow(d, self.start * each, self.size * each)
+            if each > 1:
+                shape = [*narrow.shape[:d], each, self.count, *narrow.shape[d + 1 :]]
+                apart = narrow.reshape(shape).narrow(d + 1, self.start, self.size)
+                yield apart.reshape(like.shape)
+
+
+@dataclass
+class Call:
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass
+class Trace:
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Trial:
+    """``unlike``: the modules whose outputs differ though their inputs do not, and by how much relative to them.
+
+    ``paths``: those of them that called other modules than for the whole batch.
+    """
+
+    unlike: dict[str, float] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
+
+
+def trace(model: nn.Module, run: Run) -> Trace:
+    """What goes through every module in ``run``."""
+    found = Trace()
+
+    def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        found.calls.setdefault(name, []).append(Call(given.pop(name).pop(), _tensors(output)))
+
+    given: dict[str, list[list[Tensor]]] = {}
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.order.append(name)
+        given.setdefault(name, []).append(_tensors((args, kwargs)))
+
+    with _hooks(model, begin, keep):
+        run()
+    return found
+
+
+def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool = False) -> Trial:
+    """``run`` passes ``part`` through the model. ``forces``: modules are given the whole batch's inputs, too."""
+    trial, seen = Trial(), dict[str, int]()
+    begun: dict[str, list[tuple[bool, int]]] = {}
+    order: list[str] = []
+
+    def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        order.append(name)
+        number = seen[name] = seen.get(name, -1) + 1
+        calls = whole.calls.get(name, [])
+        if number >= len(calls):
+            begun.setdefault(name, []).append((False, number))
+            return None
+        leaves, spec = tree_flatten((args, kwargs))
+        alike, changed = _alike(leaves, calls[number].inputs, part)
+        if not alike and forces and changed is not None:
+            begun.setdefault(name, []).append((True, number))
+            return tree_unflatten(changed, spec)
+        begun.setdefault(name, []).append((alike, number))
+        return None
+
+    def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        alike, number = begun[name].pop()
+        if not alike:
+            return None
+        leaves, spec = tree_flatten(output)
+        same, changed = _alike(leaves, whole.calls[name][number].outputs, part)
+        if same or changed is None:
+            return None
+        trial.unlike[name] = max(trial.unlike.get(name, 0.0), _gap(leaves, changed))
+        return tree_unflatten(changed, spec)
+
+    with _hooks(model, begin, end):
+        run()
+    for name in trial.unlike:
+        below = f"{name}." if name else ""
+        mine, theirs = ([each for each in calls if each.startswith(below)] for calls in (order, whole.order))
+        if mine != theirs:
+            trial.paths.add(name)
+    return trial
+
+
+def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, list[Any] | None]:
+    """Whether these are what the whole batch had; and that, in their place. None where they cannot be compared."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) != len(whole):
+        return False, None
+    alike, changed, wanted = True, list[Any](), iter(whole)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            changed.append(leaf)
+            continue
+        before = next(wanted)
+        cut = part.of(before, leaf)
+        if cut is None:
+            return False, None
+        # what has no samples, such as a loss, may well differ
+        differs = (before.shape != leaf.shape or part.size == part.count) and far(cut, leaf, _near(leaf))
+        alike = alike and not differs
+        changed.append(cut.to(leaf.dtype) if differs else leaf)
+    return alike, changed
+
+
+def _near(leaf: Tensor) -> float:
+    return 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
+
+
+def _gap(leaves: list[Any], changed: list[Any]) -> float:
+    most = 0.0
+    for leaf, cut in zip(leaves, changed, strict=True):
+        if isinstance(leaf, Tensor) and leaf is not cut and leaf.is_floating_point():
+            most = max(most, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)))
+        elif isinstance(leaf, Tensor) and leaf is not cut:
+            most = max(most, 1.0)
+    return most
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf.detach().clone() for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def _hooks(model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        handles.append(module.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(partial(end, name), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def doubled(tree: Any, count: int) -> Any:
+    """A nesting of tensors, those that have ``count`` samples first with all of them twice."""
+    return tree_map_only(Tensor, lambda leaf: torch.cat([leaf, leaf]) if _first(leaf, count) else leaf, tree)
+
+
+def cut(tree: Any, part: Part) -> Any:
+    """A part of a nesting of tensors that have their samples first, alone or with others (batch x time)."""
+
+    def change(leaf: Tensor) -> Tensor:
+        if not _first(leaf, part.count):
+            return leaf
+        each = len(leaf) // part.count
+        return leaf[part.start * each : part.stop * each]
+
+    return tree_map_only(Tensor, change, tree)
+
+
+def _first(leaf: Tensor, count: int) -> bool:
+    return leaf.dim() > 0 and len(leaf) > 0 and len(leaf) % count == 0

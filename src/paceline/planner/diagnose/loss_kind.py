@@ -1,0 +1,295 @@
+"""What kind of mean a loss is, found by computing it on the whole batch, on its parts, and on parts laid twice.
+
+Let g be the gradient at the outputs of all samples, and g_r that of part r alone. Where g, restricted to r, is f_r g_r:
+
+    f_r = n_r / n           a mean over samples
+    f_r = 1                 a sum
+    the f_r add up to 1     a mean over something else (tokens, class weights)
+    otherwise               a function of a mean (its root), or another loss for another size of the batch
+
+and where it is no multiple of g_r, the loss compares samples, or weighs them by what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from paceline.planner.diagnose.layers_in_parts import Part, cut, doubled
+from paceline.planner.diagnose.saved_state import NEAR
+
+Said = Mapping[str, tuple[Tensor, float, float]]  # of each term: the value, what it times to be a sum, over how much
+Judge = Callable[[Any, Any], Said]
+
+
+@dataclass
+class Law:
+    """One term of a loss. ``exact``: N processes give what one gives. ``factors``: f_r; ``shares``: n_r / n.
+
+    residual    how far g is from a multiple of g_r, relative
+    grows       the values for half a part and for a part, each laid twice, relative to those for them once
+    others      the gradient at a sample depends on the outputs of others
+    counts      what of the batch may be counted, and the factors follow
+    by_class    a sample's weight follows from its label
+    weighed     it came as (sum, weight)
+    by_output   gradients are those at the outputs, not at the parameters
+    """
+
+    term: str
+    exact: bool
+    factors: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    residual: float = 0.0
+    grows: tuple[float, ...] = (1.0,)
+    others: bool = False
+    counts: str = ""
+    by_class: bool = False
+    weighed: bool = False
+    by_output: bool = True
+
+
+@dataclass
+class Point:
+    """A loss somewhere: the terms, and each term's gradient, at the outputs of the samples or at the parameters."""
+
+    said: dict[str, tuple[float, float, float]]
+    grads: dict[str, list[Tensor]]
+
+
+class Fixed:
+    """The loss alone: the outputs stay what they were for the whole batch."""
+
+    by_sample = True
+
+    def __init__(self, judge: Judge, output: Any, rows: Any):
+        self.judge, self.rows = judge, rows
+        self.output = tree_map_only(Tensor, Tensor.detach, output)
+
+    def at(self, part: Part | None, twice: bool = False, others: Part | None = None) -> Point:
+        output, rows, count = self.output, self.rows, 0
+        if others:
+            output = tree_map_only(Tensor, lambda leaf: _moved(leaf, others), output)
+        if part:
+            output, rows, count = cut(output, part), cut(rows, part), part.size
+        if twice:
+            output, rows = doubled(output, count), doubled(rows, count)
+        output = tree_map_only(Tensor, _asks, output)
+        leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return _point(self.judge(output, rows), leaves)
+
+
+class Through:
+    """A loss that the model computes itself: outputs are made anew. Gradients are those at the outputs where the loss
+    is computed from these, as logits are; else those of ``parameters``."""
+
+    def __init__(self, compute: Callable[[Any], tuple[Any, Said]], rows: Any, count: int, parameters: Sequence[Tensor]):
+        self.compute, self.rows, self.count, self.parameters = compute, rows, count, parameters
+        output, said = compute(rows)
+        leaves = self._leaves(output)
+        total = sum((value for value, _, _ in said.values()), start=torch.zeros(()))
+        found = torch.autograd.grad(total, leaves, allow_unused=True) if leaves and total.requires_grad else ()
+        self.used = [place for place, grad in enumerate(found) if grad is not None and float(grad.abs().sum())]
+        self.by_sample = bool(self.used)
+
+    def _leaves(self, output: Any) -> list[Tensor]:
+        tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        return [leaf for leaf in tensors if leaf.numel() > 1]
+
+    def at(self, part: Part | None, twice: bool = False, others: Part | None = None) -> Point:
+        rows, count = self.rows, self.count
+        if others:
+            rows = tree_map_only(Tensor, lambda leaf: repeated(leaf, others), rows)
+        if part:
+            rows, count = cut(rows, part), part.size
+        if twice:
+            rows, count = doubled(rows, count), 2 * count
+        output, said = self.compute(rows)
+        if not self.by_sample:
+            return _point(said, self.parameters)
+        leaves = self._leaves(output)
+        return _point(said, [leaves[place] for place in self.used])
+
+
+def laws(source: Fixed | Through, parts: Sequence[Part], rows: Any, near: float = NEAR) -> list[Law]:
+    """One for each term. Raises whatever the loss raises on a part."""
+    whole, points = source.at(None), [source.at(part) for part in parts]
+    return [_law(source, term, parts, whole, points, rows, near) for term in whole.said]
+
+
+def _law(
+    source: Fixed | Through,
+    term: str,
+    parts: Sequence[Part],
+    whole: Point,
+    points: Sequence[Point],
+    rows: Any,
+    near: float,
+) -> Law:
+    pairs = _pairs(source, parts, whole.grads[term], [point.grads[term] for point in points])
+    factors, residual = _fit(pairs) if source.by_sample else _fit_all(whole.grads[term], points, term)
+    shares = [part.size / part.count for part in parts]
+    given = [point.said[term] for point in points]
+    times, weight = whole.said[term][1:]
+    total = sum(each[2] for each in given)
+    exact = total > 0 and weight > 0
+    if exact:  # what N processes add up and divide, beside what one does
+        of_all = sum(value * each_times for value, each_times, _ in given) / total
+        of_one = whole.said[term][0] * times / weight
+        ratios = [times / weight / (each[1] / total) if each[1] else 1.0 for each in given]
+        exact = abs(of_all - of_one) <= near * max(abs(of_one), abs(of_all)) + 1e-12
+        exact = exact and residual <= near * 10
+        exact = exact and all(
+            factor is None or abs(factor * ratio - 1) <= near * 10
+            for factor, ratio in zip(factors, ratios, strict=True)
+        )
+    law = Law(term, exact, [0.0 if f is None else f for f in factors], shares, residual)
+    law.by_output = source.by_sample
+    law.weighed = times == 1.0 and weight != 1.0
+    if not exact:
+        _look_closer(law, source, parts, points, whole, rows, near)
+    return law
+
+
+def _look_closer(
+    law: Law,
+    source: Fixed | Through,
+    parts: Sequence[Part],
+    points: Sequence[Point],
+    whole: Point,
+    rows: Any,
+    near: float,
+) -> None:
+    first = parts[0]
+    half = Part(first.start, first.start + max(1, first.size // 2), first.count)
+    law.grows = tuple(_growth(source, part, law.term) for part in (half, first))
+    if source.by_sample:
+        other = source.at(None, others=parts[0]).grads[law.term]
+        pairs = _pairs(source, parts[:1], whole.grads[law.term], [[cut(leaf, parts[0]) for leaf in other]])
+        law.others = _fit(pairs)[1] > 1e-4
+    law.counts = counted(law.factors, parts, rows)
+    law.by_class = source.by_sample and not law.counts and _by_class(source, law, parts, whole, rows)
+
+
+def _growth(source: Fixed | Through, part: Part, term: str) -> float:
+    once, twice = (source.at(part, twice).said[term][0] for twice in (False, True))
+    return twice / once if once else 1.0
+
+
+def counted(factors: Sequence[float], parts: Sequence[Part], rows: Any) -> str:
+    """What of the batch the parts have in these proportions: targets that are not an ignored one, ones of a mask."""
+    for number, leaf in enumerate(each for each in tree_iter(rows) if isinstance(each, Tensor)):
+        if not leaf.dim() or len(leaf) % parts[0].count:
+            continue
+        for ignored in (-100, 0, -1, *([] if leaf.is_floating_point() or not leaf.numel() else [int(leaf.max())])):
+            counts = [float((cut(leaf, part) != ignored).sum()) for part in parts]
+            if not sum(counts) or len({round(c / part.size, 9) for c, part in zip(counts, parts, strict=True)}) < 2:
+                continue
+            if all(abs(count / sum(counts) - f) < 1e-5 for count, f in zip(counts, factors, strict=True)):
+                return f"values of tensor {number} of the batch that are not {ignored}"
+    return ""
+
+
+def _by_class(source: Fixed | Through, law: Law, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
+    """Whether the weight of a sample follows from its label alone, and not all labels weigh alike."""
+    count = parts[0].count
+    if count > 64:
+        return False
+    labels = [leaf for leaf in tree_iter(rows) if isinstance(leaf, Tensor) and leaf.shape == (count,)]
+    labels = [leaf for leaf in labels if not leaf.is_floating_point()]
+    if not labels:
+        return False
+    ones = [Part(i, i + 1, count) for i in range(count)]
+    pairs = _pairs(source, ones, whole.grads[law.term], [source.at(one).grads[law.term] for one in ones])
+    weights, residual = _fit(pairs)
+    if residual > 1e-4 or any(weight is None for weight in weights):
+        return False
+    of: dict[int, set[float]] = {}
+    for label, weight in zip(labels[-1].tolist(), weights, strict=True):
+        of.setdefault(label, set()).add(round(float(weight or 0) * count, 6))
+    return all(len(each) == 1 for each in of.values()) and len({next(iter(each)) for each in of.values()}) > 1
+
+
+def _pairs(
+    source: Fixed | Through, parts: Sequence[Part], whole: list[Tensor], points: Sequence[list[Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """(the whole batch's gradient at the outputs of a part, that of the part alone), of each part."""
+    if not source.by_sample:
+        return []
+    return [
+        (_flat([cut(leaf, part) for leaf in whole]), _flat(point)) for part, point in zip(parts, points, strict=True)
+    ]
+
+
+def _fit(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float | None], float]:
+    """Each part's factor, None where it has no gradient; and the largest residual."""
+    factors, worst = list[float | None](), 0.0
+    for whole, own in pairs:
+        if whole.shape != own.shape:
+            return [None] * len(pairs), 1.0
+        size = float(own.norm())
+        if size < 1e-14:
+            factors.append(None)
+            worst = max(worst, 1.0 if float(whole.norm()) > 1e-12 else 0.0)
+            continue
+        factor = float(whole @ own) / size**2
+        factors.append(factor)
+        worst = max(worst, float((whole - factor * own).norm() / whole.norm().clamp_min(1e-300)))
+    return factors, worst
+
+
+def _fit_all(whole: list[Tensor], points: Sequence[Point], term: str) -> tuple[list[float | None], float]:
+    """The factors with which the parts' gradients of the parameters add up to the whole batch's."""
+    columns = torch.stack([_flat(point.grads[term]) for point in points], 1)
+    target = _flat(whole)
+    found = torch.linalg.lstsq(columns.double(), target.double()[:, None], driver="gelsd").solution[:, 0]
+    rest = target - columns.double() @ found
+    residual = float(rest.norm() / target.norm().clamp_min(1e-300))
+    return [float(factor) for factor in found], residual
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([leaf.reshape(-1).double() for leaf in tensors]) if tensors else torch.zeros(0)
+
+
+def _point(said: Said, leaves: Sequence[Tensor]) -> Point:
+    numbers, grads = {}, {}
+    for name, (value, times, weight) in said.items():
+        numbers[name] = float(value.detach()), float(times), float(weight)
+        found: Sequence[Tensor | None] = (None,) * len(leaves)
+        if value.requires_grad and leaves:
+            found = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        grads[name] = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+    return Point(numbers, grads)
+
+
+def _asks(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _moved(leaf: Tensor, kept: Part) -> Tensor:
+    """Other outputs for all samples but those of ``kept``: those of each other, half as large, of the same sign."""
+    if not leaf.is_floating_point() or not leaf.dim() or len(leaf) % kept.count:
+        return leaf
+    each = len(leaf) // kept.count
+    rest = torch.cat([leaf[: kept.start * each], leaf[kept.stop * each :]]).flip(0)
+    rest = 0.5 * (rest.roll(1, -1) if leaf.dim() > 1 else rest)
+    return torch.cat([rest[: kept.start * each], leaf[kept.start * each : kept.stop * each], rest[kept.start * each :]])
+
+
+def repeated(leaf: Tensor, kept: Part) -> Tensor:
+    """The samples of ``kept`` in their places, and again in all others'."""
+    if not leaf.dim() or not len(leaf) or len(leaf) % kept.count:
+        return leaf
+    each = len(leaf) // kept.count
+    inside = range(kept.start, kept.stop)
+    source = [i if i in inside else kept.start + i % kept.size for i in range(kept.count)]
+    return torch.cat([leaf[i * each : (i + 1) * each] for i in source])
+
+
+def plain(found: Sequence[Law]) -> list[dict[str, Any]]:
+    return [asdict(law) for law in found]

@@ -1,0 +1,149 @@
+"""What `paceline verify` notes of a training, and what it tries after the last step. ``pace`` is `pace.Pace`."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from paceline.engine.compute import batch as batches
+from paceline.engine.compute import rng
+from paceline.engine.compute.loss_divisor import Means, labels_of
+from paceline.planner.diagnose.equivalence import Witness, digests
+from paceline.planner.diagnose.experiments import examine
+from paceline.planner.diagnose.loss_kind import Said
+from paceline.planner.diagnose.subject import Subject, parts_of
+
+Spans = Sequence[tuple[int, int]]
+
+
+def after(pace: Any, loss: float, own_loop: bool) -> None:
+    """After each step of a training that is compared. Raises SystemExit, in every process, after the last."""
+    witness: Witness = pace.witness
+    pace.settle()
+    if not witness.note(pace.job.model, pace.job.optimizer, loss):
+        return
+    witness.facts |= {
+        "batch_size": pace.job.batch_size,
+        "consensus": pace.exchange.consensus,
+        "codec": pace.codec.fidelity,
+        "own_loop": own_loop,
+    }
+    everyone = [witness.said()]
+    if pace.world.size > 1:
+        everyone = [json.loads(words) for words in pace.exchange.gather(json.dumps(everyone[0]).encode()) if words]
+    found = _examined(pace, witness, own_loop) if witness.examines else None
+    witness.end(everyone, pace.engine.state() if pace.leader or witness.told else None, found)
+
+
+def _examined(pace: Any, witness: Witness, own_loop: bool) -> dict[str, Any]:
+    many, found = witness.everyones(), dict[str, Any]()
+    try:
+        found = _reading(witness, many)
+        if (subject := _subject(pace, witness, many, own_loop)) is not None:
+            found |= examine(subject)
+    except Exception as error:  # the comparison stands, whatever could not be tried
+        found["error"] = f"{type(error).__name__}: {error}"
+    return found | {"sync": pace.job.batch_norm == "sync"}
+
+
+def _reading(witness: Witness, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether samples are the same ones whenever they are read; if so, what each process should have read."""
+    known = [read for read in witness.reads if read.span is not None]
+    if not known or len(known) < len(witness.reads):
+        return {}
+
+    def read(batch: Any, span: Sequence[int], number: int = 0) -> list[str]:
+        seed(number)
+        return digests(batch.read(*span)) if span[1] > span[0] else []
+
+    first, span = known[0].batch, known[0].span
+    assert span is not None
+    if read(first, span) != read(first, span, 1):
+        return {"drawn": True}
+    spans = [facts.get("ranges", []) for facts in many]
+    return {"dealt": [[read(known[i].batch, each) for i, each in enumerate(mine[: len(known)])] for mine in spans]}
+
+
+def _subject(pace: Any, witness: Witness, many: Sequence[Mapping[str, Any]], own_loop: bool) -> Subject | None:
+    job, read = pace.job, witness.reads[0] if witness.reads else None
+    if not own_loop and (read is None or read.rows is None):
+        return None
+    if own_loop:
+        if witness.called is None:
+            return None
+        rows: Any = witness.called
+        leaf = next((each for each in tree_iter(rows) if isinstance(each, Tensor) and each.dim()), None)
+        count = 0 if leaf is None else len(leaf)
+
+        def forward(rows: Any) -> Any:
+            return job.model(*rows["args"], **rows["kwargs"])
+
+        def judge(output: Any, rows: Any) -> Said:
+            raise AssertionError("a loop of the user's own has no loss that could be called")
+
+    else:
+        assert read is not None
+        rows, seen = read.rows, Means()
+        count = batches.samples(rows, read.span[1] - read.span[0] if read.span else None)
+        called = job.forward or batches.call
+
+        def forward(rows: Any) -> Any:
+            nonlocal seen
+            if job.loss is not None:
+                return called(job.model, rows)
+            seen = Means(elements=True)  # of the model's own loss, as in a step
+            with labels_of(rows, seen, batches.mapped) as given:
+                return called(job.model, given)
+
+        def judge(output: Any, rows: Any) -> Said:
+            return judged(job.loss, output, rows, seen)
+
+    if count < 2:
+        return None
+    spans = [facts["ranges"][0] for facts in many if facts.get("ranges") and facts["ranges"][0]]
+    parts = parts_of(count, [(span[0], span[1]) for span in spans])
+    again = []
+    if read and read.span and not own_loop:
+        again = [read.batch.read(part.start, part.stop) for part in parts]
+    metric = job.metric or witness.metric
+
+    def measured(output: Any, rows: Any) -> Mapping[str, tuple[float, float]]:
+        return batches.counted(metric(output, batches.target(metric, rows)), rows) if metric else {}
+
+    device = next(iter(job.model.parameters())).device
+    rows, again = tree_map_only(Tensor, lambda each: each.to(device), (rows, again))
+    return Subject(
+        job.model,
+        forward,
+        None if own_loop else judge,
+        rows,
+        parts,
+        seed,
+        job.loss is None,
+        again,
+        measured if metric and not own_loop else None,
+        job.loss,
+    )
+
+
+def judged(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Means) -> Said:
+    """Each term of a loss."""
+    value, times, weight, terms = batches.judged(loss, output, rows, means=seen)
+    if len(terms) < 2 or loss is None:
+        return {"": (value, times, weight)}
+    said = loss(output, batches.target(loss, rows))
+    return {str(name): (part, times, weight) for name, part in said.items()}
+
+
+def seed(number: int) -> None:
+    """Every generator that has a seed of its own accord."""
+    rng.seed(number)
+    random.seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number)

@@ -1,0 +1,130 @@
+"""What one node of several measures for a plan: its own way, the wire, or a few steps together with the others.
+
+`python -m paceline.planner.measure.node_agent JSON` is started on every host, as a script would be. One line is its
+answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.environment import World
+from paceline.launch.ask_hosts import MARK
+from paceline.launch.machine import survey
+from paceline.launch.supervise import trained_alone
+from paceline.planner import planner as planning
+from paceline.planner.candidates import split
+from paceline.planner.measure import fresh_process, profile, trial
+from paceline.planner.planner import Plan
+from paceline.planner.step_model import Line
+from paceline.registry import find
+
+# who this process is among the others, which what it starts by itself must not believe to be, too
+TOGETHER = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PACELINE_ENGINE", "PACELINE_SECRET", "PACELINE_HOST", "PACELINE_SHARES"),
+)
+
+
+def measure_node(
+    command: list[str],
+    fidelity: str = "exact",
+    budget_s: float | None = None,
+    rows: list[str] | None = None,
+    made: Plan | None = None,
+) -> dict[str, Any]:
+    """This machine by itself: its plan (``made``, or kept, or made now), and a step layer by layer."""
+    kept, machine = None, survey()
+    if not made and not rows:
+        kept, _ = planning.cached(command, fidelity)
+
+    def record(made: Plan) -> tuple[Line, Line, int, str]:
+        one = one_process(made, machine.cores)
+        return profile.lines(command, one, fidelity, budget_s or planning.LEAST_BUDGET_S, machine)
+
+    made = made or kept or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
+    whole, quarter, batch_size, mark = record(made)
+    if kept and mark != kept.fingerprint:  # the script is the same, and what it trains is not
+        made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
+        whole, quarter, batch_size, _ = record(made)
+    if (
+        split(made.chosen, machine.cores).engine == "virtual"
+    ):  # whose exchange is another than that of what was recorded
+        steady = replace(whole.ways, factors=False, gathers=True)
+        whole, quarter = replace(whole, ways=steady), replace(quarter, ways=steady)
+    return {
+        "plan": made.to_dict(),
+        "batch_size": batch_size,
+        "lines": [asdict(whole), asdict(quarter)],
+        "machine": str(machine),
+    }
+
+
+def one_process(made: Plan, cores: int) -> str:
+    """The row that a step is recorded by: the plan's own, or threads with the same words on as many cores."""
+    way = split(made.chosen, cores)
+    own = way.engine in ("sequential", "threads")
+    head = made.chosen.partition("+")[0] if own else f"threads:{cores}"
+    return "+".join([head, *(word for word in way.words if word != "compile")])
+
+
+def measure_wire() -> dict[str, Any]:
+    from paceline.link.net.collective_override import choose  # these import torch
+    from paceline.planner.measure import network
+
+    world = World.of_environment()
+    name = os.environ.get("PACELINE_COLLECTIVE", "")
+    # as those who train on the CPU choose it
+    kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "torch"
+    link = choose(find("link", kind, world.node, world.num_nodes, world.host, world.port), name)
+    found: dict[str, Any] = replace(network.measure(link), collective=name).to_dict()
+    link.close()
+    return found
+
+
+def measure_trial(
+    command: list[str], rows: list[str], timed_s: float = 2.5, limit_s: float = 120.0, times: int = 1
+) -> dict[str, Any] | None:
+    """A few steps of all nodes; ``times`` the job's global batch. The first process of all has the answer."""
+    node = World.of_environment().node
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        report = Path(folder) / "trial.json"
+        told = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s), "PACELINE_TRIAL_TIMES": str(times)}
+        ended = fresh_process.run([sys.executable, *command], {**told, "PACELINE_ENGINE": rows[node]}, limit_s)
+        found = trial.told_by(rows[node], ended, report, limit_s) if os.environ.get("RANK") == "0" else None
+    if found and found.error:
+        raise ValueError(found.error)
+    if ended.code != 0:
+        raise ValueError(ended.last_words if ended.code else f"no end within {limit_s:.0f} s")
+    return asdict(found) if found else None
+
+
+def main(text: str) -> int:
+    asked = json.loads(text)
+    doing = asked.pop("do")
+    trained_alone.not_training()
+    try:
+        if doing == "node":
+            for name in TOGETHER:
+                os.environ.pop(name, None)
+        measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
+        answer = measures[doing](**asked)
+    except (ValueError, ConnectionError) as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 1
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        # in one piece, at the end, after whatever was printed without a line's end
+        sys.stdout.write(f"\n{MARK} {json.dumps(answer)}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

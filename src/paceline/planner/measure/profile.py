@@ -1,0 +1,126 @@
+"""What a job consists of, and how long its parts take here: asked of the command itself, in a fresh process.
+
+Outside, `take` starts the command with PACELINE_PROFILE naming a file that holds what is asked. Inside, `pace.step`
+hands model, optimizer and its first batch to `probe.examine`, which puts the answer in the file's place and ends
+the process. All rows are predicted from this one profile.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from paceline.launch.machine import Machine
+from paceline.planner.candidates import Facts, Way
+from paceline.planner.measure import fresh_process
+from paceline.planner.step_model import Line, Ways
+
+START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
+PARTS = (1, 4)  # of the batch, that a step is recorded with
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How layers are timed: ``copies`` at once, with ``threads`` and ``rows`` each; words of precision and layout."""
+
+    threads: int
+    rows: int
+    copies: int = 1
+    words: tuple[str, ...] = ()
+    factors: bool = False
+
+    @classmethod
+    def of(cls, way: Way, rows: int, absorbs: bool) -> Setting:
+        words = tuple(word for word in way.words if word in ("bf16", "fp16", "channels_last"))
+        return cls(way.threads, -(-rows // way.copies), way.copies, words, absorbs)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, (self.threads, self.rows, self.copies, "+".join(self.words), int(self.factors))))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """*Units*: seconds and bytes per step of the whole batch, unless said otherwise.
+
+    ``layers_s``: per setting, forward and backward of all layers in a micro-batch, each timed by itself. ``whole_s``:
+    the same of the model as it is, at the setting ``base``. ``update_s``: optimizer alone, by "threads",
+    "threads/fused", and "threads/factors".
+    """
+
+    facts: Facts
+    fingerprint: str = ""
+    steps: int = 0
+    absorbs: bool = False
+    base: str = ""
+    whole_s: float = 0.0
+    layers_s: dict[str, float] = field(default_factory=dict)
+    num_calls: int = 0
+    update_s: dict[str, float] = field(default_factory=dict)
+    dense_bytes: int = 0
+    copy_per_s: float = 0.0
+    message_s: float = 0.0
+    input_s: float = 0.0
+    start_s: float = 0.0
+    spent_s: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path) -> Profile:
+        said = json.loads(path.read_text())
+        return cls(**{**said, "facts": Facts(**said["facts"])})
+
+    def write(self, path: Path) -> None:
+        aside = path.with_name(f"{path.name}.part")
+        aside.write_text(json.dumps(asdict(self)))
+        aside.replace(path)
+
+
+def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
+    """Profiles ``command`` (what follows `paceline run`); or None and why there is none.
+
+    Raises ValueError where the command itself fails: no row would fare better.
+    """
+    begun = time.time()
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        form = Path(folder) / "profile.json"
+        form.write_text(json.dumps({"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": begun}))
+        ended = fresh_process.run(
+            [sys.executable, "-m", "paceline", "run", "--engine", "sequential", *command],
+            {"PACELINE_PROFILE": str(form), "OMP_NUM_THREADS": "1"},
+            START_LIMIT_S + 10 * budget_s,
+        )
+        answer = form.with_name("answer.json")
+        if answer.exists():
+            return Profile.read(answer), ""
+        if ended.code:
+            raise ValueError(f"no candidate could be run: {ended.last_words}")
+    if ended.code is None:
+        return None, "the first step was not reached in time"
+    return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"
+
+
+def lines(
+    command: Sequence[str], row: str, level: str, budget_s: float, machine: Machine
+) -> tuple[Line, Line, int, str]:
+    """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
+
+    ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        form = Path(folder) / "profile.json"
+        form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}))
+        command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
+        ended = fresh_process.run(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
+        answer = form.with_name("answer.json")
+        if not answer.exists():
+            own = "a loop of its own cannot be looked into"
+            why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
+            raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
+        said = json.loads(answer.read_text())
+    ways = Ways(**said["ways"])
+    whole, quarter = (Line.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
+    return whole, quarter, said["batch_size"], said["fingerprint"]

@@ -1,0 +1,317 @@
+"""Inside the job: takes its profile instead of training, at the first step, and ends the process.
+
+Copies are forked first and time the settings that are shared by several; then this process times the others. Whatever
+the time does not suffice for is left out, and predicted from what was measured (`probe.predict`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline import contract
+from paceline.engine.checks.norm_layers import over_batches
+from paceline.launch.machine import survey
+from paceline.planner import plan_cache
+from paceline.planner.candidates import Facts, candidates, split
+from paceline.planner.measure.forked_copies import Copies
+from paceline.planner.measure.layers import Layers, autocast, now, part, shapes, typical
+from paceline.planner.measure.profile import Profile, Setting
+from paceline.planner.measure.update_timing import Updates, passes
+
+COPY_BYTES = 32 << 20
+PINGS = 30
+FUSING_PAYS = 0.03  # of a step
+STEPS_OF_ONE = 6  # that recording a line by one pass takes
+MAX_PASSES = 7
+LEAST_ROWS = 2  # that batch norm needs
+ENGINES = ("sequential", "threads", "replicas", "processes")
+
+
+@dataclass
+class Examined:
+    """What a step has at hand. ``compute(batch)`` is the scalar to differentiate; ``input_s`` to fetch a batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    engine: contract.Engine
+    compute: Callable[[Any], Tensor]
+    batch: Any
+    rows: int
+    batch_size: int
+    steps: int = 0
+    clip: float | None = None
+    input_s: float = 0.0
+    division: str = ""
+    record: Callable[[Any, int], dict[str, Any]] | None = None  # of rows, by so many passes: a timeline
+    accumulate: int = 1
+    precision: str | None = None
+    batch_norm: str = "local"
+    ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `probe.line.Ways`
+    cuts: bool = True  # samples lie along the first dimension, so that fewer of them can be taken
+
+    def few(self, rows: int, most: int) -> int:
+        """About ``rows``, as many as can be computed of a batch: at least two, and all of one that cannot be cut."""
+        return min(most, max(LEAST_ROWS, rows)) if self.cuts else most
+
+    def part(self, rows: int, words: Sequence[str] = ()) -> Any:
+        """So many rows of the batch, or all of one that cannot be cut."""
+        return part(self.batch, rows if self.cuts else sys.maxsize, words)
+
+
+def answer(form: Path, job: Examined) -> None:
+    """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
+    said = json.loads(form.read_text())
+    if "parts" in said:
+        aside = form.with_name("answer.json.part")
+        aside.write_text(json.dumps(_lines(job, said["parts"], said["level"], said["budget_s"])))
+        aside.replace(form.with_name("answer.json"))
+        raise SystemExit(0)
+    start_s = time.time() - said["begun"]
+    torch.set_num_threads(1)
+    try:
+        examination = _Examination(job, said["cores"], said["level"], said["budget_s"])
+        examination.profile(start_s).write(form.with_name("answer.json"))
+    except Exception as error:  # whatever a model may raise: trials will show whether it trains
+        print(f"paceline: not profiled: {type(error).__name__}: {error}", file=sys.stderr)
+    raise SystemExit(0)
+
+
+def _lines(job: Examined, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
+    """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
+    assert job.record
+    mark = plan_cache.fingerprint(job, level, shapes(job.batch, job.rows))
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.0
+    lines = []
+    for divisor in parts:
+        num_rows = job.few(job.rows // divisor, job.rows)
+        rows = job.part(num_rows)
+        start = time.perf_counter()
+        line = job.record(rows, 1)
+        step_s = (time.perf_counter() - start) / STEPS_OF_ONE
+        passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
+        # a timeline counts what the loss divides by, which may be tokens
+        lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
+    told = {"absorbs": job.engine.absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
+    return {"lines": lines, **told}
+
+
+@dataclass
+class _Examination:
+    job: Examined
+    cores: int
+    level: str
+    budget_s: float
+    layers_s: dict[str, float] = field(default_factory=dict)
+    layers: Layers | None = None
+    taken: list[list[float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.start = time.monotonic()
+        job = self.job
+        self.parameters = dict(job.model.named_parameters())
+        self.device = next(iter(self.parameters.values())).device.type
+        self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
+        few = job.few(self.rows // 8, self.rows)
+        seen = Layers(job.model, lambda: job.compute(job.part(few)), (), set())
+        self.activation_bytes = 2 * seen.input_bytes * self.rows // few
+        rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
+        self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
+        self.absorbs = self.updates.absorbs
+
+    @property
+    def spent(self) -> float:
+        return (time.monotonic() - self.start) / self.budget_s
+
+    def profile(self, start_s: float) -> Profile:
+        job = self.job
+        facts = self._facts()
+        settings = self._settings(facts)
+        most = max((one.copies for one in settings), default=1)
+        copies = Copies(
+            most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
+        )
+        whole_s, base = self._base(settings[0].factors)
+        for words in dict.fromkeys(one.words for one in settings if one.words):
+            self._alone(replace(base, words=words))  # what words do to layers, should nothing else be timed with them
+        copy_per_s = message_s = 0.0
+        try:
+            if copies.pids:
+                copy_per_s = min(copies.ask(most, "copy"))
+                message_s = self._message_s(copies, most)
+                self._together(copies, [one for one in settings if one.copies > 1])
+        except (RuntimeError, TimeoutError) as error:  # then predictions do without
+            print(f"paceline: copies not timed: {error}", file=sys.stderr)
+        finally:
+            copies.close()
+        for one in settings:
+            scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
+            if one.copies == 1 and not scaled and self.spent < 1:
+                self._alone(one)
+        num_calls = self.layers.num_calls if self.layers else 0
+        update_s = self._update_s(facts)
+        return Profile(
+            replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
+            plan_cache.fingerprint(job, self.level, shapes(job.batch, job.rows)),
+            job.steps,
+            self.absorbs,
+            str(base),
+            whole_s,
+            self.layers_s,
+            num_calls,
+            update_s,
+            self.updates.dense_bytes(),
+            copy_per_s,
+            message_s,
+            job.input_s,
+            start_s,
+            time.monotonic() - self.start,
+        )
+
+    def _facts(self) -> Facts:
+        job = self.job
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        gradients = sum(p.nbytes for p in trainable)
+        states = 0 if type(job.optimizer) is torch.optim.SGD else 1
+        groups = job.optimizer.param_groups
+        states += any(group.get("momentum") for group in groups) or "betas" in groups[0]
+        return Facts(
+            job.rows,
+            self.device,
+            any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
+            job.batch_norm == "local" and bool(over_batches(job.model)),
+            self.updates.can_fuse(),
+            sum(
+                tensor.nbytes
+                for tensor in [*self.parameters.values(), *job.model.buffers()]
+                if tensor.layout == torch.strided
+            ),
+            gradients,
+            states * gradients,
+            self.activation_bytes,
+            job.division,
+            -(-job.rows // self.rows),
+        )
+
+    def _settings(self, facts: Facts) -> list[Setting]:
+        """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
+        found: dict[Setting, None] = {}
+        for row in candidates(self.level, survey(), facts, ENGINES):
+            setting = Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)
+            if setting.copies == 1 or self.job.cuts:
+                found[setting] = None
+        return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
+
+    def _absorbed(self, setting: Setting) -> set[int]:
+        return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
+
+    def _record(self, setting: Setting) -> Layers:
+        torch.set_num_threads(setting.threads)
+        batch = self.job.part(setting.rows, setting.words)
+
+        def forward() -> None:
+            with autocast(setting.words, list(self.parameters.values())[:1]):
+                self.job.compute(batch)
+
+        self.layers = Layers(self.job.model, forward, setting.words, self._absorbed(setting))
+        return self.layers
+
+    def _alone(self, setting: Setting) -> None:
+        if str(setting) in self.layers_s:
+            return
+        layers = self._record(setting)
+        self.layers_s[str(setting)] = layers.total_s(passes(layers.time, self.budget_s / 12))
+
+    def _together(self, copies: Copies, settings: Sequence[Setting]) -> None:
+        """Every pass starts on all copies at once; the slowest copy is the step's."""
+        for one in settings:
+            if self.spent > 0.6:
+                return
+            copies.ask(one.copies, "record", setting=vars(one))
+            taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            self.layers_s[str(one)] = max(copies.ask(one.copies, "total", last=len(taken)))
+
+    def _work(self, what: str, options: dict[str, Any]) -> Any:
+        """In a copy."""
+        if what == "record":
+            given = options["setting"]
+            self._record(Setting(**{**given, "words": tuple(given["words"])}))
+            self.taken = []
+        if what == "time" and self.layers:
+            self.taken.append(self.layers.time())
+        if what == "total" and self.layers:
+            return self.layers.total_s(self.taken[-options["last"] :])
+        return _copy_per_s() if what == "copy" else None
+
+    def _message_s(self, copies: Copies, most: int) -> float:
+        start = time.perf_counter()
+        for _ in range(PINGS):
+            copies.ask(most, "ping")
+        return (time.perf_counter() - start) / PINGS / 2
+
+    def _base(self, factors: bool) -> tuple[float, Setting]:
+        """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
+        probe = self.job.few(self.rows // 8, self.rows)
+        self._step(probe, factors)
+        about_s = self._step(probe, factors) * self.rows / probe
+        whole = about_s < self.budget_s / 15 or self.rows < 8 or not self.job.cuts
+        base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
+        layers = self._record(base)
+        taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
+        self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
+        if not whole:  # a second point, for the line through both
+            self._alone(Setting(1, self.job.few(base.rows // 2, base.rows), factors=factors))
+        return typical([one for one, _ in taken]), base
+
+    def _step(self, rows: int, factors: bool) -> float:
+        """Forward and backward at one thread, without the gradients that the update makes from factors."""
+        torch.set_num_threads(1)
+        weights = [p for p in self.parameters.values() if p.requires_grad]
+        absorbed = self._absorbed(Setting(1, rows, factors=factors))
+        batch = self.job.part(rows)
+        for p in weights:
+            p.requires_grad_(id(p) not in absorbed)
+        try:
+            start = now(weights)
+            kept = [p for p in weights if p.requires_grad]
+            torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
+            return now(weights) - start
+        finally:
+            for p in weights:
+                p.requires_grad_(True)
+
+    def _update_s(self, facts: Facts) -> dict[str, float]:
+        rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
+        kinds = ["factors"] * self.absorbs + [""] * (rounds or not self.absorbs) + ["fused"] * facts.can_fuse
+        return {
+            f"{threads}/{kind}" if kind else str(threads): self.updates.seconds(threads, kind, self.budget_s / 40)
+            for threads in sorted({1, self.cores})
+            for kind in kinds
+        }
+
+    def _fusing_pays(self, update_s: dict[str, float]) -> bool:
+        """By more than rows can be told apart, somewhere."""
+        plain_s = update_s.get(f"{self.cores}/factors", update_s.get(str(self.cores), 0.0))
+        return plain_s - update_s[f"{self.cores}/fused"] > FUSING_PAYS * min(self.layers_s.values())
+
+
+def _copy_per_s() -> float:
+    """Bytes copied per second, from memory to memory."""
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    taken = []
+    for _ in range(8):
+        start = time.perf_counter()
+        target.copy_(source)
+        taken.append(time.perf_counter() - start)
+    return COPY_BYTES / statistics.median(taken)

@@ -1,0 +1,122 @@
+"""One candidate, timed for real: the command itself in fresh processes, stopped after a few steps.
+
+Outside, `measure` starts the command with PACELINE_TRIAL naming a file. Inside, a `Stopwatch` in
+`pace.step` leaves out warm-up, times steps until it has enough, writes the file and ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.planner.measure import fresh_process
+from paceline.planner.measure.stopwatch import FEWEST_STEPS, MIN_STEPS, TIMED_S
+
+LIMIT_S = 120.0
+NOTCH = 1.57  # times the interquartile range over the root of the number of steps
+
+
+@dataclass(frozen=True)
+class Trial:
+    """*Units*: median seconds per step, and how far off it may be; samples/s; bytes of all processes.
+
+    *Source* of the spread: the notch of McGill, Tukey & Larsen 1978 (The American Statistician 32:12): medians whose
+    notches do not overlap differ. Of fewer than MIN_STEPS steps the whole range counts.
+    """
+
+    engine: str
+    step_s: float = float("inf")
+    spread_s: float = 0.0
+    per_s: float = 0.0
+    peak_bytes: int = 0
+    error: str = ""
+    extrapolated: bool = False
+    late: bool = False  # ended by the limit
+    steps_s: tuple[float, ...] = field(default=(), repr=False)
+
+
+def measure(
+    command: Sequence[str], engine: str, *, timed_s: float = TIMED_S, limit_s: float = LIMIT_S, shrinks: bool = False
+) -> Trial:
+    """Runs ``command`` (what follows `paceline run`) with an engine. A failure is a Trial with an error.
+
+    ``shrinks``: from parts of each batch, for steps too long to be waited for; one process only.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        report = Path(folder) / "trial.json"
+        told = {
+            "PACELINE_TRIAL": str(report),
+            "PACELINE_TRIAL_S": str(timed_s),
+            "PACELINE_TRIAL_SHRINKS": f"{shrinks:d}",
+        }
+        ended = fresh_process.run(
+            [sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s
+        )
+        return told_by(engine, ended, report, limit_s, shrinks)
+
+
+def told_by(engine: str, ended: fresh_process.Ended, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
+    """What the stopwatches of a run left behind in the folder of ``report``."""
+    if ended.code is None:
+        return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
+    if ended.code or not report.exists():
+        why = ended.last_words if ended.code else "the script ended without a step"
+        return Trial(engine, error=why)
+    said = json.loads(report.read_text())
+    peaks = [said["peak_bytes"]]
+    peaks += [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}.*")]
+    if len(said["steps_s"]) < FEWEST_STEPS:
+        return Trial(engine, error=f"the script ended after {said['num_steps']} steps; 3 are needed to time one")
+    step_s, spread_s, rows = _whole(said) if shrinks else _plain(said)
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(said["steps_s"]))
+
+
+def merge(trials: Sequence[Trial]) -> Trial:
+    """The same row, timed several times: what differs from process to process is spread, too."""
+    if len(trials) == 1 or any(trial.error for trial in trials):
+        return next((trial for trial in trials if trial.error), trials[0])
+    medians = [trial.step_s for trial in trials]
+    step_s = statistics.median(medians)
+    within_s = statistics.fmean(trial.spread_s for trial in trials) / len(trials) ** 0.5
+    between_s = (max(medians) - min(medians)) / 2
+    return replace(
+        trials[0],
+        step_s=step_s,
+        spread_s=max(within_s, between_s),
+        per_s=statistics.median(trial.per_s for trial in trials),
+        peak_bytes=max(trial.peak_bytes for trial in trials),
+        steps_s=tuple(step for trial in trials for step in trial.steps_s),
+    )
+
+
+def _median(steps: Sequence[float]) -> tuple[float, float]:
+    median = statistics.median(steps)
+    if len(steps) < MIN_STEPS:
+        return median, max(steps) - min(steps)
+    low, _, high = statistics.quantiles(steps, n=4)
+    return median, NOTCH * (high - low) / len(steps) ** 0.5
+
+
+def _plain(said: dict[str, Any]) -> tuple[float, float, float]:
+    """Of whole batches alone: a short last one says nothing of the others."""
+    whole = max(said["samples"])
+    steps = [seconds for seconds, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == whole]
+    return (*_median(steps), whole)
+
+
+def _whole(said: dict[str, Any]) -> tuple[float, float, float]:
+    """A line through the medians of two sizes, at the whole batch: (seconds, spread, rows)."""
+    sizes = sorted(set(said["samples"]))
+    if len(sizes) < 2:
+        return _plain(said)
+    by_size = [[s for s, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == size] for size in sizes]
+    (low_s, low_spread), (high_s, high_spread) = _median(by_size[0]), _median(by_size[-1])
+    reach = (said["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
+    step_s = max(high_s, high_s + reach * (high_s - low_s))
+    return step_s, (1 + reach) * high_spread + reach * low_spread, float(said["rows"])

@@ -1,0 +1,95 @@
+"""The optimizer alone: the engine's own update, timed on made-up pieces.
+
+Learning rates are zero meanwhile; nothing of the model is worth keeping afterwards but its shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import contract
+from paceline.contract import Agreement, Ballot, Piece, Rule, Verdict
+from paceline.planner.measure.layers import now, typical
+
+MAX_PASSES = 7
+
+
+class Updates:
+    """Of an engine whose weights are ``parameters``. ``rows``: of each fully-connected weight's factors in a step."""
+
+    def __init__(
+        self,
+        engine: contract.Engine,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[str, torch.nn.Parameter],
+        rows: dict[str, int],
+        clip: float | None = None,
+    ):
+        self.engine, self.optimizer, self.parameters = engine, optimizer, parameters
+        self.rows, self.clip = rows, clip
+        self.absorbs = bool(getattr(engine, "absorbs", False))
+
+    def factored(self) -> set[str]:
+        """Weights that travel as factors, where the optimizer absorbs them."""
+        if not self.absorbs:
+            return set()
+        linear = ((spec, self.rows.get(spec.names[0], 0)) for spec in self.engine.specs if spec.linear)
+        return {spec.names[0] for spec, rows in linear if rows and spec.fits(rows)}
+
+    def dense_bytes(self) -> int:
+        """Of the gradients that exist as such all the same."""
+        factored = self.factored()
+        trainable = (p for name, p in self.parameters.items() if p.requires_grad and name not in factored)
+        return sum(p.nbytes for p in trainable)
+
+    def can_fuse(self) -> bool:
+        """Where the optimizer offers it, does not do it yet, and factors leave it something to do."""
+        groups = self.optimizer.param_groups
+        offered = "fused" in groups[0] and not any(group["fused"] for group in groups)
+        return offered and 2 * self.dense_bytes() > sum(p.nbytes for p in self.parameters.values() if p.requires_grad)
+
+    def seconds(self, threads: int, kind: str, limit_s: float) -> float:
+        """``kind``: "factors", "fused", or "" for dense gradients and the optimizer as it is."""
+        torch.set_num_threads(threads)
+        pieces = [self._piece(spec, kind == "factors") for spec in self.engine.specs]
+        before = [{**group} for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+            if kind == "fused":
+                group["fused"], group["foreach"] = True, False
+        try:
+            return typical(passes(lambda: self._once(pieces), limit_s))
+        finally:
+            for group, old in zip(self.optimizer.param_groups, before, strict=True):
+                group.update(old)
+
+    def _piece(self, spec: contract.Spec, factors: bool) -> Piece:
+        weight = self.parameters[spec.names[0]]
+        if factors and spec.names[0] in self.factored():
+            out_features, in_features = spec.shapes[0]
+            rows = self.rows[spec.names[0]]
+            return Piece(spec, left=weight.new_ones(rows, out_features), right=weight.new_ones(rows, in_features))
+        return Piece(spec, flat=weight.new_ones(spec.numel))
+
+    def _once(self, pieces: list[Piece]) -> float:
+        ballot = Ballot(weight=1.0, used=bytes([1] * len(self.engine.weights)))
+        weights: list[Any] = [self.engine.weights[0]]
+        start = now(weights)
+        self.engine.update(Agreement(Verdict.APPLY, pieces, ballot), Rule(1.0, self.clip))
+        return now(weights) - start
+
+
+def passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
+    """One to warm up, then as many as the time allows, and one at least unless it would take far too long."""
+    start = time.perf_counter()
+    first = once()
+    found: list[Any] = []
+    allowed_s = 4 * limit_s
+    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < allowed_s:
+        found.append(once())
+        allowed_s = limit_s
+    return found or [first]

@@ -1,0 +1,236 @@
+"""Plans that were made before, on disk: found again by what is trained, or by the command that trains it.
+
+    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by what `join` is told, fidelity, and shapes of inputs; needs the model
+    plans/jobs/KEY.json                        by command; needs neither the model nor torch
+    plans/hosts/KEY.toml                       over several machines: by their names, the command and fidelity
+
+An entry that no longer fits (another torch, machine, script or model) is noticed and said, and not used. A
+broken entry counts as none. Whoever writes, writes whole files: planners do not harm each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paceline.launch.machine import Machine, survey
+from paceline.planner.plan_file import Plan, write_whole
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Trained(Protocol):
+    """What `join` is told, as far as a step depends on it."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    batch_size: int
+    clip: float | None
+    accumulate: int
+    precision: str | None
+    batch_norm: str
+
+
+# settings of the main job that a step depends on
+STEP = (
+    "model",
+    "data",
+    "batch_size",
+    "optimizer",
+    "accumulate",
+    "precision",
+    "batch_norm",
+    "device",
+    "codec",
+    "exchange",
+    "clip",
+    "momentum",
+)
+LINK = "PACELINE_LINK", "PACELINE_ENCRYPT", "PACELINE_COLLECTIVE", "PACELINE_OVERLAP"  # how nodes send, and when
+BY_ROW = "fused", "foreach"  # options of an optimizer that a row's words change
+
+
+def cache() -> Path:
+    """The user's, for this package. Raises OSError where there is no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    except RuntimeError as error:
+        raise OSError(f"{error}; set HOME or XDG_CACHE_HOME") from None
+
+
+def folder() -> Path:
+    """Made for its owner alone."""
+    plans = cache() / "plans"
+    plans.mkdir(parents=True, exist_ok=True, mode=0o700)
+    plans.chmod(0o700)
+    return plans
+
+
+def versions() -> dict[str, str]:
+    """Without importing any of them."""
+    found = {"python": platform.python_version()}
+    for name in ("paceline", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None) -> str:
+    """Equal for jobs that one plan serves: shapes and types count, values do not.
+
+    ``inputs``: of a row (`layers.shapes`), which nobody knows before the first batch; what they add follows a dash.
+    """
+    parameters = [
+        (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in job.model.named_parameters()
+    ]
+    modules = [type(module).__name__ for module in job.model.modules()]
+    options = [
+        sorted(
+            (key, value)
+            for key, value in group.items()
+            if (isinstance(value, bool) and key not in BY_ROW) or key in ("momentum", "dampening")
+        )
+        for group in job.optimizer.param_groups
+    ]
+    how = job.batch_size, job.clip is not None, job.accumulate, job.precision, job.batch_norm
+    mark = _hash(parameters, modules, type(job.optimizer).__name__, options, how, fidelity)
+    return mark if inputs is None else f"{mark}-{_hash(list(inputs))}"
+
+
+def by_fingerprint(mark: str, machine: Machine | None = None) -> Plan | None:
+    try:
+        return Plan.read(_path(mark, machine or survey()))
+    except (ValueError, OSError):
+        return None
+
+
+def of_job(job: Trained, fidelity: str, command: Sequence[str]) -> Plan | None:
+    """For a job whose inputs nobody has seen yet: the plan made for it, whatever they were. Where plans for unlike
+    inputs choose unlike rows, the one made for this command, if any."""
+    machine, kept = survey(), []
+    with contextlib.suppress(OSError):
+        place = _path(f"{fingerprint(job, fidelity)}-*", machine)
+        for path in sorted(place.parent.glob(place.name)):
+            with contextlib.suppress(ValueError):
+                kept.append(Plan.read(path))
+    if len({plan.chosen for plan in kept}) < 2:
+        return kept[-1] if kept else None
+    own, _ = cached(command, fidelity, machine)
+    return own if own in kept else None
+
+
+def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None) -> tuple[Plan | None, str]:
+    """The plan made for this command, or None and, where there was one, in a few words why it is not used."""
+    machine = machine or survey()
+    try:
+        entry = json.loads(_entry(command, fidelity).read_text())
+        was = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, ""
+    now = versions()
+    if was["versions"] != now:
+        old = was["versions"] if isinstance(was["versions"], dict) else {}
+        moved = [f"{name} {old.get(name)} is now {now[name]}" for name in now if old.get(name) != now[name]]
+        return None, f"the cached plan is stale: {', '.join(moved)}"
+    if was["machine"] != machine.digest():
+        return None, "the cached plan is stale: it was made on another machine, or with other cores or memory"
+    if was["script"] != _script(command):
+        return None, "the cached plan is stale: the script has changed"
+    return by_fingerprint(str(was["fingerprint"]), machine), ""
+
+
+def store(plan: Plan, command: Sequence[str], machine: Machine | None = None) -> None:
+    """A disk that is full or not ours to write on is no reason to stop."""
+    machine = machine or survey()
+    entry = {
+        "command": list(command),
+        "script": _script(command),
+        "versions": versions(),
+        "machine": machine.digest(),
+        "fingerprint": plan.fingerprint,
+    }
+    with contextlib.suppress(OSError):
+        write_whole(_path(plan.fingerprint, machine), plan.to_toml())
+        write_whole(_entry(command, plan.fidelity), json.dumps(entry))
+
+
+def keep_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
+    """A plan over several machines, for `over`."""
+    with contextlib.suppress(OSError):
+        write_whole(_over(hosts, command, plan.fidelity), plan.to_toml())
+
+
+def over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
+    """The plan made for these hosts, this command and fidelity, by this version of everything; else None."""
+    try:
+        plan = Plan.read(_over(hosts, command, fidelity))
+    except (ValueError, OSError):
+        return None
+    return plan if plan.versions == versions() else None
+
+
+def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
+    """By what makes a step: how long and how well it is trained changes no plan."""
+    words = list(command)
+    if words[:2] == ["-m", "paceline.train.run"] and len(words) > 2:
+        said = json.loads(words[2])
+        words[2] = json.dumps({name: said[name] for name in STEP if name in said})
+    sent = [os.environ.get(name, "") for name in LINK]
+    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd(), sent)}.toml"
+
+
+def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
+    """Environment for processes that start with a cached plan, so that they can `confirm` it."""
+    try:
+        entry = str(_entry(command, plan.fidelity))
+    except OSError:
+        return {}
+    return {"PACELINE_PROMISE": json.dumps([plan.fingerprint, plan.fidelity, entry])}
+
+
+def confirm(job: Trained) -> str:
+    """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
+    promised = os.environ.get("PACELINE_PROMISE")
+    if not promised:
+        return ""
+    mark, fidelity, entry = json.loads(promised)
+    if mark.partition("-")[0] == fingerprint(job, fidelity):
+        return ""
+    with contextlib.suppress(OSError):
+        Path(entry).unlink(missing_ok=True)
+    return "the cached plan is stale: it was made for another model, optimizer, batch size, precision or accumulation"
+
+
+def _path(mark: str, machine: Machine) -> Path:
+    return folder() / f"{mark}-{machine.digest()}-{_hash(versions())}.toml"
+
+
+def _entry(command: Sequence[str], fidelity: str) -> Path:
+    """One per host: a home folder may be shared by unlike machines."""
+    return folder() / "jobs" / f"{_hash(list(command), os.getcwd(), fidelity, platform.node())}.json"
+
+
+def _script(command: Sequence[str]) -> str:
+    """A hash of what the command runs, where that is one file."""
+    path = Path(command[0]) if command else Path()
+    if command and command[0] == "-m" and len(command) > 1:
+        path = Path(*command[1].split(".")).with_suffix(".py")
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _hash(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

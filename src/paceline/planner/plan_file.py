@@ -1,0 +1,222 @@
+"""A plan on paper: every row with prediction beside measurement, the choice and its reason, as TOML and JSON.
+
+Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``hosts`` (the rows
+of the hosts of -H that have another, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job
+and its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as
+"processes:2+channels_last"), ``predicted_s`` and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples
+per second), ``speedup`` (over the first row, by measurement where both have one), ``peak_bytes`` (of all processes,
+shared memory once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how
+processes divide its work: "slices" or "whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how
+many of them to use), ``hosts`` (the row of each, the fastest first), ``teams`` (`probe.teams`) and ``pairs``
+(`probe.pairs`), too. A number that is not known is left out of TOML and null in JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.planner.candidates import split
+from paceline.planner.measure.pairs import Between
+from paceline.planner.teams import Team
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+VERSION = 1
+CHOSEN, TIE = "chosen", "equal within the spread"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate. The keys are explained above."""
+
+    engine: str
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    spread_s: float | None = None
+    per_s: float | None = None
+    speedup: float | None = None
+    peak_bytes: int | None = None
+    fidelity: str = "exact"
+    extrapolated: bool = False
+    steps: int = 0
+    optimizer: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, of what, where, and why. The keys are explained above."""
+
+    chosen: str
+    reason: str = ""
+    rows: tuple[Row, ...] = ()
+    batch_size: int | None = None
+    fidelity: str = "exact"
+    fingerprint: str = ""
+    date: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    num_nodes: int | None = None
+    hosts: dict[str, str] = field(default_factory=dict)
+    teams: tuple[Team, ...] = ()
+    pairs: tuple[Between, ...] = ()
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The hosts to start, where several were measured and fewer may do; else none are named."""
+        return tuple(self.hosts)[: self.num_nodes] if self.num_nodes else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> Plan:
+        """From what `to_dict` gave, through JSON."""
+        lists = {name: tuple(kind(**one) for one in said.get(name, ())) for name, kind in LISTS.items()}
+        plain = {key: value for key, value in said.items() if key != "version"}
+        return cls(**{**plain, **lists})
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_toml(self) -> str:
+        plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
+        for name in LISTS:
+            plain[name] = [{k: v for k, v in row.items() if v is not None} for row in plain[name]]
+        import tomli_w  # where no plan is read or written, none of this is needed
+
+        return tomli_w.dumps(plain)
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "plan") -> Plan:
+        """Raises ValueError naming the file, the key, what it holds and what it may hold."""
+        import tomli
+
+        try:
+            given = tomli.loads(text)
+        except tomli.TOMLDecodeError as error:
+            raise ValueError(f"{where} is not TOML: {error}; write it with: paceline plan --out FILE") from None
+        version = given.pop("version", VERSION)
+        if version != VERSION:
+            raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make the plan anew")
+        if "chosen" not in given:
+            raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"threads:2\"")
+        _check(cls, given, where)
+        split(given["chosen"], 1)
+        lists: dict[str, Any] = {}
+        for name, kind in LISTS.items():
+            entries = given.pop(name, ())
+            for i, entry in enumerate(entries):
+                _check(kind, entry, f"{where}: {name}[{i}]")
+                needed = (one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
+                if lacking := next((key for key in needed if key not in entry), None):
+                    raise ValueError(f"{where}: {name}[{i}] lacks {lacking!r}")
+            lists[name] = tuple(kind(**entry) for entry in entries)
+        return cls(**given, **lists)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Plan:
+        """Raises ValueError for a file that cannot be read or is no plan."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the plan {os.fspath(path)!r}: {error}") from None
+        return cls.from_toml(text, repr(os.fspath(path)))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_whole(Path(path), self.to_toml())
+
+
+# the keys of a plan that hold tables
+LISTS: dict[str, type[Any]] = {"rows": Row, "teams": Team, "pairs": Between}
+
+# what each annotation above accepts, and how an error calls it
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a string"),
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "int | None": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "float | None": ((int, float), "a number"),
+    "tuple[Row, ...]": ((list,), "an array of tables, [[rows]]"),
+    "tuple[Team, ...]": ((list,), "an array of tables, [[teams]]"),
+    "tuple[Between, ...]": ((list,), "an array of tables, [[pairs]]"),
+    "dict[str, Any]": ((dict,), "a table"),
+    "dict[str, str]": ((dict,), "a table"),
+}
+
+
+def _check(kind: type, given: Any, where: str) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} must be a table, got {given!r}")
+    known = {one.name: str(one.type) for one in dataclasses.fields(kind)}
+    faults = []
+    for key, value in given.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            faults.append(f"unknown key {key!r} ({hint})")
+            continue
+        accepted, words = KINDS[known[key]]
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
+            faults.append(f"{key!r} must be {words}, got {value!r}")
+        elif known[key] == "dict[str, str]" and isinstance(value, dict):
+            odd = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
+            faults += [f"{key!r} must hold strings, got {each}" for each in odd]
+    if faults:
+        raise ValueError(f"{where}: " + "; ".join(faults))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is there whole or not at all, whoever else writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def table(plan: Plan) -> Table:
+    """For a terminal: one line per row, the reason last. Columns without a single value are left out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    def measured(row: Row) -> str:
+        if row.measured_s is None:
+            return ""
+        about = "~" if row.extrapolated else ""
+        return f"{about}{row.measured_s:.4f} ± {row.spread_s or 0:.4f}"
+
+    columns = {
+        "candidate": [row.engine for row in plan.rows],
+        "predicted s": [number(row.predicted_s, "{:.4f}") for row in plan.rows],
+        "s/step": [measured(row) for row in plan.rows],
+        "samples/s": [number(row.per_s, "{:.0f}") for row in plan.rows],
+        "speedup": [number(row.speedup, "{:.2f}x") for row in plan.rows],
+        "memory": [number(row.peak_bytes and row.peak_bytes / 2**20, "{:.0f} MiB") for row in plan.rows],
+        "fidelity": [row.fidelity for row in plan.rows],
+        "optimizer": [row.optimizer for row in plan.rows],
+        "": ["<- chosen" if row.reason == CHOSEN else row.reason for row in plan.rows],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    drawn = Table(*kept, box=None, pad_edge=False)
+    for cells in zip(*kept.values(), strict=True):
+        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
+    # never cut short: on a narrow terminal a long line is better than half a name
+    drawn.width = Console(width=1000).measure(drawn).maximum
+    return drawn

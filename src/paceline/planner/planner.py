@@ -1,0 +1,208 @@
+"""Survey, profile, predict, try the best few, choose: how one machine trains one job the fastest.
+
+`make` profiles the command once, predicts every row from that, and tries the baseline and the most promising rows in
+fresh processes for as long as the budget lasts; ``thorough`` tries them all. What cannot be told apart is timed
+again, by turns. `cached` finds a plan that was made before. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.launch.machine import Machine, survey
+from paceline.planner import plan_cache
+from paceline.planner.candidates import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
+from paceline.planner.choose import Candidate, choose, contest, equal, insisted
+from paceline.planner.cost_model import predicted_s
+from paceline.planner.measure.profile import Profile, take
+from paceline.planner.measure.trial import Trial, measure, merge
+from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
+from paceline.planner.plan_file import Plan, Row, table
+
+__all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
+
+LEAST_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
+PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
+TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
+PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
+MAX_ROUNDS = 4  # of timing the top two by turns
+MAX_ATTEMPTS = 6  # to get two rows that run
+STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
+SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
+MARGIN = 0.9  # of the memory: more is predicted not to fit
+ENGINES = ("sequential", "threads", "replicas", "processes")
+REPRODUCIBLE = "virtual:8"
+
+Show = Callable[[str], None]
+
+
+def make(
+    command: Sequence[str],
+    *,
+    fidelity: str = "exact",
+    budget_s: float | None = None,
+    thorough: bool = False,
+    rows: Sequence[str] | None = None,
+    reproducible: bool = False,
+    show: Show = lambda doing: None,
+) -> Plan:
+    """The plan for ``command`` (what follows `paceline run`), which it also stores.
+
+    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
+    that the machine could do, and then nothing is stored. ``reproducible``: what that costs, and that it is chosen;
+    nothing is stored. ``show`` is told what is being done. Raises ValueError when
+    nothing could be run.
+    """
+    check(fidelity)
+    for row in rows or ():
+        split(row, 1)
+    if rows and not any(allowed(row, fidelity) for row in rows):
+        raise ValueError(f"--rows {','.join(rows)}: none is {fidelity}; add --fidelity rounded, or give others")
+    start = time.monotonic()
+    machine = survey()
+    show("profiling")
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
+    profile, unknown = take(command, fidelity, profile_s, machine)
+    start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
+    facts = profile.facts if profile else Facts(rows=machine.cores)  # as many as any row needs
+    if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
+        measured = any(row.measured_s for row in found.rows)
+        if measured or budget_s is None:  # who names a budget wants it spent where nothing could be tried before
+            store(found, command, machine)
+            how = "measured before" if measured else "as before; `paceline plan` measures"
+            return dataclasses.replace(found, reason=f"{found.reason} ({how})")
+    names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
+    names += [REPRODUCIBLE] if reproducible and REPRODUCIBLE not in names else []
+    entries = [_candidate(name, profile, facts, machine) for name in names]
+    budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
+    for entry in _worth_trying(entries, fidelity, thorough):
+        if thorough or entry.engine == REPRODUCIBLE or budget.allows(entry, entries, fidelity):
+            show(f"trying {entry.engine}")
+            entry.trial = budget.trial(command, entry)
+    _settle(command, entries, fidelity, budget, show)
+    chosen, reason, told = choose(entries, fidelity, facts)
+    if reproducible:
+        chosen, reason, told = insisted(told, chosen, REPRODUCIBLE)
+    reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
+    plan = Plan(
+        chosen,
+        reason,
+        told,
+        facts.rows if profile else None,
+        fidelity,
+        profile.fingerprint if profile else "",
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(machine).items()},
+        plan_cache.versions(),
+    )
+    if profile and not rows and not reproducible:
+        store(plan, command, machine)
+    return plan
+
+
+def engines() -> tuple[str, ...]:
+    """Those that exist, without importing them."""
+    return tuple(name for name in ENGINES if importlib.util.find_spec(f"paceline.engine.{name}"))
+
+
+def _candidate(name: str, profile: Profile | None, facts: Facts, machine: Machine) -> Candidate:
+    entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
+    needed = needed_bytes(name, facts, machine.cores)
+    if needed > MARGIN * machine.memory_bytes:
+        entry.refusal = (
+            f"out of memory: needs {needed / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are here"
+        )
+    return entry
+
+
+def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
+    if asked is not None:
+        return asked
+    known = [entry.predicted_s for entry in entries if entry.predicted_s]
+    run_s = (profile.steps if profile else 0) * min(known, default=0.0)
+    return max(LEAST_BUDGET_S, BUDGET_SHARE * run_s)
+
+
+def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
+    """The baseline, then by prediction; rows without one come last, in their order."""
+
+    def handicapped_s(one: Candidate) -> float:
+        pieces = one.engine.count("+") + (split(one.engine, 1).copies > 1)
+        return (one.predicted_s or float("inf")) * (1 + SIMPLER * pieces)
+
+    able = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    if not able:  # a prediction of memory is too rough to forbid everything
+        entries[0].refusal, able = "", [entries[0]]
+    base, *others = able
+    return [base, *sorted(others, key=handicapped_s)]
+
+
+@dataclasses.dataclass
+class _Budget:
+    """Seconds that may be spent, and what a trial may take of them."""
+
+    start: float
+    seconds: float
+    thorough: bool
+    start_s: float
+
+    @property
+    def left_s(self) -> float:
+        return self.start + self.seconds - time.monotonic()
+
+    def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
+        """What may still be the best, in the time left. Where nothing was predicted, two rows whatever they take."""
+        ranking, attempts = contest(entries, level), sum(bool(one.trial) for one in entries)
+        if len(ranking) < 2 and attempts < MAX_ATTEMPTS and not any(one.predicted_s for one in entries):
+            return True
+        step_s = entry.predicted_s or 0.0
+        need_s = self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s)
+        if entry.engine == BASELINE:
+            need_s += self.start_s + TIMED_S[0]  # where there is time for one row only, it is the most promising
+        if self.left_s < need_s:
+            return False
+        if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
+            return True
+        best = ranking[0] if ranking else entry
+        return not (step_s and best.predicted_s and step_s > PROMISING * best.predicted_s)
+
+    def _timed_s(self) -> float:
+        low, high = TIMED_S
+        return high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
+
+    def _shrinks(self, entry: Candidate) -> bool:
+        """Long steps of the baseline are extrapolated; of other rows, fewer are taken."""
+        long = (entry.predicted_s or 0.0) * 4 > 2 * self._timed_s()
+        return long and entry.engine == BASELINE and not self.thorough
+
+    def trial(self, command: Sequence[str], entry: Candidate) -> Trial | None:
+        """None where the budget was over before the trial was: that says nothing of the row."""
+        known = entry.predicted_s is not None
+        limit_s = 120.0 if self.thorough else max(1.0, self.left_s) if known else max(60.0, 3 * self.left_s)
+        shrinks = self._shrinks(entry)
+        ran = measure(command, entry.engine, timed_s=self._timed_s(), limit_s=limit_s, shrinks=shrinks)
+        return None if ran.late and known and not self.thorough else ran
+
+
+def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
+    """Times the top two again by turns (A B, B A, ...) until they can be told apart, or time is over."""
+    ranking = contest(entries, level)[:2]
+    trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
+    if len(trials) < 2:
+        return
+    for turn in range(MAX_ROUNDS):
+        one, other = (entry.ran for entry in ranking)
+        if not one or not other or not equal(one, other):
+            return
+        for entry in ranking if turn % 2 else reversed(ranking):
+            if not budget.thorough and budget.left_s < budget.start_s + TIMED_S[0]:
+                return
+            show(f"{ranking[0].engine} against {ranking[1].engine}")
+            again = budget.trial(command, entry)
+            if again is None or again.error:
+                return
+            trials[entry.engine].append(again)
+            entry.trial = merge([trial for trial in trials[entry.engine] if trial])

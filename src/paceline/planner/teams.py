@@ -1,0 +1,245 @@
+"""How many machines? Every number of them as one line, prediction beside measurement, and the answer in a sentence.
+
+Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
+("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
+``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
+``assumed`` (what was neither measured nor said of it);
+``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
+it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
+``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
+(predicted seconds per step in which nodes wait for the network); ``factors`` (how many of the fully-connected layers
+travel as factors); ``forms`` (how each does, and what either form would take, the largest first); ``reason``.
+
+What if there were other machines, or another link: `nodes=8,link=10gbit,latency=5ms` becomes numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WORTH = 1.05  # times as fast, or one machine less is better
+SAME = 0.03  # closer than this to the best, fewer machines win
+WAITS = 0.1  # of a step: then the network is named as the reason
+SHARED, EACH = "shared", "each"
+FAILED = "failed: "  # and why, as a reason
+MOST_LAYERS = 6  # whose way is told below a table; all are in the plan
+
+
+@dataclass(frozen=True)
+class Team:
+    """One number of machines. The keys are explained above."""
+
+    nodes: int
+    hosts: str = ""
+    batch: str = SHARED
+    batch_size: int | None = None
+    engines: str = ""
+    link: str = ""
+    assumed: str = ""
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    spread_s: float | None = None
+    per_s: float | None = None
+    predicted_speedup: float | None = None
+    measured_speedup: float | None = None
+    efficiency: float | None = None
+    sent_bytes: float | None = None
+    exposed_s: float | None = None
+    factors: str = ""
+    forms: str = ""
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """It was run, and did not train: what was predicted of it says nothing any more."""
+        return self.reason.startswith(FAILED)
+
+    @property
+    def speedup(self) -> float:
+        """By measurement where there is one."""
+        return self.measured_speedup or self.predicted_speedup or 0.0
+
+    @property
+    def numbers(self) -> str:
+        both = ((self.predicted_speedup, "predicted"), (self.measured_speedup, "measured"))
+        return ", ".join(f"{times:.2f}x {word}" for times, word in both if times)
+
+    @property
+    def waiting(self) -> str:
+        """What the network has to do with it."""
+        if not self.exposed_s or not self.predicted_s or self.exposed_s < WAITS * self.predicted_s:
+            return ""
+        return f"{self.exposed_s * 1e3:.0f} of {self.predicted_s * 1e3:.0f} ms wait for the network"
+
+
+def answer(teams: Sequence[Team]) -> tuple[int, str]:
+    """(how many machines to use for the job as it is, the sentence that says so). The first team is one machine."""
+    real = [team for team in teams[1:] if team.hosts]
+    if not real:
+        return 1, _imagined(teams)
+    shared, each = ([team for team in real if team.batch == kind and not team.failed] for kind in (SHARED, EACH))
+    num_hosts = max(team.nodes for team in real)
+    if not shared:
+        return 1, f"stay on one machine: {_why_not(real)}"
+    believed = _believed(shared)
+    best = max(shared, key=believed)
+    chosen = next(team for team in shared if believed(team) >= believed(best) * (1 - SAME))
+    if believed(chosen) >= WORTH:
+        return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
+    best = max((team for team in shared if team.measured_speedup), key=believed, default=best)
+    why = f" ({best.waiting})" if best.waiting else ""
+    said = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
+    believed = _believed(each)
+    if each and believed(larger := max(each, key=believed)) >= WORTH:
+        said += f"; with {larger.batch_size} they would be {larger.numbers}"
+    return 1, said
+
+
+def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
+    """The speedup of a team: measured, else as far from what was predicted as those are that were tried."""
+    both = ((team.measured_speedup, team.predicted_speedup) for team in teams)
+    tried = [measured / predicted for measured, predicted in both if measured and predicted]
+    times = statistics.median(tried or [1.0])
+    return lambda team: team.measured_speedup or times * team.speedup
+
+
+def _why_not(real: Sequence[Team]) -> str:
+    """Of teams none of which can share the batch."""
+    if failed := next((team for team in real if team.failed and team.batch == SHARED), None):
+        return f"{failed.nodes} {failed.reason}"
+    fewest = min(real, key=lambda team: team.nodes)
+    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has no row for each of {fewest.nodes}"
+
+
+def _imagined(teams: Sequence[Team]) -> str:
+    if len(teams) < 2:
+        return "one machine"
+    best = max(teams[1:], key=lambda team: team.speedup)
+    return _would_be(best) + (f"; {best.assumed}" if best.assumed else "")
+
+
+def _would_be(best: Team) -> str:
+    link = f" over {best.link}" if best.link else ""
+    if best.speedup < WORTH:
+        why = f" ({best.waiting})" if best.waiting else ""
+        return f"stay on one machine: {best.nodes} like this one{link} would be {best.numbers}{why}"
+    kind = "" if best.batch == SHARED else f" and a global batch of {best.batch_size}"
+    return f"{best.nodes} machines like this one{link}{kind} would be {best.numbers}"
+
+
+def _subject(nodes: int, num_hosts: int) -> str:
+    if num_hosts == 2:
+        return "the second machine is"
+    return f"all {nodes} machines are" if nodes == num_hosts else f"{nodes} of {num_hosts} machines are"
+
+
+def forms_told(teams: Sequence[Team]) -> list[str]:
+    """For below the table: how layers travel between the fewest nodes, and in what other numbers differ."""
+    told, before = [], ""
+    for team in teams:
+        if team.forms and team.factors != before:
+            begins = f"{team.nodes} nodes{f' over {team.link}' if team.link else ''}: {team.factors} layers as factors"
+            told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MOST_LAYERS])]
+            before = team.factors
+    return told
+
+
+def team_table(teams: Sequence[Team]) -> Table:
+    """For a terminal: one line per team, the reason last. Columns without a single value are left out."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    def number(value: float | None, form: str, times: float = 1.0) -> str:
+        return "" if value is None else form.format(value * times)
+
+    def measured(team: Team) -> str:
+        return "" if team.measured_s is None else f"{team.measured_s:.4f} ± {team.spread_s or 0:.4f}"
+
+    columns = {
+        "nodes": [str(team.nodes) for team in teams],
+        "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
+        "engine": [_once(team.engines) for team in teams],
+        "link": [team.link for team in teams],
+        "predicted s": [number(team.predicted_s, "{:.4f}") for team in teams],
+        "s/step": [measured(team) for team in teams],
+        "samples/s": [number(team.per_s, "{:.1f}") for team in teams],
+        "speedup": [number(team.predicted_speedup, "{:.2f}x") for team in teams],
+        "measured": [number(team.measured_speedup, "{:.2f}x") for team in teams],
+        "efficiency": [number(team.efficiency, "{:.0%}") for team in teams],
+        "MB sent": [number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
+        "exposed ms": [number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
+        "as factors": [team.factors for team in teams],
+        "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
+    }
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    drawn = Table(*kept, box=None, pad_edge=False)
+    for cells in zip(*kept.values(), strict=True):
+        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
+    drawn.width = Console(width=1000).measure(drawn).maximum
+    return drawn
+
+
+def _once(engines: str) -> str:
+    """Equal rows are said once."""
+    rows = engines.split(",")
+    return rows[0] if len(set(rows)) == 1 else engines
+
+
+RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
+TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
+MOST_NODES = 4096
+FORM = "nodes=8,link=10gbit,latency=5ms, each of them only where it differs"
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """None: as it is. *Units*: bits per second; seconds."""
+
+    nodes: int | None = None
+    bits_per_s: float | None = None
+    latency_s: float | None = None
+    words: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> WhatIf:
+        """Raises ValueError."""
+        said: dict[str, str] = {}
+        for word in text.split(","):
+            key, equals, value = word.strip().partition("=")
+            if not equals or key not in ("nodes", "link", "latency") or key in said:
+                raise ValueError(f"--what-if {text!r}: {word.strip()!r} is not understood; accepted: {FORM}")
+            said[key] = value
+        nodes = said.get("nodes")
+        if nodes is not None and not (nodes.isdecimal() and 1 < int(nodes) <= MOST_NODES):
+            raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 2 to {MOST_NODES}, got {nodes!r}")
+        return cls(
+            int(nodes) if nodes else None,
+            rate(said["link"]) if "link" in said else None,
+            duration(said["latency"]) if "latency" in said else None,
+            ", ".join([said[key] + " latency" * (key == "latency") for key in ("link", "latency") if key in said]),
+        )
+
+
+def rate(text: str) -> float:
+    """Bits per second. Raises ValueError."""
+    return _number(text, RATES, "a link's rate", "1gbit, 2.5gbit or 100mbit")
+
+
+def duration(text: str) -> float:
+    """Seconds. Raises ValueError."""
+    return _number(text, TIMES, "a latency", "5ms or 200us")
+
+
+def _number(text: str, units: dict[str, float], what: str, accepted: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text.strip().lower())
+    if not match or match[2] not in units or not float(match[1]):
+        raise ValueError(f"{text!r} is not {what}; accepted: a number above 0 and its unit, as in {accepted}")
+    return float(match[1]) * units[match[2]]

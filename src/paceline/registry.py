@@ -1,0 +1,92 @@
+"""A name becomes an object: find("codec", "topk", keep=0.01); names("codec"); typo hints.
+
+A plug-in is one module in a room with one class named as the room's promise (Engine, Link, Codec,
+Exchange). Nothing is registered: the folder is the table.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import re
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
+PLACES = {"models": "train.models"}  # of rooms that lie inside of others
+
+
+_PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python 3.11)
+
+
+@cache
+def _texts(room: str) -> dict[str, str]:
+    """The room's modules, read and not imported: a list should not cost the import of torch."""
+    package = importlib.util.find_spec(f"paceline.{PLACES.get(room, room)}")
+    folders = package.submodule_search_locations if package else None
+    paths = (path for folder in folders or () for path in Path(folder).glob("*.py"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def names(room: str) -> tuple[str, ...]:
+    """All plug-ins of a room, sorted."""
+    made = re.compile(rf"^(class|def) {ROOMS[room]}\b", re.MULTILINE)
+    return tuple(sorted(name for name, text in _texts(room).items() if made.search(text)))
+
+
+def describe(room: str, name: str) -> str:
+    """The first line of the plug-in's module docstring."""
+    with _PARSING:
+        text = ast.parse(_texts(room)[name])
+    return (ast.get_docstring(text) or "").partition("\n")[0].rstrip(".")
+
+
+def module(room: str, name: str) -> Any:
+    """The plug-in's module. Raises ValueError naming what is known and what was probably meant."""
+    if name not in names(room):
+        close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"no {room.removesuffix('s')} named {name!r}; known: {', '.join(names(room))}{hint}")
+    return importlib.import_module(f"paceline.{PLACES.get(room, room)}.{name}")
+
+
+def find(room: str, name: str, *args: Any, **options: Any) -> Any:
+    """The plug-in's object, made with its options. Raises ValueError for a wrong name or option."""
+    maker = getattr(module(room, name), ROOMS[room])
+    try:
+        inspect.signature(maker).bind(*args, **options)
+    except TypeError as error:
+        accepted = ", ".join(inspect.signature(maker).parameters) or "no options"
+        raise ValueError(f"{room} {name!r}: {error}; it accepts: {accepted}") from None
+    return maker(*args, **options)
+
+
+def parse(room: str, text: str) -> Any:
+    """``name:argument,option=value/inner``: "processes:2", "topk:keep=0.01", "feedback/topk:keep=0.01"."""
+    outer, _, inner = text.partition("/")
+    if not (match := re.fullmatch(r"(\w+)(?::(.+))?", outer.strip())):
+        raise ValueError(f"{room} {text!r} is not of the form name[:option,...][/inner], as in 'topk:keep=0.01'")
+    args: list[Any] = [parse(room, inner)] if inner else []
+    options: dict[str, Any] = {}
+    for word in (match[2] or "").split(",") if match[2] else ():
+        key, equals, value = word.partition("=")
+        if equals:
+            options[key.strip()] = _value(value)
+        else:
+            args.append(_value(key))
+    return find(room, match[1], *args, **options)
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text.strip()

@@ -1,0 +1,178 @@
+"""A run in a few numbers: what it reached, how fast, with what, and how it ended.
+
+Was every sample of an epoch used exactly once? A record says so, whatever was lost, joined, done again or resumed.
+
+Each step's event has the epoch, the place of its batch there, the batch's rows, and how many samples went into the
+agreed gradient. Who computes which of a batch's rows follows from seats that partition it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from paceline.report.page import bars
+from paceline.report.page.charts import Values, number, quantity, table
+from paceline.report.page.run import Run
+
+NUM_WARM_UP = 3  # steps left out of the throughput, where there are enough
+EMULATED = "Emulated: every layer waited as long as it once took, and nothing was trained; bytes and waits are real."
+NUM_LAST = 20  # steps whose mean is the final loss of a run without epochs
+
+
+def per_step(run: Run, name: str) -> float:
+    """The median of a column of steps, without the first few; NaN where it was not recorded."""
+    values = run.column("steps", name)
+    values = _known(values[NUM_WARM_UP:] if len(values) > 4 * NUM_WARM_UP else values)
+    return float(np.median(values)) if len(values) else math.nan
+
+
+def throughput(run: Run) -> float:
+    """Median samples/s over the steps, without the first few."""
+    return per_step(run, "samples_per_s")
+
+
+def loss(run: Run) -> float:
+    """Of the last epoch, else of the last steps."""
+    means = _known(run.epochs["loss"][-1:]), _known(run.steps["loss"][-NUM_LAST:])
+    return next((float(values.mean()) for values in means if len(values)), math.nan)
+
+
+def exposed(run: Run) -> tuple[float, float]:
+    """Communication that was not hidden behind backward: seconds per step, and their share of it; NaN on one node."""
+    waited, seconds = run.column("steps", "exposed_seconds"), run.steps["seconds"]
+    known = np.isfinite(waited) & np.isfinite(seconds)
+    if not known.any() or not seconds[known].sum() > 0:
+        return math.nan, math.nan
+    return per_step(run, "exposed_seconds"), float(waited[known].sum() / seconds[known].sum())
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Names and values as words; what was not recorded is empty."""
+    test, seconds, sent = (
+        _known(column) for column in (run.epochs["test_accuracy"], run.steps["seconds"], run.steps["sent_bytes"])
+    )
+    held, cpu = _known(run.column("usage", "memory_bytes")), _known(run.column("usage", "run_cores"))
+    gain, guess = bars.speedup(run), bars.predicted_s(run)
+    (exposed_s, share), step_bytes = exposed(run), per_step(run, "sent_bytes")
+    return {
+        "test accuracy": f"{100 * test[-1]:.1f} %" if len(test) else "",
+        "final loss": "" if np.isnan(loss(run)) else number(loss(run)),
+        "samples/s": "" if np.isnan(throughput(run)) else number(throughput(run)),
+        "speedup": "" if math.isnan(gain) else f"{gain:.2f}x",
+        "median step": quantity(float(np.median(seconds)), "s") if len(seconds) else "",
+        "predicted step": quantity(guess, "s") if guess else "",
+        "exposed communication": "" if math.isnan(exposed_s) else f"{quantity(exposed_s, 's')}, {100 * share:.0f} %",
+        "time": quantity(run.time_s, "s"),
+        "of which in steps": f"{100 * seconds.sum() / run.time_s:.0f} %" if len(seconds) and run.time_s else "",
+        "engine": str(run.join.get("engine", "")) + ", emulated" * bool(run.join.get("emulated")),
+        "nodes": str(run.join.get("num_nodes", "")),
+        "exchange": _exchange(run),
+        "global batch": str(run.join.get("batch_size", "")),
+        "steps": f"{len(run.steps):,}".replace(",", "\u202f"),
+        "epochs": str(len(run.epochs) or ""),
+        "samples": told(run),
+        "peak memory": quantity(held.max(), "B") if len(held) else "",
+        "processors": f"{cpu.mean():.2f} cores busy" if len(cpu) else "",
+        "sent per step": quantity(step_bytes, "B") if step_bytes > 0 else "",
+        "sent": quantity(sent.sum(), "B") if len(sent) else "",
+        "resumed": f"{len(run.resumed)} times" if run.resumed else "",
+        "re-broadcast": _rolling(run),
+        "steps done again": str(run.num_redone or ""),
+        "checkpoints": str(run.num_checkpoints or ""),
+        "ended": run.end or "not yet, or killed",
+    }
+
+
+def lead(runs: Sequence[Run]) -> str:
+    """What is to be known first: the choice and its reason, and hints."""
+    words: dict[str, list[str]] = {}  # the same words once, whoever they are about
+    for run in runs:
+        if run.join.get("emulated"):
+            words.setdefault(f'<p class="hint">{{}}{EMULATED}</p>', []).append(run.name)
+        if run.plan.get("chosen"):
+            reason = f", {run.plan['reason']}" if run.plan.get("reason") else ""
+            chosen = f"<strong>{escape(str(run.plan['chosen']))}</strong>{escape(reason)}."
+            words.setdefault(f"<p>{{}}{chosen}</p>", []).append(run.name)
+        for hint in run.hints:
+            words.setdefault(f'<p class="hint">{{}}{escape(hint)}</p>', []).append(run.name)
+    several = len(runs) > 1
+    return "".join(text.replace("{}", f"{escape(', '.join(who))}: " * several, 1) for text, who in words.items())
+
+
+def tiles(run: Run) -> str:
+    """One run: the first facts large, the others as a list."""
+    found = [(name, value) for name, value in facts(run).items() if value]
+    large, small = found[:4], found[4:]
+    cards = "".join(f'<div class="tile"><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>' for k, v in large)
+    rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in small)
+    return f'<dl class="tiles">{cards}</dl><dl class="card facts">{rows}</dl>'
+
+
+def compared(runs: Sequence[Run]) -> str:
+    """Several runs: a column each, and how fast each is against the first."""
+    columns = [facts(run) for run in runs]
+    first = throughput(runs[0])
+    for run, column in zip(runs, columns, strict=True):
+        if first > 0 and column["samples/s"]:
+            column["samples/s"] += f" ({throughput(run) / first:.2f}x)"
+    names = [name for name in columns[0] if any(column[name] for column in columns)]
+    rows = [[name, *(column[name] for column in columns)] for name in names]
+    by = ["", *(f"run-{i}" for i in range(len(runs)))]
+    return table(["", *(run.name for run in runs)], rows, "runs compared", "card compare", by)
+
+
+def _known(values: Values) -> Values:
+    return values[np.isfinite(values)]
+
+
+def _rolling(run: Run) -> str:
+    """How far replicas that had to be held together were apart."""
+    if not run.drifts:
+        return ""
+    gaps = [event["gap"] for event in run.drifts if isinstance(event.get("gap"), float)]
+    return f"replicas at most {max(gaps):.1e} apart" if gaps else ""
+
+
+def _exchange(run: Run) -> str:
+    if run.join.get("num_nodes", 1) == 1:
+        return ""
+    codec = run.join.get("codec", "none")
+    return str(run.join.get("exchange", "")) + (f", {codec}" if codec != "none" else "")
+
+
+MOST_TOLD = 10
+
+
+def faults(run: Run) -> list[str]:
+    """What speaks against it, in words; nothing of steps whose batches did not come from `pace.batches`.
+
+    A step on which all do not agree says what one node has used.
+    """
+    alone = str(run.join.get("exchange", "")).startswith("periodic")
+    names = ("step", "epoch", "batch", "rows", "samples", "ends_epoch")
+    columns = np.stack([run.steps[name] for name in names], axis=1)
+    columns = columns[np.isfinite(columns[:, 2])]
+    found, due = [], (int(columns[0, 1]), int(columns[0, 2])) if len(columns) else (0, 0)
+    for step, epoch, batch, rows, samples, ends in columns.tolist():
+        if (epoch, batch) != due:
+            found.append(f"step {step:.0f}: batch {batch:.0f} of epoch {epoch:.0f}, where {due[1]} of {due[0]} was due")
+        if rows != samples and not alone:
+            found.append(f"step {step:.0f}: {samples:.0f} samples of a batch of {rows:.0f}")
+        due = (int(epoch) + 1, 0) if ends else (int(epoch), int(batch) + 1)
+        if len(found) >= MOST_TOLD:
+            break
+    return found
+
+
+def told(run: Run) -> str:
+    """In a line; empty where the record does not say."""
+    ends = run.steps["ends_epoch"]
+    if not np.isfinite(ends).any():
+        return ""
+    if found := faults(run):
+        return found[0]
+    return f"each once in {np.nansum(ends):.0f} whole epochs" if np.nansum(ends) else "each once so far"

@@ -1,0 +1,1 @@
+"""`paceline train`: networks by name, their settings, learning rates and data."""

@@ -1,0 +1,155 @@
+"""What `paceline train` was asked for. Imports no torch, so that a plan once made starts at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.data.load_balance import wanted
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
+SCALINGS = ("none", "linear", "sqrt")
+DECAYS = ("none", "cosine", "poly", "step")
+PRECISIONS = ("fp32", "bf16", "fp16")
+FIDELITIES = ("exact", "rounded", "approximate")
+# what may differ where a run goes on: how long, how fast, how often, and where its images lie (they are compared)
+FREE = (
+    *("epochs", "json", "data", "workers", "save_every", "keep", "fidelity", "device"),
+    *("precision", "shares", "encrypt"),
+)
+
+
+@dataclass
+class Settings:
+    """None means the model's own default. *Units*: warmup in epochs; save_every in steps, besides every epoch."""
+
+    model: str | None = None
+    data: str | None = None
+    test_fraction: float = 0.2
+    skip_broken: bool = False
+    workers: int = 0
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float = 0.0
+    optimizer: str = "sgd"
+    lr_scaling: str = "none"
+    warmup: float = 0.0
+    decay: str = "none"
+    clip: float | None = None
+    accumulate: int = 1
+    precision: str | None = None
+    fidelity: str = "exact"
+    batch_norm: str = "local"
+    device: str = "auto"
+    seed: int = 0
+    codec: str = "none"
+    exchange: str = "allreduce"
+    save_every: int | None = None
+    keep: int = 2
+    shares: str | None = None
+    encrypt: bool = False
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, all faults at once."""
+        faults = []
+        for name, accepted in (
+            ("optimizer", OPTIMIZERS),
+            ("lr_scaling", SCALINGS),
+            ("decay", DECAYS),
+            ("fidelity", FIDELITIES),
+            ("batch_norm", ("local", "sync")),
+        ):
+            if getattr(self, name) not in accepted:
+                faults.append(f"{option(name)} is one of {', '.join(accepted)}, got {getattr(self, name)!r}")
+        if self.precision not in (None, *PRECISIONS):
+            faults.append(f"--precision is one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        for name in ("epochs", "batch_size", "accumulate", "save_every", "keep"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                faults.append(f"{option(name)} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                faults.append(f"{option(name)} must be above 0, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay", "momentum", "workers", "seed"):
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
+                faults.append(f"{option(name)} must be at least 0, got {getattr(self, name)}")
+        if not 0 < self.test_fraction < 1:
+            faults.append(f"--test-fraction must lie between 0 and 1, got {self.test_fraction}")
+        try:
+            wanted(self.shares or "equal")
+        except ValueError as error:
+            faults.append(str(error))
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def model_name(self) -> str:
+        return self.model or ("small" if self.data is None else "alexnet")
+
+    def others_than(self, *names: str) -> list[str]:
+        """The options that differ from their defaults, besides these."""
+        return [option(name) for name in json.loads(self.to_json()) if name not in names]
+
+    def to_json(self) -> str:
+        """What differs from the defaults."""
+        plain = dataclasses.asdict(self)
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        return json.dumps({name: value for name, value in plain.items() if value != fields[name]})
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "settings") -> Settings:
+        try:
+            given: Any = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{where} cannot be read: {error}") from None
+        known = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(given, dict) or (strange := sorted(given.keys() - known)):
+            raise ValueError(f"{where} is not what `paceline train` wrote: {strange or given!r} is not known")
+        return cls(**given)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What makes it this training and no other, where that differs from the defaults."""
+        return {name: value for name, value in json.loads(self.to_json()).items() if name not in FREE}
+
+    def claim(self, run: Path) -> None:
+        """Raises ValueError where there are checkpoints of a run that was asked for otherwise."""
+        if any(run.glob("checkpoint-*")) and (run / "settings.json").is_file():
+            kept = Settings.read(run).fixed
+            if kept != self.fixed:
+                raise ValueError(
+                    f"{run} holds the checkpoints of a run that was asked for with {kept or 'no options'}, this one "
+                    f"with {self.fixed or 'none'}; give another --out, or the same options"
+                )
+
+    def write(self, run: Path) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        path = run / "settings.json"
+        if path.exists() and path.read_text() == self.to_json() + "\n":
+            return
+        aside = path.with_name(f"settings.{os.getpid()}.part")
+        try:
+            aside.write_text(self.to_json() + "\n")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, run: Path) -> Settings:
+        """Those of an earlier run. Raises ValueError where there are none."""
+        path = run / "settings.json"
+        if not path.is_file():
+            raise ValueError(
+                f"there is no run to resume in {run}; accepted: the folder that an earlier run was told --out"
+            )
+        return cls.from_json(path.read_text(), str(path))
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

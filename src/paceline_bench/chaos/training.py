@@ -1,0 +1,224 @@
+"""What is trained while faults strike: python -m paceline_bench.chaos.training FOLDER LAUNCH EPOCHS [CLIP].
+
+A small network with factors and batch norm over everyone, in float64, steps of some STEP_S. It goes on from the run's
+newest checkpoint, keeps a journal in FOLDER, saves beside the training, and leaves its weights in FOLDER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+from paceline.checkpoint import checkpoint
+from paceline.checkpoint.run_lock import CheckpointError
+from paceline.contract import Regroup
+from paceline.data.sampler import permutation
+from paceline_bench.chaos.journal import Journal
+
+INPUTS, HIDDEN, CLASSES = 96, 128, 3
+SEED, BATCH, COUNT = 3, 24, 24 * 12 + 7  # the last batch of an epoch is a short one
+STEPS = -(-COUNT // BATCH)  # of an epoch
+STEP_S = 0.05
+SAVE_EVERY = 20
+AUTO = "auto"  # in place of a launch's number
+
+
+class Net(nn.Module):
+    """Two layers that travel as factors, one that is too small to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN)
+        self.second, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(F.relu(self.second(F.relu(self.norm(self.first(x))))))
+        return out
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    net = Net().double()
+    return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.01)
+
+
+class Samples:
+    """A sample's target is its class and its own number."""
+
+    def __init__(self) -> None:
+        dice = torch.Generator().manual_seed(SEED)
+        self.x = torch.randn(COUNT, INPUTS, generator=dice, dtype=torch.float64)
+        classes = torch.randint(0, CLASSES, (COUNT,), generator=dice)
+        self.y = torch.stack([classes, torch.arange(COUNT)], 1)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.y[i]
+
+
+def rows(step: int) -> list[int]:
+    """The samples of a global batch."""
+    at = step % STEPS * BATCH
+    return [int(i) for i in permutation(SEED, step // STEPS, COUNT)[at : at + BATCH]]
+
+
+def mark(tensors: Iterable[Tensor]) -> int:
+    """The same for the same bits."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(tensor.detach().numpy().tobytes(), total)
+    return total
+
+
+def undisturbed(steps: int, clip: float | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """(losses, weights) of plain PyTorch in one process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other on so small a network
+    net, optimizer = build()
+    source, losses = Samples(), []
+    for step in range(steps):
+        mine = rows(step)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(source.x[mine]), source.y[mine][:, 0])
+        loss.backward()  # type: ignore[no-untyped-call]
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    torch.set_num_threads(threads)
+    return losses, {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def node() -> str:
+    return os.environ.get("PACELINE_HOST") or socket.gethostname()
+
+
+def slowly(note: Callable[[list[int]], None]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss, after it was noted whose it is, and a step's time has passed. Looking at it trains on nothing."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            note(target[:, 1].tolist())
+            time.sleep(0.8 * STEP_S)
+        return F.cross_entropy(output, target[:, 0])
+
+    return loss
+
+
+def starts(folder: Path) -> list[str]:
+    """The starts of all nodes by the launcher, each by its rendezvous port, in their order."""
+    path = folder / "starts"
+    return list(dict.fromkeys(path.read_text().split())) if path.exists() else []
+
+
+def _this_start(folder: Path) -> int:
+    """Its number: a launcher that starts all nodes again does not say it. Nodes are given names of their own."""
+    name = f"node{os.environ.get('PACELINE_NODE') or os.environ['GROUP_RANK']}"
+    os.environ["PACELINE_HOST"] = os.environ.get("PACELINE_HOST") or name
+    if "PACELINE_JOIN" in os.environ:  # its processes meet at a port of their own
+        return len(starts(folder))
+    with (folder / "starts").open("a") as file:
+        file.write(f"{os.environ['MASTER_PORT']}\n")
+    return starts(folder).index(os.environ["MASTER_PORT"]) + 1
+
+
+def found(folder: Path, launch: int) -> Path:
+    """Where the checkpoints are kept that a start by the launcher found."""
+    return folder / "found" / f"{launch}"
+
+
+def _keep_found(folder: Path, launch: int) -> None:
+    """By the first of its processes, before it joins: the next checkpoint of the run may remove the oldest."""
+    kept = found(folder, launch)
+    if kept.exists():
+        return
+    part = kept.with_name(f"{launch}.{os.getpid()}")
+    part.mkdir(parents=True)
+    for path in checkpoint.all_of(Path(os.environ["PACELINE_FOLDER"])):
+        shutil.copytree(path, part / path.name)
+    (part / "whole").touch()  # a folder that is not empty is replaced by no other
+    try:
+        part.rename(kept)
+    except OSError:
+        shutil.rmtree(part)
+
+
+def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
+    torch.set_num_threads(1)
+    if launch == AUTO:
+        launch = str(_this_start(Path(folder)))
+        _keep_found(Path(folder), int(launch))
+    journal = Journal(Path(folder), int(launch), node(), int(os.environ.get("LOCAL_RANK", "0")))
+    net, optimizer = build()
+    loss = slowly(lambda mine: journal.note(tried=journal.step, rows=mine))
+    norm = float(clip) if clip else None
+    pace = paceline.join(net, optimizer, loss, batch_size=BATCH, seed=SEED, batch_norm="sync", clip=norm)
+    follow(pace, journal)
+    with saved_or_told(), pace:
+        pace.restore()
+        for batch in pace.batches(Samples(), epochs=int(epochs)):
+            # also of a node that came late, which has counted nothing itself
+            journal.step, journal.generation = pace.num_steps, pace.exchange.link.generation
+            try:
+                with saved_or_told():  # the step was made, also where what is written beside it was not
+                    pace.step(batch)
+            except paceline.Stopped:  # after the step, or while too few nodes were left for it
+                if pace.num_steps > journal.step:
+                    note(pace, journal)
+                raise
+            note(pace, journal)
+            if pace.num_steps % SAVE_EVERY == 0:
+                with saved_or_told():
+                    pace.save(wait=False)
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+    name = f"{launch}.{node()}.{pace.world.local_rank}"
+    part = Path(folder) / f"{name}.part"
+    torch.save(state, part)
+    part.replace(Path(folder) / f"{name}.pt")
+    journal.note(ended=pace.num_steps)
+
+
+def note(pace: paceline.Pace, journal: Journal) -> None:
+    ballot = pace.agreement.ballot
+    # the processes of a node share their weights, and the others may still be at theirs
+    seen = mark(pace.job.model.parameters()) if pace.world.local_size == 1 else 0
+    loss = ballot.loss_sum / ballot.weight
+    journal.note(applied=journal.step, loss=loss, mark=seen, nodes=pace.world.num_nodes)
+
+
+def follow(pace: paceline.Pace, journal: Journal) -> None:
+    """The journal knows of a new generation while a step is still being made."""
+    told = pace.exchange.regrouped
+
+    def regrouped(news: Regroup) -> None:
+        journal.generation = news.generation
+        if told:
+            told(news)
+
+    pace.exchange.regrouped = regrouped
+
+
+@contextlib.contextmanager
+def saved_or_told() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        print(f"not saved: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

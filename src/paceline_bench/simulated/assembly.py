@@ -1,0 +1,128 @@
+"""Membership after a failure in virtual time: as `elastic/reconfigure.py`, and by the same rule (`quorum`).
+
+each        goes to the lowest that answers, and waits there; the one below which nobody answers waits itself
+it waits    until every other has come, or is gone for certain, or has been silent for long
+decision    `quorum.decide`; one that is cut off keeps looking for the others for WAIT_S
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.contract import Guest, LinkError
+from paceline.elastic.quorum import HERE, Decision, Found, Roll, Verdict, decide
+from paceline_bench.simulated.virtual_time import Place, World
+
+DOUBT_S = 6.0  # without an answer, before a member counts as silent
+LATE_S = 20.0  # for those who are alive: longer than who comes last may have been waiting in vain
+PAUSE_S = 2.0  # between two looks
+WAIT_S = 200.0  # for those that one is cut off from
+GIVE_UP_S = 600.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """``heir``: the next generation; None for whom there is none, for the reason that was decided."""
+
+    heir: Any
+    decision: Decision
+
+
+class Assembly:
+    """``look(one, other)``: what the one finds where the other is. ``found(ids, guests)``: makes the next generation.
+    ``doubts(one)``: whether it has stood still, or heard nothing, for so long that all others may have continued."""
+
+    def __init__(
+        self,
+        world: World,
+        look: Callable[[int, int], str],
+        found: Callable[[Sequence[int], Sequence[Guest]], Any],
+        doubts: Callable[[int], bool] = lambda one: False,
+    ):
+        self.world, self.look, self.found, self.doubts = world, look, found, doubts
+        self.calls: defaultdict[int, set[int]] = defaultdict(set)  # by host: who waits there
+        self.said: dict[tuple[int, int], Told] = {}  # by host, and to whom
+        self.num_gone = 0
+        self.place: Place = []
+
+    def meet(self, me: int, ids: Sequence[int], admits: Sequence[Guest] = ()) -> Any:
+        """The next generation, of members ``ids`` of the last one, and of whom the one that decides ``admits``. Raises
+        LinkError."""
+        world, hosts_since, cut_since = self.world, math.inf, math.inf
+        others = [other for other in ids if other != me]
+        roll: Roll[int] = Roll(frozenset(others) if self.doubts(me) else frozenset())
+        end = world.clock + GIVE_UP_S
+        while world.clock < end:
+            roll = roll.after({other: self.look(me, other) for other in others}, self.calls[me], world.clock)
+            host = min((other for other in others if other < me and roll.seen[other] == HERE), default=me)
+            if host == me:
+                hosts_since = min(hosts_since, world.clock)
+                late = world.clock - hosts_since >= LATE_S
+                found = {other: roll.found(other, self.calls[me], world.clock, DOUBT_S) for other in others}
+                found = {o: Found.SILENT if late and how is Found.EXPECTED else how for o, how in found.items()}
+                decision = decide([found.get(each, Found.CAME) for each in ids], names=[f"rank {each}" for each in ids])
+                if decision.verdict is not Verdict.WAIT:
+                    return self._decide(me, ids, found, decision, admits)
+                cut_off = Found.EXPECTED not in found.values()
+                cut_since = min(cut_since, world.clock) if cut_off else math.inf
+                if world.clock - cut_since >= WAIT_S:
+                    return self._decide(me, ids, found, Decision(Verdict.RESTORE, why=f"{decision.why}; in vain"))
+            else:
+                hosts_since = math.inf
+                self.calls[host].add(me)
+            if told := self._wait(me, host):
+                return self._taken(me, told)
+        raise LinkError(f"rank {me} met none of the others again within {GIVE_UP_S:.0f} s")
+
+    def told(self, me: int) -> Any:
+        """The generation that a joining node was admitted to; None as long as it was not."""
+        heard = [said for (_, whom), said in self.said.items() if whom == me]
+        return self._taken(me, heard[0]) if heard else None
+
+    def look_again(self) -> None:
+        """Somebody is gone."""
+        self.num_gone += 1
+        self.world.notify(self.place)
+
+    def _wait(self, me: int, host: int) -> Told | None:
+        came, gone = len(self.calls[me]), self.num_gone
+        self.world.notify(self.place)
+
+        def news() -> bool:
+            more = host == me and len(self.calls[me]) != came
+            return more or self.num_gone != gone or (host, me) in self.said
+
+        self.world.wait(news, PAUSE_S, self.place)
+        self.calls[host].discard(me)
+        return self.said.get((host, me))
+
+    def _decide(
+        self,
+        me: int,
+        ids: Sequence[int],
+        found: dict[int, Found],
+        decision: Decision,
+        admits: Sequence[Guest] = (),
+    ) -> Any:
+        going = [each for each in ids if found.get(each, Found.CAME) is Found.CAME]
+        guests = [guest for guest in admits if self.look(me, int(guest.name)) == HERE]
+        told = Told(self.found(going, guests) if decision.quorum else None, decision)
+        self.said |= {(me, int(guest.name)): told for guest in guests}
+        without = Told(None, decide([Found.AHEAD]) if decision.quorum else decision)
+        for other in ids:
+            self.said[me, other] = told if other in going else without
+        self.calls[me].clear()
+        self.world.notify(self.place)
+        return self._taken(me, told)
+
+    def _taken(self, me: int, told: Told) -> Any:
+        """What others have said to it is of the past."""
+        self.said = {key: said for key, said in self.said.items() if key[1] != me}
+        if not told.decision.quorum:
+            words = f"rank {me}: {told.decision.verdict.value}: {told.decision.why}"
+            raise LinkError(words, resumes=told.decision.verdict is Verdict.RESTORE)
+        return told.heir

@@ -1,0 +1,168 @@
+"""The simulation can fail: mistakes are planted, one at a time, and each is found within a few schedules."""
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+
+from paceline.contract import Agreement, Ballot, LinkError
+from paceline.contract import Verdict as Outcome
+from paceline.elastic import assignment
+from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.quorum import Decision, Found, Roll, Verdict
+from paceline.exchange import allreduce
+from paceline.step import Loop
+from paceline_bench.simulated import assembly
+from paceline_bench.simulated.fault_link import DEATH, DELAY, PARTITION, STALL
+from paceline_bench.simulated.rank import Rank
+from paceline_bench.simulated.scenarios import WAYS
+from paceline_bench.simulated.schedule import Schedule
+from paceline_bench.simulated.simulate import play
+
+
+def struck(kind, way="factors", num_seeds=60, size=3):
+    """Schedules in which one fault strikes, at each message in turn."""
+    expected = WAYS[way].num_messages(size, 3)
+    return [Schedule(seed, size, {seed % expected: kind}, way) for seed in range(num_seeds)]
+
+
+def found(schedules):
+    """Whether one of these breaks a law, all of which are kept without the mistake."""
+    return any(play(each).violations for each in schedules)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(DEATH, "factors"), (DEATH, "topk"), (DELAY, "uneven"), (DEATH, "drifting"), (PARTITION, "factors")],
+)
+def test_without_a_mistake_nothing_is_found(kind, way):
+    assert not found(struck(kind, way, 30))
+
+
+def test_those_who_are_left_forget_what_some_have_applied(monkeypatch):
+    """Planted: after a loss the step is always computed again, though a rank that is left has applied it."""
+    compare = Surviving._compare
+    monkeypatch.setattr(Surviving, "_compare", lambda self: (None, *compare(self)[1:]))
+    assert found(struck(DEATH))
+
+
+def test_a_rank_that_leaves_before_all_know(monkeypatch):
+    """Planted: whoever has applied the last step goes, and takes the knowledge along."""
+    monkeypatch.setattr(Rank, "part", lambda self: None)
+    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
+    assert found(struck(DEATH, num_seeds=150))
+
+
+def test_a_step_that_is_applied_before_all_know_the_vote(monkeypatch):
+    """Planted: who is cut off with everyone's votes applies what the others compute again."""
+    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
+    assert found(struck(PARTITION, num_seeds=150))
+
+
+def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monkeypatch):
+    """Planted: a partition strikes in the message that tells it, and one part of those who meet applies the step."""
+    compare, schedule = Surviving._compare, Schedule.of(20448)
+    assert not found([schedule])
+    monkeypatch.setattr(Surviving, "_compare", lambda self: (*compare(self)[:2], False))
+    assert found([schedule])
+
+
+def test_a_refused_step_that_is_not_taken_back(monkeypatch):
+    """Planted: those who are left go on with the next batch."""
+    monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Outcome.SKIP))
+    assert found(struck(DEATH))
+
+
+def test_a_step_that_is_applied_before_it_is_agreed_on(monkeypatch):
+    """Planted: whoever misses a vote counts its own alone."""
+    vote = allreduce.Exchange.vote
+
+    def hasty(self, ballot):
+        try:
+            return vote(self, ballot)
+        except LinkError:
+            return self._counted([self._words(ballot)])
+
+    monkeypatch.setattr(allreduce.Exchange, "vote", hasty)
+    assert found(struck(DEATH))
+
+
+def test_a_batch_that_is_not_dealt_again(monkeypatch):
+    """Planted: the seat among those who are left is the old one."""
+    monkeypatch.setattr(Rank, "regroup", lambda self, news: None)
+    assert found(struck(DEATH))
+
+
+def test_a_node_that_keeps_its_old_share(monkeypatch):
+    """Planted: of those who are left each takes more rows for its own than it has told the others."""
+    regroup = assignment.regroup
+
+    def stubborn(seat, balance, count, limits, news):
+        own = news.origin.index(seat.node)
+        rows = tuple(each + 6 * (node == own) for node, each in enumerate(news.rows))
+        return regroup(seat, balance, count, limits, dataclasses.replace(news, rows=rows))
+
+    monkeypatch.setattr(assignment, "regroup", stubborn)
+    assert found(struck(DEATH, "uneven"))
+
+
+def test_a_codec_that_remembers_a_refused_step(monkeypatch):
+    """Planted: what was left out counts as owed as soon as it is sent, whether the step is applied or not."""
+    receive = allreduce.Exchange.receive
+
+    def early(self, flight, spec):
+        piece, pending = receive(self, flight, spec)
+        self.remember([(piece, pending)], Ballot(weight=1.0, used=bytes([1]) * len(self.specs) * 9))
+        return piece, pending
+
+    monkeypatch.setattr(allreduce.Exchange, "receive", early)
+    assert found(struck(DEATH, "topk"))
+
+
+def test_both_parts_of_a_run_go_on(monkeypatch):
+    """Planted: whoever does not hear the others goes on without them."""
+
+    def anyhow(found, minimum=1, names=()):
+        settled = Found.EXPECTED not in found
+        return Decision(Verdict.GO_ON if settled else Verdict.WAIT, quorum=settled)
+
+    monkeypatch.setattr(assembly, "decide", anyhow)
+    assert found(struck(PARTITION))
+
+
+def test_a_part_trusts_that_those_it_did_not_hear_have_ended_before_they_continued(monkeypatch):
+    """Planted: what was silent once and has ended counts as if it had ended at once."""
+    after, schedules = Roll.after, struck(PARTITION, num_seeds=60, size=2) + struck(STALL, num_seeds=60, size=2)
+    assert not found(schedules)
+    monkeypatch.setattr(Roll, "after", lambda self, *given: replace(after(self, *given), suspects=frozenset()))
+    assert found(schedules)
+
+
+def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
+    """Story: a broadcast is over for its root when it has been sent. Where a rank died in the vote before, and some
+    had heard that vote, rank 0 was two operations ahead of the others, which raised an AssertionError; and of those
+    who had received it some went on with it and some without."""
+
+    def alone(self, tensors):
+        while True:
+            try:
+                self.exchange.spread(tensors)
+            except LinkError as error:
+                self.regroups += 1
+                if self._again(error, bytes) is not None:
+                    return
+            else:
+                self._end(b"")
+                return
+
+    monkeypatch.setattr(Surviving, "spread", alone)
+    assert found(struck(DEATH, "drifting", 100))
+
+
+def test_shares_that_move_after_a_meeting_of_all(monkeypatch):
+    """Story: a message came so late that all met again, and nobody was lost. Who had heard the last vote in time had
+    counted that step in the old generation, the others in the new: from then on some moved the shares a step earlier
+    than others, samples were used twice, and others never."""
+    always = property(lambda self: self.balance, lambda self, balance: None)
+    monkeypatch.setattr(Loop, "_weighed", always, raising=False)
+    assert found(struck(DELAY, "uneven"))

@@ -1,0 +1,64 @@
+"""Advice follows from measured seconds: what would help is named, with how much, and what would not is not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from paceline.data import images
+from paceline.data.input_advice import Costs, advise, measure
+from paceline.data.pack import pack
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "costs", "decoders", "cores", "packed", "told", "not_told"),
+    [
+        # 100 rows a step of 0.1 s
+        (0.001, Costs(9, 9, 9), 1, 8, False, ["not what limits", "waited 1%"], ["packing"]),
+        (0.9, Costs(0.009, 0.0005, 0.0005), 1, 1, False, ["waited 90%", "packing 9.5x"], ["instead of"]),
+        (0.9, Costs(0.0, 0.0, 0.01), 1, 4, False, ["4 decoding processes or threads instead of 1 4.0x"], ["packing"]),
+        (0.9, Costs(0.005, 0.001, 0.005), 1, 2, False, ["both 3.3x", "instead of 1 2.0x", "packing 1.7x"], []),
+        (0.9, Costs(0.005, 0.005, 0.005), 2, 2, True, ["neither packing nor more", "smaller size"], ["x."]),
+        (0.9, Costs(0.005, 0.001, 0.005), 1, 4, True, ["instead of 1 4.0x"], ["packing"]),
+    ],
+)
+def test_only_what_helps_is_advised(wait_s, costs, decoders, cores, packed, told, not_told):
+    words = advise(wait_s, 0.1, 100, costs, decoders, cores, packed)
+    assert words.endswith(".")
+    for part in told:
+        assert part in words
+    for part in not_told:
+        assert part not in words
+
+
+def test_no_gain_goes_beyond_what_the_step_computes():
+    words = advise(0.9, 0.5, 100, Costs(0.01, 0.0, 0.0001), 1, 1, False)
+    assert "packing 2.0x" in words  # 1.01 s become 0.5 s, not 0.01 s
+
+
+def test_what_is_slow_is_measured_as_slow(tmp_path: Path):
+    for name in ("a", "b"):
+        for i in range(4):
+            (tmp_path / "photos" / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (300, 300), (9 * i, 0, 0)).save(tmp_path / "photos" / name / f"{i}.jpg")
+    folder, _ = images.load(tmp_path / "photos")
+
+    class SlowDisk(images.ImageFolder):
+        def data(self, index: int) -> bytes:
+            time.sleep(0.02)
+            return super().data(index)
+
+    slow = SlowDisk(folder.paths, [0] * len(folder), folder.classes, True, 0)
+    costs = measure(slow, tmp_path)
+    assert 0.02 <= costs.read_s < 0.2
+    assert 0 < costs.packed_read_s < 0.02
+    assert costs.decode_s > 0
+    assert "packing" in advise(0.9, 0.01, 100, costs, 1, 1, slow.packed)
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+    pack(tmp_path / "photos", tmp_path / "shards")
+    packed, _ = images.load(tmp_path / "shards")
+    costs = measure(packed, tmp_path)
+    assert costs.read_s == costs.packed_read_s > 0

@@ -1,0 +1,299 @@
+"""Who comes late: asks whoever leads, is refused by name, or meets all others; strangers and the dead cost little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+
+import pytest
+
+from paceline.contract import Guest, LinkError
+from paceline.elastic import joiner
+from paceline.elastic.joiner import Late
+from paceline.elastic.reconfigure import Place, Survivors
+from paceline.elastic.ticket import Ticket
+from paceline.environment import World
+from paceline.launch import local
+from paceline.launch.supervise import node_restarts
+from paceline.link import tls
+from paceline.link import torch as plain
+from paceline.link.net.store_server import MeetingPoint
+from waiting import until
+
+SECRET = b"of this run"
+
+
+@pytest.fixture
+def team(tmp_path):
+    """Members on this machine, and a ticket to them; what they hold is closed."""
+    points, made = [], []
+
+    def make(size):
+        points[:] = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
+        places = [Place(f"{rank}-name", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(points)]
+        made[:] = [Survivors(rank, places, 0, points[rank], SECRET) for rank in range(size)]
+        ticket = tmp_path / "ticket.json"
+        Ticket(SECRET.decode(), f"1:{size}", [place.write() for place in places]).write(ticket)
+        return made, ticket
+
+    yield make
+    for each in ASKING:
+        each.late.leave()
+        if each.late._point:
+            each.late._point.close()
+    ASKING.clear()
+    for each in made:
+        if each.hatch:
+            each.hatch.close()
+    for point in points:
+        point.close()
+
+
+ASKING = []
+
+
+class Asking(threading.Thread):
+    """A late node, which asks once; then ``told`` or ``error``."""
+
+    def __init__(self, ticket, node="", **said):
+        super().__init__(daemon=True)
+        self.late, self.said, self.told, self.error = Late(ticket, node), said, None, ""
+        ASKING.append(self)
+        self.start()
+
+    def run(self):
+        try:
+            self.told = self.late.request(self.said)
+        except LinkError as error:
+            self.error = str(error)
+
+
+def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
+    path = tmp_path / "new" / "ticket.json"
+    path.parent.mkdir()
+    ticket = Ticket("word", "2:4", ["name 127.0.0.1 80 host"])
+    ticket.write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert Ticket.read(path) == ticket
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    trap = path.with_name(f"{path.name}.{os.getpid()}.part")
+    trap.symlink_to(tmp_path / "elsewhere")
+    ticket.write(path)
+    assert not (tmp_path / "elsewhere").exists()
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is no ticket of a run"):
+        Ticket.read(path)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_to_a_run_that_is_encrypted_one_comes_encrypted_and_to_another_not(tmp_path, hides):
+    path, kinds = tmp_path / "ticket.json", {False: plain.Link, True: tls.Link}
+    Ticket("word", "2:4", ["name 127.0.0.1 80 host"], hides).write(path)
+    Late(path, "", kinds[hides])
+    with pytest.raises(ValueError, match="start it as the others"):
+        Late(path, "", kinds[not hides])
+
+
+def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
+    """Rank 0 has died: the members' own list is newer than the ticket."""
+    members, ticket = team(3)
+    members[0].point.close()
+    left = [Survivors(rank, members[0].places[1:], 1, members[1 + rank].point, SECRET) for rank in range(2)]
+    asking = Asking(ticket, began=3)
+    (name, said), *more = until(left[0].waiting).items()
+    assert not more
+    assert said["began"] == 3
+    assert not left[1].waiting()
+    left[0].answer(name, {"position": [1, 2, 0]})
+    asking.join(20.0)
+    assert asking.told["position"] == [1, 2, 0]
+    until(lambda: left[0].hatch and left[0].hatch.here)
+    where = left[0].hatch.address, left[0].hatch.port
+    asking.late.leave()
+    # once nobody asks, nobody listens for who does
+    until(lambda: not left[0].waiting() and left[0].hatch is None)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(where, timeout=5.0)
+
+
+def test_a_node_that_is_here_already_is_refused_by_name(team):
+    members, ticket = team(2)
+    asking = Asking(ticket, node="1")
+    until(lambda: members[0].waiting() or asking.error)
+    asking.join(20.0)
+    assert "node 1 of this run trains already, as rank 1 on host1" in asking.error
+
+
+def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
+    members, ticket = team(1)
+    first = Asking(ticket, node="4")
+    until(members[0].waiting)
+    second = Asking(ticket, node="4")
+    until(lambda: members[0].waiting() and second.error)
+    assert "which waits to be taken in; end that one first" in second.error
+    members[0].answer(next(iter(members[0].waiting())), {"over": True})
+    first.join(20.0)
+    assert first.told["over"]
+
+
+def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, monkeypatch):
+    monkeypatch.setattr(joiner, "OVER_S", 0.5)
+    members, ticket = team(2)
+    stranger = Ticket("another", "1:2", Ticket.read(ticket).members)
+    other = ticket.with_name("other.json")
+    stranger.write(other)
+    for path in (other, ticket):
+        if path == ticket:
+            for each in members:
+                each.point.close()
+        asking = Asking(path)
+        asking.join(30.0)
+        assert "the run has ended" in asking.error
+        assert not path.exists()  # nobody tries again
+
+
+def admit(members, guests):
+    """What each of the members comes to: (generation, ranks, who came) or an error's words."""
+    found = {}
+
+    def one(rank):
+        try:
+            meeting, generation, ranks = members[rank].meet(guests if rank == 0 else ())
+            found[rank] = generation, ranks, [guest.name for _, guest in members[rank].came]
+            with contextlib.closing(meeting):
+                if members[rank].came:
+                    meeting.wait(["never"])  # as they do who wait for the new one
+        except LinkError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
+    members, ticket = team(2)
+    asking = Asking(ticket, began=0)
+    (name,) = until(members[0].waiting)
+    until(lambda: asking.late._point)
+    asking.late._point.close()
+    begin = time.monotonic()
+    found = admit(members, [Guest(name, "late host", turn=members[0].waiting()[name]["turn"])])
+    assert time.monotonic() - begin < 15.0  # and not as long as one waits for a member
+    for rank in range(2):
+        assert "late host was to be taken in and is gone" in found[rank]
+    asking.join(20.0)
+    assert asking.told["decided"]["names"] == ["0-name", "1-name"]
+    assert asking.told["decided"]["generation"] == 1
+
+
+def test_who_has_gone_before_they_meet_is_left_out(team):
+    members, _ = team(2)
+    assert admit(members, [Guest("2-nobody", "late host")]) == dict.fromkeys(range(2), (1, [0, 1], []))
+
+
+def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_wants(team):
+    """Its line broke in between: what it had been given went by that."""
+    members, ticket = team(2)
+    asking = Asking(ticket, began=0)
+    (name,) = until(members[0].waiting)
+    before = members[0].waiting()[name]["turn"]
+    found = admit(members, [Guest(name, "late host", turn=before - 1)])
+    assert found == dict.fromkeys(range(2), (1, [0, 1], []))
+    members[0].answer(name, {"position": [0, 1, 0]})
+    asking.join(20.0)
+    assert asking.told["position"] == [0, 1, 0]
+
+
+NODE = """
+import json, os, pathlib, sys, time
+node, folder = os.environ["GROUP_RANK"], pathlib.Path(sys.argv[1])
+lives = folder / f"lives-{node}"
+life = int(lives.read_text()) + 1 if lives.exists() else 1
+lives.write_text(str(life))
+pathlib.Path(os.environ["PACELINE_TICKET"]).write_text("{}")
+late = os.environ.get("PACELINE_JOIN") == os.environ["PACELINE_TICKET"] and os.environ.get("PACELINE_NODE") == node
+if late != (life > 1):
+    sys.exit(9)
+if node == "1" and life <= int(sys.argv[2]):
+    sys.exit(7)
+end = time.monotonic() + 30
+while node == "0" and not (folder / "over").exists() and time.monotonic() < end:
+    time.sleep(0.01)
+if node == "1":
+    (folder / "over").touch()
+"""
+
+
+def start(tmp_path, monkeypatch, lives, node=None):
+    monkeypatch.setattr(node_restarts, "PAUSE_S", 0.02)
+    monkeypatch.setenv("PACELINE_NODES", "1:2")
+    command = [sys.executable, "-c", NODE, str(tmp_path), str(lives)]
+    how = {"node": node, "asked": tuple} if node is not None else {"least": 1}
+    return local.start(command, "sequential", 2, returns=3, **how)
+
+
+def test_a_node_that_fails_is_started_again_and_comes_late(tmp_path, monkeypatch):
+    assert start(tmp_path, monkeypatch, 2) == 0
+    assert (tmp_path / "lives-1").read_text() == "3"
+    assert (tmp_path / "lives-0").read_text() == "1"
+
+
+def test_a_node_whose_others_are_elsewhere_comes_back_as_often_and_then_says_how_it_ended(tmp_path, monkeypatch):
+    assert start(tmp_path, monkeypatch, 3, node=1) == 0
+    assert (tmp_path / "lives-1").read_text() == "4"
+    (tmp_path / "lives-1").unlink()
+    assert start(tmp_path, monkeypatch, 9, node=1) == 7
+    assert (tmp_path / "lives-1").read_text() == "4"
+
+
+def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_restarts, "PEACE_S", 0.0)
+    assert start(tmp_path, monkeypatch, 5) == 0
+    assert (tmp_path / "lives-1").read_text() == "6"
+
+
+def test_the_ticket_of_a_run_that_was_killed_is_nobodys(tmp_path, monkeypatch):
+    """A node that fails before there is a run to come to is not sent to one that is no more."""
+    stale = tmp_path / "ticket.json"
+    stale.write_text("{}")
+    monkeypatch.setenv("PACELINE_TICKET", str(stale))
+    monkeypatch.setenv("PACELINE_NODES", "2:2")
+    script = "import os, sys; sys.exit(9 if 'PACELINE_JOIN' in os.environ else 7)"
+    assert local.start([sys.executable, "-c", script], "sequential", 2, returns=3, least=2) == 7
+
+
+def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):
+    members, _ = team(2)
+    path = tmp_path / "now.json"
+    monkeypatch.setenv("PACELINE_TICKET", str(path))
+    monkeypatch.setenv("PACELINE_SECRET", SECRET.decode())
+    monkeypatch.setenv("PACELINE_NODES", "1:2")
+    Survivors(0, members[0].places[1:], 1, members[1].point, SECRET)
+    found = Ticket.read(path)
+    assert (found.secret, found.nodes) == (SECRET.decode(), "1:2")
+    assert [Place.read(each.encode()).name for each in found.members] == ["1-name"]
+    assert json.loads(members[1].point.posted("members")[""]) == list(found.members)
+
+
+def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name, value in zip(names, ("5", "6", "1", "2", "2", "nowhere", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PACELINE_JOIN", "ticket.json")
+    world = World.of_environment()
+    assert (world.local_rank, world.local_size, world.node, world.num_nodes) == (1, 2, 0, 1)
+    assert (world.late, world.least) == ("ticket.json", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"):
+        World.of_environment()

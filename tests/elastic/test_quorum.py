@@ -1,0 +1,175 @@
+"""Who may continue after a failure: every case of up to five members."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+
+import pytest
+
+from paceline import session
+from paceline.contract import LinkError
+from paceline.elastic.quorum import GONE, HERE, SILENT, Found, Roll, Verdict, decide
+from paceline.launch.signals import RESUME_CODE
+
+CAME, EXPECTED, AHEAD = Found.CAME, Found.EXPECTED, Found.AHEAD
+AGAINST = Found.SILENT, Found.DOUBTED
+SIZES = range(1, 6)
+
+
+def views(side, size):
+    """What the members of ``side`` can know of all others, who are not with them: every assignment."""
+    others = [rank for rank in range(size) if rank not in side]
+    for hows in itertools.product((Found.SILENT, Found.DOUBTED, Found.GONE), repeat=len(others)):
+        known = dict(zip(others, hows, strict=True))
+        yield [known.get(rank, CAME) for rank in range(size)]
+
+
+def parts(size):
+    """Every pair of two parts that do not hear each other; some members are in neither."""
+    for sides in itertools.product(range(3), repeat=size):
+        one, other = ([rank for rank in range(size) if sides[rank] == side] for side in range(2))
+        if one and other:
+            yield one, other
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_parts_never_both_have_a_quorum(size):
+    """Nobody takes a living member for one that has certainly ended."""
+    both = 0
+    for one, other in parts(size):
+        quorate = [
+            any(
+                decide(view).quorum
+                for view in views(side, size)
+                if all(view[rank] is not Found.GONE for rank in against)
+            )
+            for side, against in ((one, other), (other, one))
+        ]
+        both += all(quorate)
+        assert not all(quorate), (one, other)
+    assert both == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_that_may_be_behind_never_continues_without_a_holder_of_the_newest_commit(size):
+    """A first part has had a quorum and trained on; whatever became of it then, the others do not hear or do not trust
+    it. The story: A and B commit without C, both end, C returns."""
+    tried = 0
+    for one, other in parts(size):
+        for before in views(one, size):
+            if not decide(before).quorum or any(before[rank] is Found.GONE for rank in other):
+                continue
+            for view in views(other, size):
+                if any(view[rank] is Found.GONE for rank in one):  # they were silent before: `Roll`
+                    continue
+                tried += 1
+                decision = decide(view)
+                assert not decision.quorum, (before, view)
+                assert decision.verdict in (Verdict.WAIT, Verdict.RESTORE)
+    assert tried or size < 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("minimum", SIZES)
+def test_where_nobody_is_silent_or_doubted_the_survivors_never_end(size, minimum):
+    for hows in itertools.product((CAME, Found.GONE), repeat=size):
+        if CAME in hows:
+            decision = decide(hows, minimum)
+            assert decision.quorum
+            assert (decision.verdict is Verdict.GO_ON) == (hows.count(CAME) >= minimum)
+            assert (decision.verdict is Verdict.WAIT) == (hows.count(CAME) < minimum)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_case_has_one_verdict_and_whoever_may_be_alive_is_waited_for(size):
+    for hows in itertools.product(Found, repeat=size):
+        if CAME not in hows:
+            continue
+        decision = decide(hows)
+        assert decision.why or decision.verdict is Verdict.GO_ON
+        if AHEAD in hows:
+            assert decision.verdict is Verdict.END
+        elif EXPECTED in hows:
+            assert decision.verdict is Verdict.WAIT
+        if AHEAD in hows or EXPECTED in hows:
+            assert not decision.quorum
+        if decision.verdict is Verdict.RESTORE:
+            assert Found.SILENT not in hows
+            assert Found.DOUBTED in hows
+        if decision.quorum:  # more is known of one more: never against it
+            for rank, how in enumerate(hows):
+                if how in AGAINST:
+                    assert decide([*hows[:rank], CAME, *hows[rank + 1 :]]).quorum
+
+
+@pytest.mark.parametrize(
+    ("hows", "verdict", "words"),
+    [
+        ("cs", Verdict.GO_ON, ""),
+        ("sc", Verdict.WAIT, "cut off from host0"),
+        ("dc", Verdict.RESTORE, "host0 may have continued without this process"),
+        ("gc", Verdict.GO_ON, ""),
+        ("css", Verdict.WAIT, "cut off from host1, host2"),
+        ("cgs", Verdict.GO_ON, ""),
+        ("gcs", Verdict.GO_ON, ""),
+        ("gsc", Verdict.WAIT, "cut off from host1"),
+        ("ac", Verdict.END, "continued without it"),
+        ("ec", Verdict.WAIT, "waits for host0: alive"),
+    ],
+)
+def test_the_cases_that_people_meet(hows, verdict, words):
+    letters = {how.value[0]: how for how in Found}
+    decision = decide([letters[each] for each in hows], 1, [f"host{rank}" for rank in range(len(hows))])
+    assert decision.verdict is verdict
+    assert words in decision.why
+
+
+def test_too_few_form_a_generation_and_say_how_many_are_asked_for():
+    decision = decide([Found.GONE, Found.GONE, CAME], 2)
+    assert (decision.verdict, decision.quorum) == (Verdict.WAIT, True)
+    assert "1 of 3 nodes are left, and at least 2 are asked for (--nodes)" in decision.why
+
+
+def how(roll, name, came=(), now=100.0):
+    return roll.found(name, came, now, 1.0)
+
+
+def test_whoever_was_silent_once_and_ends_is_doubted_until_it_comes():
+    roll = Roll()
+    for now, seen in ((1.0, SILENT), (5.0, HERE), (6.0, GONE)):
+        roll = roll.after({"a": seen}, (), now)
+    assert how(roll, "a") is Found.DOUBTED
+    roll = Roll()
+    for now, seen, came in ((1.0, SILENT, ()), (5.0, HERE, ("a",)), (6.0, GONE, ("a",))):
+        roll = roll.after({"a": seen}, came, now)
+    assert how(roll, "a", ("a",)) is Found.GONE
+    assert how(Roll().after({"a": GONE}, (), 1.0), "a") is Found.GONE
+
+
+def test_for_a_process_that_stood_still_whoever_has_ended_is_doubted():
+    roll = Roll(frozenset("ab")).after({"a": GONE, "b": HERE}, ("b",), 1.0)
+    assert how(roll, "a") is Found.DOUBTED
+    assert how(roll.after({"b": GONE}, (), 2.0), "b") is Found.GONE
+
+
+def test_silence_counts_after_a_while_and_ends_with_an_answer():
+    roll = Roll().after({"a": SILENT}, (), 1.0)
+    assert how(roll, "a", now=1.5) is EXPECTED
+    assert how(roll.after({"a": SILENT}, (), 1.9), "a", now=2.0) is Found.SILENT
+    roll = roll.after({"b": SILENT}, (), 2.0)  # nobody has looked at a
+    assert how(roll, "a", now=2.5) is Found.SILENT
+    assert how(roll.after({"a": HERE}, (), 3.0), "a", now=9.0) is EXPECTED
+    assert how(Roll(), "a", ("a",)) is CAME
+
+
+def test_a_process_that_may_not_continue_says_so_by_its_exit_code(capsys):
+    hook = session._one_line(sys.__excepthook__)
+    for resumes in (False, True):
+        with pytest.raises(SystemExit) if resumes else contextlib.nullcontext() as raised:
+            hook(LinkError, LinkError("cut off", resumes=resumes), None)
+        said = capsys.readouterr().err
+        assert said.startswith("paceline: cut off")
+        assert ("exit code 75: resume from the newest checkpoint" in said) == resumes
+        assert raised is None or raised.value.code == RESUME_CODE == 75

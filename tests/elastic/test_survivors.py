@@ -1,0 +1,331 @@
+"""Who goes on after a loss: all who are left agree on it, and two parts of a run never both do."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from paceline.contract import LinkError
+from paceline.elastic import reconfigure
+from paceline.elastic.quorum import HERE, SILENT, Found, decide
+from paceline.elastic.reconfigure import REFUSED, Place, Survivors
+from paceline.link import torch as gloo
+from paceline.link.net.store_server import MeetingPoint
+from paceline.report.activity import BACK_S, Whereabouts
+
+SECRET = b"of this run"
+WITHOUT = decide([Found.AHEAD]).why
+
+
+@pytest.fixture
+def team():
+    """Makes members on this machine, and closes what they hold."""
+    points = []
+
+    def make(size, least=1, generations=()):
+        mine = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
+        points.extend(mine)
+        places = [Place(f"name{rank}", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(mine)]
+        numbers = generations or [0] * size
+        return [Survivors(rank, places, numbers[rank], mine[rank], SECRET, least) for rank in range(size)]
+
+    yield make
+    for point in points:
+        point.close()
+
+
+def meet(members, ranks, late=()):
+    """What each of ``ranks`` comes to: (generation, ranks), or its error's words. ``late``: comes a second later."""
+    found = {}
+
+    def one(rank):
+        if rank in late:
+            time.sleep(1.0)
+        try:
+            meeting, generation, others = members[rank].meet()
+            meeting.close()
+            found[rank] = generation, others
+        except LinkError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+@pytest.mark.parametrize("dead", [dead for n in range(3) for dead in itertools.combinations(range(3), n)], ids=str)
+def test_all_who_are_left_agree(team, dead):
+    members = team(3)
+    for rank in dead:
+        members[rank].point.close()
+    left = [rank for rank in range(3) if rank not in dead]
+    assert meet(members, left) == dict.fromkeys(left, (1, left))
+
+
+def test_they_wait_for_one_that_is_alive_and_comes_later(team):
+    members = team(3)
+    members[0].point.close()
+    assert meet(members, [1, 2], late=[1]) == dict.fromkeys([1, 2], (1, [1, 2]))
+
+
+def test_the_lowest_waits_for_those_who_may_still_come(team):
+    members = team(3)
+    assert meet(members, [0, 1, 2], late=[1, 2]) == dict.fromkeys(range(3), (1, [0, 1, 2]))
+
+
+def test_people_are_told_for_whom_a_meeting_waits(team, monkeypatch):
+    monkeypatch.setattr(reconfigure, "NOTICE_S", 0.3)
+    members, told = team(2), []
+    members[0].notice = told.append
+    assert meet(members, [0, 1], late=[1]) == dict.fromkeys(range(2), (1, [0, 1]))
+    (words,) = told
+    assert "waits for rank 1 on host1: alive, and not there yet" in words
+
+
+def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
+    """Story: they were alive and well in another generation, so it waited for them, for five minutes."""
+    members = team(3)
+    heirs = [members[rank].among([1, 2], 1) for rank in (1, 2)]
+    start = time.monotonic()
+    assert meet(members, [0]) == {0: f"rank 0 of 3 on host0: {WITHOUT}"}
+    assert time.monotonic() - start < 5.0
+    assert meet(heirs, [0, 1]) == dict.fromkeys(range(2), (2, [0, 1]))
+
+
+def test_another_whom_they_went_on_without_is_told_by_any_of_them(team):
+    """Story: it could not reach the one that had decided, and asked the next for five minutes."""
+    members = team(3)
+    for rank in (0, 1):
+        members[rank].among([0, 1], 1)
+    first = members[0].places[0]
+    members[2].places[0] = Apart(first.name, first.host, first.address, first.port)
+    start = time.monotonic()
+    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {WITHOUT}"}
+    assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.dear
+def test_the_one_that_decided_dies_before_they_have_come(team):
+    members, heard, dead = team(3), threading.Semaphore(0), threading.Event()
+
+    def die(place, decided):
+        assert all(heard.acquire(timeout=20.0) for _ in range(2))
+        members[0].point.close()
+        dead.set()
+        raise LinkError("it died")
+
+    def later(join, place, decided):
+        heard.release()
+        assert dead.wait(20.0)
+        return join(place, decided)
+
+    members[0]._join = die
+    for rank in (1, 2):
+        members[rank]._join = partial(later, members[rank]._join)
+    found = meet(members, [0, 1, 2])
+    assert [found[rank] for rank in (1, 2)] == [(2, [1, 2])] * 2
+
+
+def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
+    members, found = team(2), {}
+
+    def wait():
+        meeting, *_ = members[0].meet()
+        start = time.monotonic()
+        try:
+            meeting.get("what the dead would say")
+        except LinkError as error:
+            found[str(error)] = time.monotonic() - start
+        meeting.close()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    meeting, *_ = members[1].meet()
+    meeting.close()
+    members[1].point.close()
+    thread.join(30.0)
+    ((words, seconds),) = found.items()
+    assert words == "host1 was met again and is gone"
+    assert seconds < 5.0
+
+
+def test_a_number_is_never_used_again(team):
+    """Rank 2 has not heard of a generation that broke while it was made."""
+    members = team(3, generations=[4, 4, 3])
+    members[1].point.close()
+    assert meet(members, [0, 2]) == dict.fromkeys([0, 2], (5, [0, 2]))
+    assert members[0].generation == members[2].generation == 5
+
+
+def test_fewer_than_the_minimum_form_a_generation_that_nodes_can_come_to(team):
+    """Story: they ended, and those that were started again found nobody."""
+    members = team(3, least=2)
+    for rank in (0, 1):
+        members[rank].point.close()
+    assert meet(members, [2]) == {2: (1, [2])}
+
+
+class Apart(Place):
+    """Places that only those on the same side of a broken cable reach."""
+
+    how = SILENT
+
+    def look(self):
+        return self.how
+
+
+class Refused(Apart):
+    """As a firewall does it that rejects what it does not let through."""
+
+    how = REFUSED
+
+
+@pytest.mark.dear("[]", "[0, 3]", "[1, 2, 3]", "[[0], [1, 2]]")
+@pytest.mark.parametrize("apart", [Apart, Refused])
+@pytest.mark.parametrize(
+    ("sides", "on"),
+    [
+        ([[0], [1]], [0]),
+        ([[0], [1, 2]], [1, 2]),
+        ([[0, 2], [1]], [0, 2]),
+        ([[0, 3], [1, 2]], [0, 3]),
+        ([[1, 2, 3], [0]], [1, 2, 3]),
+        ([[0], [1], [2]], []),
+    ],
+    ids=str,
+)
+def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_rank(
+    team, sides, on, apart, monkeypatch
+):
+    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    monkeypatch.setenv("PACELINE_WAIT", "1")
+    size = sum(map(len, sides))
+    members = team(size)
+    for side in sides:
+        for rank in side:
+            member = members[rank]
+            member.places = [
+                place if other in side else apart(place.name, place.host, place.address, place.port)
+                for other, place in enumerate(member.places)
+            ]
+            member.me = member.places[rank]
+    found = meet(members, range(size))
+    for rank in range(size):
+        if rank in on:
+            assert found[rank] == (1, on)
+        else:
+            assert "the larger part of a run continues" in found[rank]
+            assert found[rank].endswith("it waited 1 s for them (--wait), in vain")
+
+
+def test_a_link_that_outlives_its_nodes_waits_less_for_who_may_come_back(team):
+    link = object.__new__(gloo.Link)
+    link.whereabouts = Whereabouts()
+    assert link.whereabouts.limit_s > BACK_S
+    link.whereabouts.begin(0)
+    link.whereabouts.end(0.1, 0.0)
+    link.survive(team(1)[0])
+    assert link.whereabouts.limit_s == BACK_S
+
+
+def test_what_can_be_told_of_a_place(team):
+    (member,) = team(1)
+    assert member.me.look() == HERE
+    member.point.close()
+    assert member.me.look() == REFUSED
+
+
+def cut(members, sides):
+    """Places of another side do not answer, until what this gives is called."""
+    parted = [True]
+
+    class Cut(Place):
+        def look(self):
+            return SILENT if parted[0] else super().look()
+
+    for side in sides:
+        for rank in side:
+            member = members[rank]
+            member.places = [
+                place if other in side else Cut(place.name, place.host, place.address, place.port)
+                for other, place in enumerate(member.places)
+            ]
+            member.me = member.places[rank]
+    return lambda: parted.__setitem__(0, False)
+
+
+def after(seconds, work):
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
+
+
+def test_parts_of_which_none_may_continue_wait_and_continue_when_they_hear_each_other(team, monkeypatch):
+    """Story: each ended as soon as a switch had failed for some seconds."""
+    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    members = team(3)
+    told = []
+    for member in members:
+        member.notice = told.append
+    after(2.0, cut(members, [[0], [1], [2]]))
+    assert meet(members, range(3)) == dict.fromkeys(range(3), (1, [0, 1, 2]))
+    assert sum("is cut off from" in words and "waits up to 600 s for them (--wait)" in words for words in told) == 3
+
+
+def test_one_that_is_cut_off_waits_and_ends_when_it_hears_that_the_others_continued(team, monkeypatch):
+    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    members = team(3)
+    heal = cut(members, [[0, 1], [2]])
+    found = meet(members, range(2))
+    assert found == dict.fromkeys(range(2), (1, [0, 1]))
+    heirs = [members[rank].among([0, 1], 1) for rank in range(2)]
+    after(2.0, heal)
+    assert meet(members, [2]) == {2: f"rank 2 of 3 on host2: {WITHOUT}"}
+    assert [heir.generation for heir in heirs] == [1, 1]
+
+
+@pytest.mark.dear("2")
+@pytest.mark.parametrize("alone", [1, 2])
+def test_where_those_that_continued_have_ended_the_run_is_resumed_from_a_checkpoint(team, monkeypatch, alone):
+    """A and B commit without C, both end, C returns: its weights may be older than theirs."""
+    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    members = team(3)
+    others = [rank for rank in range(3) if rank != alone]
+    heal = cut(members, [others, [alone]])
+    meet(members, others)
+    for rank in others:
+        members[rank].among(others, 1)
+
+    def end():
+        heal()
+        for rank in others:
+            members[rank].point.close()
+
+    after(2.0, end)
+    with pytest.raises(LinkError, match=r"may have continued without this process, which stood still") as raised:
+        members[alone].meet()
+    assert raised.value.resumes
+
+
+def test_a_signal_ends_one_that_is_cut_off(team, monkeypatch):
+    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.3)
+    members = team(2)
+    cut(members, [[0], [1]])
+
+    class Heard(Exception):
+        pass
+
+    def heard():
+        raise Heard
+
+    after(1.5, lambda: setattr(members[1], "glance", heard))
+    with pytest.raises(Heard):
+        members[1].meet()

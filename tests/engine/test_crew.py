@@ -1,0 +1,220 @@
+"""The processes of a node find each other within a deadline, or each says what is wrong, in words that help."""
+
+import os
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from nodes import build
+from paceline.contract import LinkError
+from paceline.engine.compute.gradient_hooks import Backward
+from paceline.engine.compute.input_snapshot import solidify
+from paceline.engine.node import local_group as crews
+from paceline.engine.node.local_group import Crew, CrewError
+from paceline.engine.node.shared_memory import Places
+
+
+def meet(size, work=lambda crew: None, name=None, ranks=None, sizes=None):
+    """One thread per local rank; what each returned or raised, in order."""
+    name = name or f"test-{os.getpid()}-{time.monotonic_ns()}"
+    results = [None] * size
+
+    def one(i):
+        try:
+            crew = Crew((ranks or range(size))[i], (sizes or [size] * size)[i], name)
+        except BaseException as error:
+            results[i] = error
+            return
+        try:
+            results[i] = work(crew)
+        except BaseException as error:
+            results[i] = error
+        finally:
+            crew.close()
+
+    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everyone_hears_everyones_bytes(size):
+    bodies = [os.urandom(n) for n in (0, 1, 3 * crews.MESSAGE_BYTES + 7, 40, crews.MESSAGE_BYTES - 1)][:size]
+    for got in meet(size, lambda crew: crew.swap(bodies[crew.rank], "testing")):
+        assert got == bodies
+
+
+def test_who_joins_again_at_once_does_not_meet_those_who_are_still_joining():
+    name = f"test-{os.getpid()}-again"
+
+    def work(crew):
+        crew.close()
+        again = Crew(crew.rank, crew.size, name)
+        again.barrier("testing")
+        again.close()
+        return True
+
+    assert meet(5, work, name) == [True] * 5
+
+
+def test_memory_is_shared_and_zero():
+    def work(crew):
+        memory = crew.share(12)
+        assert bytes(memory) in (bytes(12), bytes([0, 1, 0, *[0] * 9]), bytes([0, 1, 2, *[0] * 9])) or crew.rank == 0
+        crew.barrier("testing")
+        memory[crew.rank] = crew.rank
+        crew.barrier("testing")
+        return bytes(memory)
+
+    assert meet(3, work) == [bytes([0, 1, 2] + [0] * 9)] * 3
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "words"),
+    [
+        ((0, 1, 1), (3, 3, 3), "two processes of this node say they are local rank 1; start each"),
+        ((0, 7), (2, 8), "says LOCAL_WORLD_SIZE=8, local rank 0 says 2; start each"),
+        ((0, 5), (2, 2), "says it is local rank 5 of 2; they count from 0 to 1; start each"),
+    ],
+)
+def test_wrong_ranks_are_named(ranks, sizes, words):
+    for error in meet(len(ranks), ranks=ranks, sizes=sizes):
+        assert isinstance(error, CrewError)
+        assert words.removesuffix("; start each") in str(error)
+
+
+def test_a_stranger_who_says_nothing_or_nonsense_is_sent_away():
+    name = f"test-{os.getpid()}-strangers"
+    strangers = []
+
+    def knock():
+        for hello in (b"", b"h", b"x" * 9, b"h" + struct.pack("<II", 1, 2) + b"more"):
+            while True:
+                line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                try:
+                    line.connect(f"\0paceline-{name}")
+                    break
+                except ConnectionRefusedError:
+                    line.close()
+                    time.sleep(0.01)
+            if hello:
+                line.send(hello)
+            else:
+                line.close()
+            strangers.append(line)
+
+    leader = []
+    host = threading.Thread(target=lambda: leader.append(Crew(0, 2, name)), daemon=True)
+    host.start()
+    knock()
+    follower = Crew(1, 2, name)
+    host.join(30.0)
+    assert leader[0].lines.keys() == {1}
+    for one in (*strangers, follower, leader[0]):
+        one.close()
+
+
+def test_waiting_has_an_end(monkeypatch):
+    monkeypatch.setenv("PACELINE_JOIN_S", "0.2")
+    start = time.monotonic()
+    (alone,) = meet(1, ranks=[0], sizes=[3])
+    assert "waited 0 s for local ranks [1, 2]; were all started" in str(alone)
+    (lost,) = meet(1, ranks=[1], sizes=[2])
+    assert "local rank 1 of 2 found no local rank 0" in str(lost)
+    assert all(str(error).endswith("longer, give all PACELINE_JOIN_S") for error in (alone, lost))
+    assert time.monotonic() - start < 5
+
+
+def test_a_name_in_use_is_named():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+        taken.bind("\0paceline-taken")
+        (error,) = meet(1, name="taken", sizes=[2])
+    assert "already uses the name 'taken'" in str(error)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_death_while_sharing_memory_is_told(dies):
+    def work(crew):
+        if crew.rank == dies:
+            return None
+        if crew.rank == 0:
+            crew.barrier("testing")
+        return crew.share(10)
+
+    results = meet(2, work)
+    assert isinstance(results[1 - dies], LinkError)
+    assert f"lost local rank {dies}" in str(results[1 - dies])
+
+
+def test_the_last_word_is_heard_over_a_reset():
+    """Local rank 0 gives up with another's message unread, which resets that line."""
+
+    def work(crew):
+        if crew.rank:
+            crew.send(0, b"b")
+            crew.send(0, b"b")
+            return crew.expect(0, b"b", "testing")
+        crew.expect(1, b"b", "testing")
+        crew.say_why(CrewError("the disk is full"))
+        return None
+
+    assert str(meet(2, work)[1]) == "the disk is full"
+
+
+class Odd(nn.Module):
+    """An expanded buffer, and one that forward puts another tensor in the place of."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("wide", torch.ones(1).expand(4))
+        self.register_buffer("count", torch.zeros(2))
+
+
+def test_buffers_that_are_expanded_or_replaced_are_shared():
+    def work(crew):
+        model = Odd()
+        solidify(model)
+        backward = Backward(model)
+        places = Places(crew, backward.specs, dict(model.named_parameters()), list(model.buffers()))
+        model.count = model.count + crew.rank + 1
+        model.wide.add_(crew.rank)
+        for buffer, place in places.twins(list(model.buffers())):
+            if crew.rank == 0:
+                place.copy_(buffer)
+        crew.barrier("testing")
+        for buffer, place in places.twins(list(model.buffers())):
+            buffer.copy_(place)
+        model.count = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"buffers were .* at join\(\) and are"):
+            places.twins(list(model.buffers()))
+        assert places.twins([places.weight("layer.weight")]) == []
+        return model.wide.tolist(), len(list(build().buffers()))
+
+    assert meet(2, work) == [([1.0] * 4, 0)] * 2
+
+
+def test_who_sends_to_one_that_has_left_says_so_in_words():
+    """Story: a process left its loop by a `break` that the other did not take, and that one spoke of a broken pipe."""
+    left = threading.Event()
+
+    def work(crew):
+        if crew.rank:
+            crew.close()
+            left.set()
+            return
+        assert left.wait(20.0)
+        crew.send(1, b"v")
+
+    here, _ = meet(2, work)
+    assert isinstance(here, CrewError)
+    assert "lost local rank 1 of this node: it has ended, or left its loop before the others" in str(here)

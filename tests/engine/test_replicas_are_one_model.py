@@ -1,0 +1,202 @@
+"""Replicas in threads are one model: its weights, its buffers, one gradient, and the same masks for the same seed."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ranks
+from nodes import MODELS, OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
+from paceline.engine.compute.batch import split
+from paceline.engine.compute.rng import DRAWS, Dice
+from paceline.engine.replicas import Engine, twin
+from paceline.link.memory import world
+
+BATCHES = [rows(21, seed) for seed in range(3)] + [rows(2, 3)]
+
+
+def train(model, size=3, batches=BATCHES, link=None, **options):
+    rank = Rank(link or world(1)[0], model, engine=Engine(size), **options)
+    try:
+        losses = rank.train(batches)
+    finally:
+        rank.engine.close()
+    return rank, losses
+
+
+CASES = [(kind, optimizer, None) for kind in MODELS for optimizer in ("momentum", "adamw")]
+CASES += [("plain", optimizer, 0.05) for optimizer in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("kind", "optimizer", "clip"), CASES)
+def test_replicas_equal_one_process(kind, optimizer, clip):
+    """Three replicas, of which one has no rows in the last batch, of two."""
+    model = build(MODELS[kind])
+    want, losses = reference(model, BATCHES, OPTIMIZERS[optimizer], clip)
+    rank, got = train(model, 3, optimizer=OPTIMIZERS[optimizer], clip=clip)
+    assert gap(rank.state(), want) < 1e-11
+    assert got == pytest.approx(losses, rel=1e-12)
+
+
+def test_two_nodes_of_replicas_equal_one_process():
+    model = build()
+    want, _ = reference(model, BATCHES)
+
+    def work(link):
+        rank, _ = train(model, 2, link=link)
+        forms = rank.exchange.forms()
+        rank.exchange.close()
+        return rank.state(), forms.count("factors")
+
+    for state, num_factors in ranks.run(2, work):
+        assert gap(state, want) < 1e-11
+        assert num_factors == 2
+
+
+def test_weights_are_shared_and_gradients_are_not():
+    model = build()
+    other = twin(model, 1)
+    for (name, own), (same, its) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert name == same
+        assert own is not its
+        assert own.data_ptr() == its.data_ptr()
+    tied = twin(build(MODELS["tied"]), 1)
+    assert tied.again.weight is tied.second.weight
+
+
+def test_buffers_mode_and_frozen_weights_are_the_models():
+    model = build(Conv)
+    rank = Rank(world(1)[0], model, engine=Engine(2))
+    rank.model.norm.running_mean.fill_(3.0)
+    rank.model.eval()
+    rank.model.conv.weight.data = rank.model.conv.weight.data.clone()
+    rank.model.temperature, rank.model.norm.momentum = 0.5, None
+    rank.engine._follow()
+    other = rank.engine.twins[0].model
+    assert not any(module.training for module in other.modules())
+    assert torch.equal(other.norm.running_mean, rank.model.norm.running_mean)
+    assert (other.temperature, other.norm.momentum) == (0.5, None)
+    assert other.conv.weight.data_ptr() == rank.model.conv.weight.data_ptr()
+    rank.engine.close()
+
+
+class Dropping(Plain):
+    """Random in a module, in a function and in a method."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        h = self.drop(F.relu(self.first(x)))
+        h = F.dropout(F.relu(self.second(h)), 0.3, self.training) + 0.1 * torch.randn_like(h)
+        return self.head(h + torch.empty_like(h).normal_())
+
+
+def test_equal_seeds_are_equal_runs():
+    def run(seed):
+        torch.manual_seed(seed)
+        model = build(Dropping)
+        torch.manual_seed(seed)
+        rank, losses = train(model, 3, [rows(63, i) for i in range(6)])
+        return losses, rank.state()
+
+    first, second, other = run(1), run(1), run(2)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+    assert first[0] != other[0]
+
+
+def test_dice_are_a_threads_own_and_leave_the_others_as_they_were():
+    torch.manual_seed(3)
+    want = torch.rand(4)
+    torch.manual_seed(3)
+    with Dice(5):
+        one = F.dropout(torch.ones(1000), 0.5), torch.rand(3)
+    assert torch.equal(torch.rand(4), want)
+    with Dice(5):
+        assert torch.equal(F.dropout(torch.ones(1000), 0.5), one[0])
+        assert torch.equal(torch.rand(3), one[1])
+    for name in DRAWS:
+        assert any(hasattr(room, name) for room in (torch, torch.Tensor, F, torch._VF)), name
+
+
+def test_replicas_have_threads_and_cores_of_their_own():
+    seen = {}
+
+    class Looking(Plain):
+        def forward(self, x):
+            seen[threading.current_thread().name] = (torch.get_num_threads(), os.sched_getaffinity(0))
+            return super().forward(x)
+
+    before = os.sched_getaffinity(0)
+    rank, _ = train(build(Looking), 2)
+    assert len(seen) == 2
+    assert all(num_threads == rank.engine.num_threads_each for num_threads, _ in seen.values())
+    if len(before) >= 2:
+        assert not set.intersection(*(cpus for _, cpus in seen.values()))
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("row", [0, 20])
+def test_an_error_in_one_replica_ends_the_step_in_all(row):
+    class Failing(Plain):
+        def forward(self, x):
+            if (x[:, 0] == 77.0).any():
+                raise KeyError("a row that cannot be computed")
+            return super().forward(x)
+
+    rank = Rank(world(1)[0], build(Failing), engine=Engine(3))
+    rank.train(BATCHES[:1])
+    before, num_threads = rank.state(), threading.active_count()
+    x = BATCHES[1][0].clone()
+    x[row, 0] = 77.0
+    with pytest.raises(KeyError, match="cannot be computed"):
+        rank.train([(x, BATCHES[1][1])])
+    assert all(torch.equal(value, before[name]) for name, value in rank.state().items())
+    rank.train(BATCHES[1:])
+    want, _ = reference(build(Failing), BATCHES)
+    assert gap(rank.state(), want) < 1e-11
+    assert threading.active_count() == num_threads
+    rank.engine.close()
+
+
+def test_autocast_of_the_caller_holds_in_every_replica():
+    seen = []
+
+    class Looking(Plain):
+        def forward(self, x):
+            out = super().forward(x)
+            seen.append(out.dtype)
+            return out.float()
+
+    rank = Rank(world(1)[0], build(Looking, torch.float32), engine=Engine(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        rank.train([rows(8, 0, torch.float32)])
+    assert seen == [torch.bfloat16] * 2
+    rank.engine.close()
+
+
+def test_batches_of_any_shape_are_split():
+    x, y = torch.arange(10).view(5, 2), torch.arange(5)
+    parts = split(({"x": x, "k": 3, "deep": [x, torch.ones(2)]}, y), 3)
+    assert [len(part[-1]) for part in parts] == [1, 2, 2]
+    assert torch.equal(torch.cat([part[0]["x"] for part in parts]), x)
+    assert torch.equal(torch.cat([part[0]["deep"][0] for part in parts]), x)
+    assert all(part[0]["k"] == 3 and len(part[0]["deep"][1]) == 2 for part in parts)
+    assert len(split((x[:1], y[:1]), 2)) == 1
+
+
+def test_a_model_that_cannot_be_copied_is_refused():
+    class Holding(Plain):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    with pytest.raises(ValueError, match=r"Holding cannot be copied.*threads:k"):
+        twin(build(Holding), 1)
+    with pytest.raises(ValueError, match=r"replicas:k.*k >= 1, got 0"):
+        Engine(0)

@@ -1,0 +1,77 @@
+"""Nothing waits by the clock on the wall, which may be set at any moment."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from launching import HERE, environment
+from paceline.checkpoint import checkpoint
+from paceline.report.record import read
+
+ROOT = Path(paceline.__file__).parent
+WAITING = "link", "exchange", "elastic", "engine", "launch", "checkpoint", "step.py", "data/load_balance.py", "pace.py"
+WALL = {"time", "time_ns", "ctime", "gmtime", "localtime", "now", "utcnow", "today"}
+# the comparison of two machines' clocks itself
+SPARED = {"launch/doctor/examine.py": "time", "launch/doctor/agent.py": "time"}
+
+
+def wall_clocks(source):
+    """(line, name) of every call of a clock that can be set: time.time(), datetime.now() and their like."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WALL:
+            owner = ast.unparse(node.func.value).rpartition(".")[2]
+            if owner in ("time", "datetime", "date"):
+                yield node.lineno, node.func.attr
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in WALL)
+
+
+def files():
+    for name in WAITING:
+        place = ROOT / name
+        yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]
+
+
+def test_deadlines_are_of_clocks_that_nobody_sets():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files()
+        for line, name in wall_clocks(path.read_text())
+        if SPARED.get(str(path.relative_to(ROOT))) != name
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("end = time.time() + 5", ["time"]),
+        ("from time import time", ["time"]),
+        ("import datetime\nend = datetime.datetime.now()", ["now"]),
+        ("end = time.monotonic() + 5; time.sleep(1)", []),
+    ],
+)
+def test_a_planted_wall_clock_is_found(source, found):
+    assert [name for _, name in wall_clocks(source)] == found
+
+
+@pytest.mark.dear
+def test_a_clock_that_jumps_by_days_at_every_look_changes_nothing(tmp_path):
+    """Two nodes, of which one dies: the other goes on, saves, and ends the training."""
+    start = (
+        "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'sequential', 2, least=1))"
+    )
+    command = [sys.executable, "-c", start, sys.executable, str(HERE / "scripts" / "jumping.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-*.json"))
+    assert len(said["losses"]) == checkpoint.read_newest(tmp_path).step == 18  # three epochs of five batches and a rest
+    dates = [event["time"] for event in read(tmp_path)]
+    assert max(dates) - min(dates) > 1e8, "the clock did not jump, so nothing is tested"

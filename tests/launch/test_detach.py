@@ -1,0 +1,131 @@
+"""A detached run goes on without whoever started it, can be followed and stopped, and its end is known afterwards."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import begin, finish
+from paceline.launch.detach import Detached
+
+pytestmark = pytest.mark.long
+
+DEADLINE_S = 40.0
+
+
+@pytest.fixture
+def paceline(tmp_path, monkeypatch):
+    """Starts the command, with a state folder of the test's own; what still runs in the end is killed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+    def call(*words):
+        return begin(*words, own_session=True, XDG_STATE_HOME=str(tmp_path))
+
+    yield call
+    for pid in tmp_path.glob("paceline/detached/*/pid"):
+        if Detached(pid.parent).running:
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """What it prints first it does not flush, and it is read at once."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import signal, sys, time\nfrom pathlib import Path\n"
+        "def heard(*_):\n    print('saving', flush=True)\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, heard)\n"
+        "print('first', sys.argv[1:])\n"
+        f"while not Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.02)\n"
+        "print('last', flush=True)\nsys.exit(3)"
+    )
+    return path
+
+
+def wait_for(text, path):
+    end = time.monotonic() + DEADLINE_S
+    while text not in path.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def begun(paceline, script, tmp_path, *more):
+    output, errors = finish(paceline("run", "--detach", "--plan", "sequential", script, *more))
+    (name,) = re.findall(r"^(\S+) goes on; paceline attach \1 follows it, --stop ends it$", errors, re.MULTILINE)
+    folder = tmp_path / "paceline" / "detached" / name
+    wait_for("first", folder / "output")
+    return name, folder, output
+
+
+def test_it_is_followed_to_its_end_and_exit_code(paceline, script, tmp_path):
+    name, folder, _ = begun(paceline, script, tmp_path, "--detach")
+    pid = int((folder / "pid").read_text())
+    assert os.getsid(pid) not in (os.getsid(0), pid), "in the keeper's session, and no terminal's"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "output").stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch(rf"{name}  runs .*: run .*script.py --detach\n", finish(paceline("attach"))[0])
+    follower = paceline("attach", name[:8])
+    assert follower.stdout.readline() == "first ['--detach']\n"
+    follower.send_signal(signal.SIGINT)
+    assert "goes on" in finish(follower, code=130)[1]
+    assert Detached(folder).running
+    (tmp_path / "go").touch()
+    for _ in range(2):  # as it ends, and long after
+        assert finish(paceline("attach", name), code=3)[0] == "first ['--detach']\nlast\n"
+    assert re.fullmatch(rf"{name}  exit code 3 .*\n", finish(paceline("attach"))[0])
+
+
+def test_stop_is_ctrl_c(paceline, script, tmp_path):
+    name, folder, _ = begun(paceline, script, tmp_path)
+    assert finish(paceline("attach", "--stop", name), code=130)[0] == "first []\nsaving\n"
+    assert Detached(folder).code == 130
+
+
+def test_one_that_was_killed_is_told(paceline, script, tmp_path):
+    name, folder, _ = begun(paceline, script, tmp_path)
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    finish(paceline("attach", name), code=137)
+    (folder / "code").unlink()
+    assert f"{name} was killed, or its machine stopped" in finish(paceline("attach", name), code=1)[1]
+
+
+def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
+    output, errors = finish(paceline("run", "--detach", "--plan", "none.toml", script), code=2)
+    assert "there is no plan file 'none.toml'" in output
+    assert "goes on" not in errors
+    _, errors = finish(paceline("attach", "x"), code=2)
+    assert errors.startswith("paceline: there is no detached run 'x'; accepted: ")
+    assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs to know which run")
+
+
+def test_the_last_twenty_are_kept(tmp_path, monkeypatch):
+    """By when they began: ids have no year, and in January once the newest were forgotten."""
+    from paceline.launch import detach
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    names = [f"{(i + 1200) % 1230:04}-120000-abcd" for i in range(60)]
+    for i, name in enumerate(names):
+        folder = detach.home() / name
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        (folder / "run.json").write_text("{}")
+        os.utime(folder / "run.json", (i, i))
+    detach._forget()
+    assert [run.id for run in detach.everyone()] == names[-20:]
+    assert Path(tmp_path, "paceline", "detached").is_dir()
+
+
+def test_a_run_that_was_hardly_begun_or_is_being_forgotten_hinders_nobody(tmp_path, monkeypatch):
+    """A full disk once left a run without a lock, and no other could be listed or begun any more."""
+    from paceline.launch import detach
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name, files in (("1-full", ["output", "lock", "run.json.part"]), ("2-forgotten", ["run.json"])):
+        (detach.home() / name).mkdir(parents=True)
+        for file in files:
+            (detach.home() / name / file).touch()
+    detach._forget()
+    assert [(run.id, run.running) for run in detach.everyone()] == [("2-forgotten", False)]

@@ -1,0 +1,214 @@
+"""Imports go down only, and a plug-in is one module with one class and a sentence that says what it is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline import contract, registry
+
+ROOT = Path(paceline.__file__).parent
+
+# Rooms and files of the root, lowest first: each may import itself and what stands before it.
+ROOMS = (
+    *("messages", "contract", "registry", "environment", "job"),
+    *("codec", "data", "report", "exchange", "link", "engine"),
+    *("step", "manual_loop", "checkpoint", "launch", "elastic", "planner"),
+    *("pace", "session", "train", "", "cli", "__main__"),
+)
+# What still climbs. This list only shrinks.
+CLIMBS: dict[str, tuple[str, ...]] = {
+    "exchange.flow.buffer_broadcast": ("engine.compute.input_snapshot",),
+    "exchange.flow.control": ("checkpoint.run_lock",),
+    "exchange.flow.forward_state_sync": ("engine.compute.forward_state",),
+    "launch.local": ("elastic.ticket",),
+    "launch.node_agent": ("elastic.ticket",),
+    "link.mpi": ("elastic.heartbeat",),
+    "link.torch": (
+        "elastic.heartbeat",
+        "elastic.reconfigure",
+    ),
+    "report.trace": (
+        "link.net.metered",
+        "step",
+    ),
+    "step": ("elastic.replica_sync",),
+}
+MOST_ROOMS, MOST_IN_ROOT, MOST_ORGANS = 13, 11, 16
+METHODS = tuple(registry.ROOMS)
+
+
+def modules(root: Path) -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+MODULES = modules(ROOT)
+PLUGINS = [(room, name) for room in registry.ROOMS for name in registry.names(room)]
+
+
+def place(room: str) -> str:
+    return registry.PLACES.get(room, room)
+
+
+def imported(module, source, is_package=False):
+    """(line, module of ours) for every import, wherever it stands; the package itself is ""."""
+    here = ["paceline", *module.split(".")] if module else ["paceline"]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = here[: len(here) - node.level + is_package]
+                base = ".".join([*up, base]).rstrip(".")
+            # `from package import name` is an import of the module of that name, where there is one
+            below = {alias.name: f"{base}.{alias.name}" for alias in node.names}
+            names = [deep if deep.removeprefix("paceline.") in MODULES else base for deep in below.values()]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            names = [ast.unparse(node.args[0]).strip("'\"")] if module != "registry" else []
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0].strip("f'\"") in ("paceline", "paceline_bench"):
+                yield node.lineno, name.removeprefix("paceline.") if name != "paceline" else ""
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def is_method(module: str) -> bool:
+    return any(f"{place(room)}.{name}" == module for room, name in PLUGINS)
+
+
+def climbs(module, source, is_package=False):
+    """Every import that a module may not make, as "line: what"."""
+    if (room := room_of(module)) not in ROOMS:
+        return [f"no rule says what paceline.{module} may import; add {room} to ROOMS"]
+    found = []
+    for line, name in imported(module, source, is_package):
+        if name == "paceline_bench" or name.startswith("paceline_bench."):
+            down = module == "cli.bench"
+        else:
+            down = room_of(name) in ROOMS[: ROOMS.index(room) + 1]
+            if is_method(module) and is_method(name):  # methods of one room never import another room's
+                down = down and name.rpartition(".")[0] == module.rpartition(".")[0]
+        if not down and name not in CLIMBS.get(module, ()):
+            found.append(f"{line}: {name if name.startswith('paceline_bench') else f'paceline.{name}'.rstrip('.')}")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "paceline")
+def test_imports_go_down_only(module):
+    path = MODULES[module]
+    assert climbs(module, path.read_text(), path.name == "__init__.py") == []
+
+
+def test_what_climbs_no_more_is_struck_from_the_list():
+    for module, names in CLIMBS.items():
+        path = MODULES[module]
+        met = {name for _, name in imported(module, path.read_text(), path.name == "__init__.py")}
+        assert set(names) <= met, module
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "what"),
+    [
+        ("messages", "from paceline import contract", "contract"),
+        ("contract", "from paceline import registry", "registry"),
+        ("registry", "from paceline.codec import topk", "codec.topk"),
+        ("engine.sequential", "from paceline.step import Loop", "step"),
+        ("engine.sequential", "from paceline import contract, session", "session"),
+        ("codec.topk", "def late():\n    import paceline.session", "session"),
+        ("exchange.allreduce", "if TYPE_CHECKING:\n    from paceline.link.torch import Link", "link.torch"),
+        ("link.torch", "from ..exchange import allreduce", "exchange.allreduce"),
+        ("link.torch", "from paceline.codec import half", "codec.half"),
+        ("link", "from ..elastic import quorum", "elastic.quorum"),
+        ("data.images", "from importlib import import_module\nimport_module('paceline.engine')", "engine"),
+        ("data.batches", "import paceline as p", ""),
+        ("planner", "from paceline import session", "session"),
+        ("session", "from paceline import cli", "cli"),
+        ("launch.local", "from paceline import cli", "cli"),
+    ],
+)
+def test_a_planted_climb_is_caught(module, source, what):
+    line = source.count("\n") + 1
+    assert climbs(module, source, module == "link") == [f"{line}: paceline.{what}".rstrip(".")]
+
+
+def test_only_its_command_imports_the_benchmarks():
+    source = "from paceline_bench import cluster"
+    assert climbs("cli.bench", source) == []
+    assert climbs("cli.plan", source) == ["1: paceline_bench"]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.threads", "import torch\nfrom torch import nn\nfrom paceline.contract import Piece"),
+        ("engine.threads", "from . import sequential\nfrom .sequential import Engine\nfrom paceline import contract"),
+        ("elastic.heartbeat", "import paceline.link.net.route"),
+        ("planner.choose", "from paceline import job\nfrom paceline.planner.measure.stopwatch import Clock"),
+        ("cli", "from paceline import __version__, planner, train"),
+    ],
+)
+def test_what_goes_down_is_let_through(module, source):
+    assert climbs(module, source) == []
+
+
+def test_a_module_without_a_rule_is_told():
+    assert "no rule" in climbs("elsewhere.new", "import torch")[0]
+
+
+def test_all_rooms_were_looked_into():
+    assert {place(room) for room in registry.ROOMS} < set(MODULES)
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
+
+
+def test_the_tree_can_be_seen_at_a_glance():
+    rooms = [path for path in ROOT.iterdir() if (path / "__init__.py").exists()]
+    assert len(rooms) <= MOST_ROOMS
+    assert len(list(ROOT.glob("*.py"))) <= MOST_IN_ROOT
+    methods = {ROOT / Path(*place(room).split(".")) for room in registry.ROOMS}
+    for folder in {path.parent for path in MODULES.values()} - {ROOT} - methods:
+        organs = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(organs) <= MOST_ORGANS, folder
+
+
+@pytest.mark.parametrize(("room", "name"), PLUGINS)
+def test_a_plugin_says_in_one_sentence_what_it_is(room, name):
+    doc = ast.get_docstring(ast.parse(MODULES[f"{place(room)}.{name}"].read_text()))
+    assert doc, "no docstring"
+    first = doc.splitlines()[0]
+    assert len(first) < 120
+    assert first.endswith("."), "the first line is not a whole sentence"
+    assert registry.describe(room, name) == first.rstrip(".")
+
+
+@pytest.mark.parametrize("room", [room for room in registry.ROOMS if room != "models"])
+def test_a_plugin_has_one_class_of_the_rooms_name_and_nothing_else_in_the_room_does(room):
+    promise = getattr(contract, registry.ROOMS[room])
+    owners = []
+    for path in sorted((ROOT / room).glob("*.py")):
+        classes = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
+        assert classes.count(registry.ROOMS[room]) <= 1, path
+        if registry.ROOMS[room] in classes:
+            owners.append(path.stem)
+    assert tuple(owners) == registry.names(room)
+    for name in owners:
+        assert issubclass(getattr(registry.module(room, name), registry.ROOMS[room]), promise)
+
+
+def test_models_have_build():
+    for path in sorted((ROOT / "train" / "models").glob("[!_]*.py")):
+        functions = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+        assert functions.count("build") == 1, path
+        assert path.stem in registry.names("models")
+        assert callable(importlib.import_module(f"paceline.train.run.models.{path.stem}").build)

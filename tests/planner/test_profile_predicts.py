@@ -1,0 +1,487 @@
+"""A profile times the parts of a job by themselves, and rows that were never run are predicted from their sum."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+import paceline
+from paceline.data import batches
+from paceline.data.sampler import Seat
+from paceline.engine import sequential
+from paceline.engine.compute.timeline import record
+from paceline.job import Job
+from paceline.launch.machine import survey
+from paceline.planner import plan_cache, planner
+from paceline.planner.candidates import Facts, split
+from paceline.planner.cost_model import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
+from paceline.planner.measure import profile_job as looking
+from paceline.planner.measure.forked_copies import Copies
+from paceline.planner.measure.layers import Layers, part
+from paceline.planner.measure.profile import Profile, Setting, lines, take
+from paceline.planner.measure.profiler import Examined, _Examination, _lines
+from paceline.planner.step_model import Ways
+
+NAP_S = 0.005
+
+# Layers.
+
+
+class Nap(nn.Module):
+    """Sleeps forward and, twice as long, backward."""
+
+    def forward(self, x):
+        time.sleep(NAP_S)
+        return Asleep.apply(x)
+
+
+class Asleep(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(_, slope):
+        time.sleep(2 * NAP_S)
+        return slope
+
+
+def layers_of(model, *inputs, words=(), absorbed=()):
+    return Layers(model, lambda: model(*inputs), words, {id(p) for p in absorbed})
+
+
+def test_the_sum_of_layers_that_sleep_is_what_they_sleep():
+    """The same nap three times is timed once and counted three times."""
+    nap = Nap()
+    layers = layers_of(nn.Sequential(nn.Linear(4, 4), nap, nap, nn.Sequential(nap)), torch.ones(2, 4))
+    assert [call.count for call in layers.calls] == [1, 3]
+    assert layers.num_calls == 4
+    passes = [layers.time() for _ in range(3)]
+    assert 9 * NAP_S <= layers.total_s(passes) < 30 * NAP_S
+
+
+class Everything(nn.Module):
+    """What models do besides being sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.memory = nn.LSTM(8, 8, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.bend = nn.ReLU(inplace=True)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, tokens, scale=1.0):
+        x = self.words(tokens)
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        x, _ = self.memory(x)
+        return self.out(self.bend(x * scale)[:, -1])
+
+
+def test_every_kind_of_layer_is_timed_and_the_model_is_as_before():
+    model = Everything()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layers = layers_of(model, torch.randint(0, 10, (4, 5)))
+    kinds = {type(call.module).__name__ for call in layers.calls}
+    assert kinds == {"Embedding", "MultiheadAttention", "LSTM", "LayerNorm", "ReLU", "Linear"}
+    for _ in range(2):
+        assert all(seconds > 0 for seconds in layers.time())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_weight_whose_factors_are_absorbed_costs_no_gradient():
+    """Counted in multiplications: forward, and the gradients of weight and input, which the first layer's needs not."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+
+    def products(absorbed):
+        layers = layers_of(model, torch.ones(16, 32), absorbed=absorbed)
+        with Products() as counter:
+            layers.time()
+        return counter.count
+
+    assert products([]) == 2 + 3
+    assert products(list(model.parameters())) == 1 + 2
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_words_lay_images_out_and_rows_are_the_first_ones():
+    images, labels, table = torch.randn(6, 3, 4, 4), torch.arange(6), torch.ones(2, 2)
+    words = {"list": [*"abcdef"], "tuple": tuple("abcdef"), "size": (4, 4)}
+    few = part({"x": images, "y": (labels, table, "name"), **words}, 2, ("channels_last",))
+    assert few["x"].shape == (2, 3, 4, 4)
+    assert few["x"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(few["x"], images[:2])
+    assert few["y"][0].tolist() == [0, 1]
+    assert few["y"][1].shape == (2, 2)
+    assert few["y"][2] == "name"
+    assert (few["list"], few["tuple"], few["size"]) == (["a", "b"], ("a", "b"), (4, 4))
+
+
+def test_layers_under_autocast_are_fed_what_they_were_fed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        layers = layers_of(model, torch.ones(2, 4), words=("bf16",))
+    assert [call.inputs[0].dtype for call in layers.calls] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    assert len(layers.time()) == 3
+
+
+# Inside of a job.
+
+
+def examined(model, batch, **more):
+    engine, optimizer = sequential.Engine(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine.open(model, optimizer, F.cross_entropy)
+
+    def compute(rows):
+        return F.cross_entropy(model(rows[0]), rows[1])
+
+    def recorded(rows, passes):
+        return json.loads(record(engine, model, rows, passes).to_json())
+
+    size = len(batch[1])
+    return Examined(model, optimizer, engine, compute, batch, size, size, record=recorded, **more)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 9])
+def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
+    """Story: small batches were not profiled, and no plan over hosts was made of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    job = examined(model, (torch.randn(size, 4), torch.arange(size) % 3))
+    assert [line["rows"] for line in _lines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
+    examination = _Examination(job, 2, "exact", 1e-6)
+    assert examination._facts().rows == size
+    examination._base(False)
+
+
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_batch_norm_over_everyone_makes_no_row_local(batch_norm):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    job = examined(model, (torch.randn(8, 4), torch.arange(8) % 3), batch_norm=batch_norm)
+    assert _Examination(job, 2, "exact", 1.0)._facts().batch_norm == (batch_norm == "local")
+
+
+def test_a_job_says_how_it_would_travel():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.BatchNorm1d(6))
+    options = {"batch_size": 8, "batch_norm": "sync", "codec": "feedback/topk"}
+    with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options) as pace:
+        ways = Ways(**looking._ways(pace))
+    assert (ways.loses, ways.norm_sums, ways.norm_numel) == (True, 2 * 2 + 1, 4 * (8 + 6))
+
+
+class Mean(nn.Linear):
+    """Over time, which comes first."""
+
+    def forward(self, x):
+        return super().forward(x.mean(0))
+
+
+@pytest.mark.parametrize("time", [5, 100])
+def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
+    """Story: the whole step was recorded as that of a quarter of its rows."""
+    batch = torch.randn(time, 16, 4), torch.arange(16) % 3
+    job = examined(Mean(4, 3), batch, cuts=False)
+    first, second = _lines(job, (1, 4), "exact", 1e-6)["lines"]
+    assert (first["rows"], second["rows"]) == (16, 16)
+    examination = _Examination(job, 2, "exact", 1e-6)
+    facts = examination._facts()
+    assert facts.activation_bytes == 2 * batch[0].nbytes, "the input of the one layer"
+    settings = examination._settings(facts)
+    assert settings
+    assert {(one.rows, one.copies) for one in settings} == {(16, 1)}
+    _, base = examination._base(False)
+    assert base.rows == 16
+
+
+def time_first(samples):
+    rows, targets = zip(*samples, strict=True)
+    return torch.stack(rows, 1), torch.stack(targets)
+
+
+@pytest.mark.parametrize(("collate", "cut"), [(default_collate, True), (time_first, False)])
+def test_a_trial_takes_a_part_of_a_batch_where_that_has_parts(collate, cut):
+    data = TensorDataset(torch.randn(16, 5, 4), torch.arange(16) % 3)
+    seat = Seat(0, 1)
+    (batch,) = batches.batches(DataLoader(data, batch_size=16, collate_fn=collate), 16, 1, 0, seat)
+    watch = SimpleNamespace(part=lambda rows: rows // 4)
+    pace = SimpleNamespace(form=None, stopwatch=watch, loop=SimpleNamespace(seat=seat))
+    few = looking.answer(pace, batch, None)
+    assert few.weight == len(few.share(seat)[1]) == (4 if cut else 16)
+
+
+def test_factors_are_as_long_as_those_of_a_step():
+    """Story: layers that see every token were timed as if they saw every sample."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Flatten(), nn.Linear(2560, 32))
+    job = examined(model, (torch.randn(8, 20, 128), torch.arange(8) % 3))
+    updates = _Examination(job, 2, "exact", 1.0).updates
+    line = record(job.engine, model, job.batch, 1)
+    linear = {spec.names[0]: rows for spec, rows in zip(line.specs, line.factor_rows, strict=True) if spec.linear}
+    assert {name: updates.rows[name] for name in linear} == linear == {"0.weight": 160, "2.weight": 8}
+    assert updates.factored() == {"2.weight"}
+
+
+# Copies.
+
+
+def work(what, options):
+    if what == "where":
+        return [os.getpid(), len(os.sched_getaffinity(0))]
+    if what == "add":
+        return options["a"] + options["b"]
+    if what == "hang":
+        time.sleep(60)
+    if what == "die":
+        os._exit(1)
+    raise KeyError(what)
+
+
+@pytest.fixture
+def copies():
+    cores = sorted(os.sched_getaffinity(0))
+    made = Copies(2, work, cores, time.monotonic() + 20)
+    yield made
+    pids = list(made.pids)
+    made.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_copies_do_the_same_at_once_each_on_its_cores(copies):
+    (first, num_cores), (second, _) = copies.ask(2, "where")
+    assert len({first, second, os.getpid()}) == 3
+    assert num_cores == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert copies.ask(2, "add", a=1, b=2) == [3, 3]
+    assert copies.ask(1, "add", a=1, b=2) == [3]
+
+
+def test_a_copy_that_fails_dies_or_hangs_is_told(copies):
+    with pytest.raises(RuntimeError, match="KeyError: 'nothing'"):
+        copies.ask(2, "nothing")
+    copies.deadline = time.monotonic() + 0.3
+    with pytest.raises(TimeoutError, match="did not finish 'hang' in time"):
+        copies.ask(1, "hang")
+
+
+def test_a_dead_copy_is_told(copies):
+    with pytest.raises(RuntimeError, match="a copy of the process died"):
+        copies.ask(1, "die")
+
+
+# Predictions, in closed form.
+
+FACTS = Facts(rows=32, gradient_bytes=1000)
+MADE_UP = Profile(
+    FACTS,
+    base="1/8/1//0",
+    whole_s=0.12,
+    layers_s={
+        "1/8/1//0": 0.10,
+        "2/32/1//0": 0.20,
+        "1/16/2//0": 0.22,
+        "2/32/1/bf16/0": 0.10,
+    },
+    num_calls=10,
+    update_s={"1": 0.04, "2": 0.02, "2/fused": 0.01},
+    copy_per_s=1e6,
+    message_s=1e-4,
+    input_s=0.002,
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "seconds"),
+    [
+        ("sequential", 0.10 * 4 * 1.2 + 0.04 + 0.002),
+        ("threads:2", 0.20 * 1.2 + 0.02 + 0.002),
+        ("threads:2+fused", 0.20 * 1.2 + 0.01 + 0.002),
+        ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
+        ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + RIDE_S + 10 * CALL_S + 0.002),
+        ("threads:2+bf16", 0.10 * 1.2 + 0.02 + 0.002),
+        ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
+    ],
+)
+def test_a_prediction_is_the_sum_of_the_parts(row, seconds):
+    assert predicted_s(row, MADE_UP, 2) == pytest.approx(seconds + STEP_S)
+
+
+@pytest.mark.parametrize("row", ["threads:2+compile", "threads:2+channels_last", "stages:2", "processes:2"])
+def test_what_a_profile_cannot_tell_is_not_predicted(row):
+    assert predicted_s(row, MADE_UP, 4) is None
+
+
+def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
+    seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.0005
+    assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
+
+
+def test_one_thread_on_all_rows_lies_on_the_line_through_fewer_rows():
+    """Reading the weights costs the same however many rows there are: 20 ms here, and 10 ms a row."""
+    times = {**MADE_UP.layers_s, "1/4/1//0": 0.06}
+    profile = dataclasses.replace(MADE_UP, layers_s=times)
+    assert predicted_s("sequential", profile, 2) == pytest.approx(0.34 * 1.2 + 0.04 + 0.002 + STEP_S)
+
+
+@pytest.mark.parametrize(("fewer_s", "layers_s"), [(0.01, 0.40), (0.12, 0.10)])
+def test_noise_does_not_let_more_rows_take_less_time_nor_more_than_in_proportion(fewer_s, layers_s):
+    """8 rows took 0.10 s: 32 take that at least, and 0.40 s at most."""
+    profile = dataclasses.replace(MADE_UP, layers_s={**MADE_UP.layers_s, "1/4/1//0": fewer_s})
+    assert predicted_s("sequential", profile, 2) == pytest.approx(layers_s * 1.2 + 0.04 + 0.002 + STEP_S)
+
+
+def test_threads_without_a_time_take_that_of_as_many_rows_on_as_many_cores():
+    times = {key: seconds for key, seconds in MADE_UP.layers_s.items() if not key.startswith("2/")}
+    profile = dataclasses.replace(MADE_UP, layers_s=times)
+    assert predicted_s("threads:2", profile, 2) == pytest.approx(0.22 * 1.2 + 0.02 + 0.002 + STEP_S)
+
+
+def test_a_step_in_micro_batches_takes_the_layers_once_for_each():
+    facts = dataclasses.replace(MADE_UP.facts, parts=2)
+    profile = dataclasses.replace(MADE_UP, facts=facts)
+    assert facts.part_rows == 16
+    halves_s = predicted_s("sequential", profile, 2) - 0.04 - 0.002 - STEP_S
+    once = dataclasses.replace(MADE_UP, facts=dataclasses.replace(facts, rows=16, parts=1))
+    assert halves_s == pytest.approx(2 * (predicted_s("sequential", once, 2) - 0.04 - 0.002 - STEP_S))
+
+
+def test_a_profile_round_trips_and_a_setting_too(tmp_path):
+    MADE_UP.write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == MADE_UP
+    assert str(Setting.of(split("processes:2+fused+bf16", 4), 9, True)) == "2/5/2/bf16/1"
+    assert str(Setting.of(split("threads:4", 4), 9, True)) == "4/9/1//1"
+
+
+# Of a command, in a fresh process.
+
+JOB = """
+import sys, torch, paceline
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = torch.utils.data.TensorDataset(torch.randn(320, 256), torch.randint(0, 10, (320,)))
+with paceline.join(model, optimizer, nn.functional.cross_entropy, batch_size=64) as pace:
+    for batch in pace.batches(data, epochs=4):
+        pace.step(batch)
+        open(sys.argv[1], "w").write("a step was taken")
+"""
+
+INPUTS = [("torch.float32", (256,)), ("torch.int64", ())]
+
+
+def own_job(precision=None):
+    """That of JOB."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+    return Job(model, torch.optim.AdamW(model.parameters(), lr=1e-3), None, 64, precision=precision)
+
+
+FEW = """
+class Few(nn.Linear):
+    def forward(self, x):
+        assert len(x) <= 13, f"{len(x)} rows at once"
+        return nn.functional.linear(x, self.weight, self.bias)
+"""
+
+
+def test_a_command_is_profiled_without_taking_a_step(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    machine = survey()
+    profile, _ = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
+    assert not (tmp_path / "log").exists()
+    assert profile.facts.rows == 64
+    assert profile.steps == 20
+    assert f"{machine.cores}/fused" in profile.update_s
+    assert not profile.facts.images
+    assert profile.facts.weight_bytes == 4 * (256 * 512 + 512 + 512 * 10 + 10)
+    assert profile.facts.state_bytes == 2 * profile.facts.gradient_bytes
+    assert profile.fingerprint == plan_cache.fingerprint(own_job(), "exact", INPUTS)
+    for row in ("sequential", f"threads:{machine.cores}"):
+        assert 1e-4 < predicted_s(row, profile, machine.cores) < 1
+    if machine.cores > 1:
+        assert 1e-4 < predicted_s(f"processes:{machine.cores}", profile, machine.cores) < 1
+        assert profile.copy_per_s > 1e8
+        assert 0 < profile.message_s < 0.1
+    assert dataclasses.asdict(profile)["spent_s"] < 20
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("raise OSError('no data')", "OSError: no data"), ("1 / 0", "ZeroDivision")]
+)
+def test_a_command_that_fails_is_told(tmp_path, text, told):
+    (tmp_path / "job.py").write_text(text)
+    with pytest.raises(ValueError, match=f"no candidate could be run: {told}"):
+        take([str(tmp_path / "job.py")], "exact", 1.0, survey())
+
+
+@pytest.mark.dear
+def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
+    """Micro-batches are for what does not fit."""
+    job = JOB.replace("nn.Linear(256, 512), nn.ReLU()", "Few(256, 512), nn.ReLU()")
+    job = job.replace("batch_size=64", "batch_size=64, accumulate=5").replace("torch.manual_seed(0)", FEW)
+    (tmp_path / "job.py").write_text(job)
+    profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    assert profile, why
+    assert (profile.facts.rows, profile.facts.parts, profile.facts.part_rows) == (64, 5, 13)
+    assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        ('codec="half", overlap="forward"', Ways(True, 2.0, 4, forward=True)),
+        ('exchange="periodic:4", precision="bf16"', Ways(False, 0.0, 2, every=4)),
+        ('exchange="tree"', Ways(False, 4.0, 4, gathers=True)),
+    ],
+)
+def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
+    (tmp_path / "job.py").write_text(JOB.replace("batch_size=64", f"batch_size=64, {words}"))
+    command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
+    whole, quarter, _, mark = lines(command, "threads:1+fused", "exact", 1.0, survey())
+    assert whole.ways == quarter.ways == ways
+    precision = "bf16" if "bf16" in words else None
+    assert mark == plan_cache.fingerprint(own_job(precision), "exact", INPUTS)
+
+
+def test_a_command_that_takes_no_step_has_no_profile(tmp_path):
+    (tmp_path / "job.py").write_text("print('nothing to train')")
+    assert take([str(tmp_path / "job.py")], "exact", 1.0, survey()) == (None, "the script ended without a step")
+
+
+def test_a_model_that_cannot_be_taken_apart_is_told_why(tmp_path):
+    (tmp_path / "job.py").write_text(JOB.replace("nn.functional.cross_entropy", "lambda *_: 1 / 0"))
+    profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    assert profile is None
+    assert why == "paceline: not profiled: ZeroDivisionError: division by zero"
+
+
+@pytest.mark.dear
+def test_a_named_budget_is_spent_where_nothing_could_be_tried_before(tmp_path):
+    """Story: a plan from a minute in which the machine was busy was answered for ever."""
+    (tmp_path / "job.py").write_text(JOB)
+    command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
+    first = planner.make(command, budget_s=0.1)
+    assert not any(row.measured_s for row in first.rows)
+    assert planner.make(command).reason == f"{first.reason} (as before; `paceline plan` measures)"
+    second = planner.make(command, budget_s=25.0)
+    assert any(row.measured_s for row in second.rows)
+    assert planner.make(command, budget_s=25.0).reason == f"{second.reason} (measured before)"

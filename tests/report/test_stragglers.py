@@ -1,0 +1,306 @@
+"""A node that is slower than its share says is named once, with what its machine shows; noise is not named."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster import Cluster
+from launching import HERE, environment
+from machines import needs_cluster
+from paceline.report.activity import Whereabouts
+from paceline.report.host_health import Look, Signs
+from paceline.report.record import Record, read
+from paceline.report.stragglers import NETWORK, NOTHING, Stragglers
+
+SPIN = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
+
+
+class Clock:
+    def __init__(self):
+        self.s = 0.0
+
+    def __call__(self):
+        return self.s
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """``run(steps, busy, ...)``: so many steps in which nodes are so busy; ``found()``: the events written."""
+
+    class Watch:
+        def __init__(self):
+            self.signs, self.clock = {}, Clock()
+            self.record = Record(tmp_path)
+            self.stragglers = Stragglers(self.record, self.everyone, balanced=False, now=self.clock)
+            self.steps = 0
+
+        def everyone(self):
+            return {
+                rank: {"host": f"host{rank}", "signs": self.signs.get(rank, []), "way_s": 1e-3} for rank in range(3)
+            }
+
+        def run(self, steps, busy, took_s=0.01, sent_bytes=1000, step_s=1.0, rows=()):
+            for _ in range(steps):
+                each = busy() if callable(busy) else busy
+                self.clock.s += step_s
+                self.steps += 1
+                self.stragglers.after(self.steps, rows or [8] * len(each), [(b, 0.0) for b in each], took_s, sent_bytes)
+
+        def found(self):
+            self.record.write("end")
+            return [event for event in read(tmp_path) if event["event"] == "straggler"]
+
+    watch = Watch()
+    yield watch
+    watch.record.close()
+
+
+def test_a_slow_node_is_named_once_with_its_signs(watch, capsys):
+    watch.signs = {1: ["other programs use 1.0 of its 2 cores (spin, pid 7: 1.0)"]}
+    watch.run(30, (0.2, 0.2, 0.2))
+    assert watch.found() == []
+    watch.run(60, (0.2, 0.5, 0.2))
+    (told,) = watch.found()
+    assert (told["node"], told["host"], told["seconds"], told["usual_seconds"]) == (1, "host1", 0.5, 0.2)
+    assert told["step"] <= 30 + 9 + 4
+    assert told["signs"] == watch.signs[1]
+    assert "rank 1 on host1 is slower than its share says: 0.5 s of work in a step, the others 0.2 s" in told["text"]
+    assert capsys.readouterr().err == f"paceline: {told['text']}\n"
+
+
+def test_it_is_named_again_in_the_record_alone_after_it_had_recovered(watch, capsys):
+    watch.signs = {0: ["memory is short"]}
+    for busy in ((0.5, 0.2, 0.2), (0.2, 0.2, 0.2), (0.5, 0.2, 0.2)):
+        watch.run(30, busy)
+    assert [told["node"] for told in watch.found()] == [0, 0]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_noise_and_steps_that_take_no_time_are_not_named(watch):
+    dice = random.Random(3)
+    watch.run(400, lambda: [0.2 * dice.lognormvariate(0, 0.2) for _ in range(3)])
+    watch.run(50, (0.001, 0.015, 0.001))
+    assert watch.found() == []
+
+
+def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
+    watch.stragglers.balanced = True
+    watch.run(15, (0.2, 0.5), step_s=0.1)
+    assert watch.found() == []
+    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.run(20, (0.3, 0.3), step_s=1.0)
+    (told,) = watch.found()
+    assert (told["old"], told["new"]) == ([8, 8], [12, 4])
+    assert told["text"].endswith(f"{NOTHING}; rows of the global batch: 8, 8 -> 12, 4")
+
+
+def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
+    watch.run(5, (0.2, 0.2), step_s=0.1)
+    watch.stragglers.dealt(5, (8, 8), (9, 7), (40.0, 35.0))
+    watch.stragglers.dealt(6, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.close()
+    assert [(told["node"], told["new"]) for told in watch.found()] == [(1, [12, 4])]
+
+
+def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
+    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.run(40, (0.3, 0.1), rows=(12, 4))
+    watch.stragglers.dealt(40, (12, 4), (8, 8), (40.0, 40.0))
+    watch.stragglers.close()
+    assert [told["node"] for told in watch.found()] == [1]
+
+
+def test_what_is_not_told_yet_is_told_at_the_end(watch):
+    watch.run(13, (0.2, 0.5, 0.2), step_s=0.01)
+    assert watch.found() == []
+    watch.stragglers.close()
+    assert [told["node"] for told in watch.found()] == [1]
+
+
+def test_a_slow_network_is_named_where_all_nodes_take_what_they_took(watch):
+    watch.run(30, (0.2, 0.2, 0.2), took_s=0.05)
+    watch.run(30, (0.2, 0.2, 0.2), took_s=0.05, sent_bytes=9000)
+    assert watch.found() == []
+    watch.run(30, (0.2, 0.2, 0.2), took_s=0.4)
+    (told,) = watch.found()
+    assert "node" not in told
+    assert "the network is slow: what a step sends takes 0.4 s, and 0.05 s at best before" in told["text"]
+    assert NETWORK not in {each.node for each in watch.stragglers.pending}
+
+
+@pytest.fixture
+def stranger():
+    """A program that is busy and no child of this one."""
+    shell = subprocess.Popen(
+        ["sh", "-c", f"exec {sys.executable} -c '{SPIN}' & wait"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    pid = int(shell.stdout.readline())
+    shell.kill()  # what it started is an orphan now
+    shell.wait()
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    shell.stdout.close()
+
+
+def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
+    monkeypatch.setattr("paceline.report.host_health.MOST", 1000)  # others may take more
+    monkeypatch.setattr("paceline.report.host_health.NAMED", 0.01)
+    signs = Signs(Whereabouts())
+    before = signs.look()
+    assert stranger in before.spent
+    assert stranger not in before.ours
+    assert os.getpid() in before.ours
+    end = time.monotonic() + 30
+    while True:
+        time.sleep(0.5)
+        found = signs.compare(before, signs.look())
+        if any(f"pid {stranger}" in words for words in found):
+            break
+        assert time.monotonic() < end, found
+    assert "other programs use" in found[0]
+
+
+def test_what_the_run_uses_itself_is_no_sign():
+    signs = Signs(Whereabouts())
+    before = Look(0.0, busy_s=10.0, spent={1: ("init", 0.0, 0), 7: ("ours", 5.0, 0)}, ours=frozenset({7}))
+    now = Look(5.0, busy_s=15.0, spent={1: ("init", 0.1, 0), 7: ("ours", 10.0, 0)}, ours=frozenset({7}))
+    assert signs.compare(before, now) == []
+
+
+def test_limits_short_memory_and_the_host_show(tmp_path):
+    cores = sorted(os.sched_getaffinity(0))
+    home = tmp_path / "sys/fs/cgroup/job"
+    for folder in (home, tmp_path / "proc/self", tmp_path / "proc/pressure"):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+
+    def at(steal, throttled_s, memory_s, swapped):
+        lines = [f"cpu{core} 0 0 0 0 0 0 0 {steal} 0 0\n" for core in cores]
+        (tmp_path / "proc/stat").write_text("cpu 0 0 0 0 0 0 0 0 0 0\n" + "".join(lines))
+        (home / "cpu.stat").write_text(f"nr_periods 9\nnr_throttled 1\nthrottled_usec {int(throttled_s * 1e6)}\n")
+        words = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={int(memory_s * 1e6)}\n"
+        (tmp_path / "proc/pressure/memory").write_text(words)
+        (tmp_path / "proc/vmstat").write_text(f"pswpin {swapped}\npswpout 0\npgmajfault 5\n")
+        return signs.look()
+
+    at_first = (0, 0.0, 0.0, 0)
+    (home / "cpu.stat").write_text("throttled_usec 0\n")
+    signs = Signs(Whereabouts(), root=tmp_path)
+    before = at(*at_first)
+    for now, want in (
+        ((10_000, 0.0, 0.0, 0), "its host gave"),
+        ((0, 500.0, 0.0, 0), "the processor limit of its cgroup stopped it"),
+        ((0, 0.0, 500.0, 0), "memory is short: something waited for it"),
+        ((0, 0.0, 0.0, 10_000_000), "pages per second go to or from swap"),
+    ):
+        time.sleep(0.01)
+        (found,) = signs.compare(before, at(*now))
+        assert want in found
+    assert signs.compare(before, at(*at_first)) == []
+
+
+def test_late_data_is_a_sign():
+    mine = Whereabouts()
+    mine.begin(0)
+    mine.end(1.0, 0.6)
+    assert list(Signs(mine)._data()) == ["its data comes late: 60 % of a step is waiting for it"]
+    mine.end(1.0, 0.1)
+    assert list(Signs(mine)._data()) == []
+
+
+def test_a_look_costs_little():
+    """A thousandth of a core at most: what a look costs decides when the next one is."""
+    signs = Signs(Whereabouts())
+    costs = []
+    for _ in range(5):
+        start = time.thread_time()
+        signs.look()
+        costs.append(time.thread_time() - start)
+    assert min(costs) < 0.5
+    assert json.dumps(signs.compare(signs.look(), signs.look())) is not None
+
+
+def until(condition, nodes):
+    end = time.monotonic() + 200
+    while not condition():
+        assert all(node.poll() is None for node in nodes)
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def events(folder):
+    path = folder / "record.jsonl"
+    return read(folder) if path.exists() and path.stat().st_size else []
+
+
+def told(folder, node=1):
+    return [event for event in events(folder) if event["event"] == "straggler" and event.get("node") == node]
+
+
+def begin(cluster, folder, *words):
+    command = [sys.executable, str(HERE / "scripts" / "slowed.py"), str(folder), *words]
+    more = {"environment": environment(PACELINE_ENGINE="sequential"), "stderr": subprocess.PIPE, "text": True}
+    return [cluster.start(node, command, **more) for node in range(2)]
+
+
+def end(folder, nodes):
+    (folder / "enough").touch()
+    return [node.communicate(timeout=60)[1] for node in nodes]
+
+
+@pytest.mark.dear
+@needs_cluster
+def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tmp_path):
+    core = sorted(os.sched_getaffinity(0))[1 % len(os.sched_getaffinity(0))]
+    spin, thieves = ["taskset", "-c", str(core), sys.executable, "-c", SPIN], []
+    with Cluster(2) as cluster:
+        try:
+            thieves += [subprocess.Popen(spin, stdout=subprocess.DEVNULL) for _ in range(2)]
+            nodes = begin(cluster, tmp_path)
+            until(lambda: told(tmp_path), nodes)
+            said = end(tmp_path, nodes)
+        finally:
+            for thief in thieves:
+                thief.kill()
+                thief.wait()
+    text = told(tmp_path)[0]["text"]
+    assert "rank 1 on node1 is slower than its share says" in text
+    assert "other programs use" in text
+    assert any(f"pid {thief.pid}" in text for thief in thieves)
+    assert said[0].count(text) == 1
+    shares = [event for event in read(tmp_path) if event["event"] == "shares"]
+    assert any(event["new"][1] < 12 for event in shares)
+
+
+@pytest.mark.dear
+@needs_cluster
+def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
+    with Cluster(2) as cluster:
+        nodes = begin(cluster, tmp_path, "1")
+        until(lambda: told(tmp_path), nodes)
+        said = end(tmp_path, nodes)
+    text = told(tmp_path)[0]["text"]
+    assert re.search(r"rank 1 on node1 is slower than its share says: .*; its data comes late: \d+ % of a step", text)
+    assert said[0].count(text) == 1
+
+
+@pytest.mark.dear
+@needs_cluster
+def test_a_network_that_becomes_slow_is_named(tmp_path):
+    with Cluster(2) as cluster:
+        nodes = begin(cluster, tmp_path)
+        until(lambda: sum(event["event"] == "step" for event in events(tmp_path)) > 40, nodes)
+        cluster.shape("200kbit")
+        until(lambda: told(tmp_path, None), nodes)
+        cluster.shape(None)
+        said = end(tmp_path, nodes)
+    text = told(tmp_path, None)[0]["text"]
+    assert re.search(r"the network is slow: what a step sends takes \S+ s, and \S+ s at best before", text)
+    assert said[0].count(text) == 1

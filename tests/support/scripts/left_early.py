@@ -1,0 +1,22 @@
+"""The last rank leaves after one sum, the others want two, and print how that ended for them."""
+
+import os
+
+import torch
+
+from paceline.contract import LinkError
+from paceline.link import mpi
+from paceline.registry import find
+
+mpi.LEFT_S = 0.5
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+link = find("link", "mpi", rank, size)
+link.sum(torch.ones(1)).wait(10)
+if rank == size - 1:
+    link.close()
+else:
+    try:
+        link.sum(torch.ones(1)).wait(10)
+    except LinkError as error:
+        print(error, flush=True)
+    raise SystemExit(3)
