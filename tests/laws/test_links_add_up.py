@@ -17,6 +17,7 @@ import torch
 
 import mpirun
 import ranks
+from launching import environment
 from needs import want
 from paceline.contract import LinkError
 from paceline.launch.local import free_port
@@ -286,7 +287,11 @@ def in_processes(link, size):
     command = [__file__, link, str(size), str(free_port())]
     started = [
         subprocess.Popen(
-            [sys.executable, *command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, *command, str(rank)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
@@ -328,7 +333,7 @@ def under_mpirun(link, size):
     """The same, started by mpirun, which says what all of them print."""
     want(mpi=mpirun.unavailable())
     command = mpirun.command(size, __file__, link, size, 0)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr
     said = [json.loads(line) for line in done.stdout.splitlines()]

@@ -14,6 +14,7 @@ from test_links_add_up import LAWS, LIMIT_S, everyone, pattern, same
 
 import paceline
 import ranks
+from launching import environment
 from paceline.contract import LinkError
 from paceline.launch import local
 from paceline.link.net.collective_override import Chosen, choose
@@ -121,7 +122,11 @@ def test_over_gloo_between_processes():
     command = [sys.executable, __file__]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(size), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(size), port],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
