@@ -211,4 +211,4 @@ def test_models_have_build():
         functions = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
         assert functions.count("build") == 1, path
         assert path.stem in registry.names("models")
-        assert callable(importlib.import_module(f"paceline.train.run.models.{path.stem}").build)
+        assert callable(importlib.import_module(f"paceline.train.models.{path.stem}").build)
