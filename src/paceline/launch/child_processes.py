@@ -38,7 +38,7 @@ class Calls:
             self._running.append(process)
             return process
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._over = True
         for process in self._running:
@@ -46,7 +46,9 @@ class Calls:
         for process in self._running:
             process.wait()
         if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
+            # one more on the way out would take the exit code away
+            left = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if left else self._before)
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
