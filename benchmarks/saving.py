@@ -48,7 +48,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
             for way in WAYS[i % 3 :] + WAYS[: i % 3]:
                 begin = time.perf_counter()
                 if way == "beside" and i >= 0:
-                    steps_beside.add(pace.loop.num_steps)
+                    steps_beside.add(pace.num_steps)
                 path = pace.save(wait=way == "waited for") if way != "without" else None
                 for _ in range(arguments.every):
                     pace.step(batch)

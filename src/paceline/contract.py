@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "Cost",
     "Engine",
     "Exchange",
+    "GlobalBatch",
     "Guest",
     "Handle",
     "Link",
@@ -65,7 +67,10 @@ __all__ = [
     "Piece",
     "Regroup",
     "Rule",
+    "Share",
     "Spec",
+    "StepObserver",
+    "StepSummary",
     "Threads",
     "UnlikeOptions",
     "Verdict",
@@ -95,6 +100,49 @@ class Threads:
     def now(self) -> float:
         """*Units*: seconds since any time."""
         return time.perf_counter()
+
+
+class Share(Protocol):
+    """Whose part of a batch is meant: a process's place among all, with the rows that it is dealt (`data.sampler`)."""
+
+    @property
+    def node(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @property
+    def virtual(self) -> int: ...
+    @property
+    def least(self) -> int: ...
+    @property
+    def whole(self) -> int: ...
+    @property
+    def span(self) -> tuple[int, int]: ...
+
+    def rows(self, count: int) -> range: ...
+
+    def dealt(self, count: int) -> tuple[int, ...]: ...
+
+
+class GlobalBatch:
+    """What all processes compute in one step. ``weight``: its number of rows, known before anybody computes.
+
+    ``epoch``, ``step``, ``num_steps``: its place in the data, and the steps of its epoch, where they are known.
+    ``wait_s``: seconds for which its rows were waited for, so far. ``dealt``: whether seats say whose its rows are.
+    ``held``: how many `share` gave here, where that is known.
+    """
+
+    weight: float
+    epoch: int | None = None
+    step: int | None = None
+    num_steps: int | None = None
+    ends_epoch = False
+    wait_s = 0.0
+    dealt = False
+    held: int | None = None
+
+    def share(self, seat: Share) -> Any:
+        """The seat's rows, or None if it has none."""
+        raise NotImplementedError
 
 
 class Engine:
@@ -151,11 +199,16 @@ class Engine:
         """How the optimizer's work is divided on this node: "one process", "slices" or "whole tensors"."""
         return "one process"
 
+    @property
+    def precision(self) -> str:
+        """What forward and backward compute in: fp32, bf16 or fp16."""
+        return "fp32"
+
     def relay(self, exchange: Exchange) -> Exchange:
         """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
         return exchange
 
-    def place(self, seat: Any, step: int) -> None:
+    def place(self, seat: Share, step: int) -> None:
         """Told before each gradient: whose rows these will be, and of which step."""
 
     def run(self, batch: Any) -> tuple[Any, Any]:
@@ -366,6 +419,67 @@ class Link:
         pass
 
 
+@dataclass(frozen=True)
+class StepSummary:
+    """A step that is over: its number, what came of it, and what it took.
+
+    ``spent``: parts of ``seconds``, by name. ``sent_bytes``: by this rank. ``facts``: what the caller adds.
+    """
+
+    step: int
+    batch: GlobalBatch
+    agreement: Agreement
+    seconds: float
+    spent: dict[str, float]
+    sent_bytes: int
+    facts: dict[str, Any]
+
+
+class StepObserver:
+    """Told of every step, in every process that has it; all are told in one order, and none stands in for another.
+
+    ``key``: under which a node that joins late is handed its `state`; empty: it has none.
+    """
+
+    key = ""
+
+    def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        """A step begins. Returns the batch, or as much of it as this training takes. ``own``: of a loop of the user's
+        own, which has read it before."""
+        return batch
+
+    def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        """Rows of a batch are about to be read: in a step, or before it by a loop of the user's own. Returns the batch,
+        or as this training sees it."""
+        return batch
+
+    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
+        """A gradient is about to be computed. Returns what takes its pieces."""
+        return offer
+
+    def votes(self, ballot: Ballot) -> None:
+        """The gradient is computed; what this process is about to say of the step."""
+
+    def again(self, step: int, agreement: Agreement) -> None:
+        """All is as before the step, which is computed again next."""
+
+    def applies(self, agreement: Agreement, rule: Rule) -> Callable[[], None] | None:
+        """Before an update; what is returned is called once it was applied."""
+        return None
+
+    def updated(self, agreement: Agreement) -> None:
+        """The step is applied, or skipped. May raise, in all processes."""
+
+    def ends(self, summary: StepSummary) -> None:
+        """The step is over."""
+
+    def state(self) -> Any:
+        """What a node that joins late must know."""
+
+    def load(self, state: Any) -> None:
+        """What `state` gave elsewhere."""
+
+
 class Codec:
     """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
 
@@ -515,7 +629,7 @@ class Exchange:
         """As one of those: from here on the exchange is that of all. Every process of the node must call it."""
         raise NotImplementedError
 
-    def hand(self, words: bytes) -> bytes:
+    def hand(self, words: bytes | bytearray) -> bytes | bytearray:
         """What the process that holds the link has for all processes of this node."""
         return words
 

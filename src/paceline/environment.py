@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class World:
     @property
     def rank(self) -> int:
         return sum(self.sizes[: self.node]) + self.local_rank
+
+    @property
+    def who(self) -> str:
+        """As others are told of it."""
+        host = os.environ.get("PACELINE_HOST", socket.gethostname())
+        part = f", local rank {self.local_rank}" if self.local_size > 1 else ""
+        return f"rank {self.node} of {self.num_nodes} on {host}{part}"
 
     @classmethod
     def of_environment(cls) -> World:

@@ -21,7 +21,6 @@ from paceline.checkpoint import auto_resume
 from paceline.checkpoint.run_lock import CheckpointError
 from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import load_balance
-from paceline.elastic import membership
 from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
@@ -40,6 +39,7 @@ from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
 from paceline.registry import find, parse
 from paceline.registry import module as find_module
+from paceline.training import Training
 
 _here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
@@ -117,7 +117,7 @@ def join(
         "keep": keep,
     }
     words |= {"reproducible": reproducible, "encrypt": encrypt, "folder": folder}
-    joined = [pace.job.model for pace in _here if not pace.over and not pace.broken]
+    joined = [each.job.model for each in _here if not each.training.over and not each.training.broken]
     found = join_arguments.faults(model, optimizer, words, joined)
     given, model = model, wrapped_models.inside(model)
     job = Job(
@@ -165,7 +165,7 @@ def join(
         world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers
     ):
         raise ValueError(f"join: {'; '.join(against)}")
-    late: Any = None
+    late: Late | None = None
     if world.late and world.local_rank == 0:
         from paceline.elastic.joiner import Late  # which only some need
 
@@ -185,15 +185,16 @@ def join(
         link = choose(link, adding)
     wrappers = wrapped_models.Wrappers(given)
     try:
-        pace = Pace(job, *parts, link, world, _folder(folder), keep, late)
+        training = Training(job, *parts, link, world, _folder(folder), keep, late)
     except BaseException:
         wrappers.restore()
         raise
-    pace.row, pace.wrappers = row, wrappers
+    pace = Pace(training)
+    pace.run.row, training.wrappers = row, wrappers
     if wrappers.found and pace.leader:
         print(f"paceline: {wrappers.words}", file=sys.stderr)
         pace.record.write("hint", text=wrappers.words)
-    _here[:] = [*(each for each in _here if not each.over), pace]
+    _here[:] = [*(each for each in _here if not each.training.over), pace]
     planned = os.environ.pop("PACELINE_PLAN", "")
     if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
         from paceline.planner.planner import Plan
@@ -213,13 +214,9 @@ def join(
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )
-    for news in pace._met:
-        membership.tell(pace, news)
-    if pace.record.folder and not pace._usage:  # who leads since somebody was lost has begun
-        from paceline.report.usage import Usage
-
-        pace._usage = Usage(pace.record).start()
-    auto_resume.enlist(pace)
+    training.announce_met()
+    training.home.measure()
+    auto_resume.enlist(pace, bool(world.late))
     if not world.late:
         process_status.report(joined=True)
     atexit.register(lambda: process_status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
@@ -286,7 +283,7 @@ def _folder(given: str | os.PathLike[str] | None) -> Path | None:
     """The run's; of a script that trains two models at once, the second has one below the first's."""
     if given or not (said := os.environ.get("PACELINE_FOLDER")):
         return Path(given) if given else None
-    taken = {pace.folder for pace in _here if not pace.over}
+    taken = {pace.folder for pace in _here if not pace.training.over}
     own = itertools.chain([Path(said)], (Path(said) / str(n) for n in itertools.count(2)))
     return next(path for path in own if path not in taken)
 

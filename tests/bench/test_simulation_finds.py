@@ -11,7 +11,7 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.elastic.quorum import Decision, Found, Roll, Verdict
 from paceline.exchange import allreduce
-from paceline.step import Loop
+from paceline.step.rebalance import Rebalance
 from paceline_bench.simulated import assembly
 from paceline_bench.simulated.fault_link import DEATH, DELAY, PARTITION, STALL
 from paceline_bench.simulated.rank import Rank
@@ -163,6 +163,6 @@ def test_shares_that_move_after_a_meeting_of_all(monkeypatch):
     """Story: a message came so late that all met again, and nobody was lost. Who had heard the last vote in time had
     counted that step in the old generation, the others in the new: from then on some moved the shares a step earlier
     than others, samples were used twice, and others never."""
-    always = property(lambda self: self.balance, lambda self, balance: None)
-    monkeypatch.setattr(Loop, "_weighed", always, raising=False)
+    always = property(lambda self: self.run.balance, lambda self, balance: None)
+    monkeypatch.setattr(Rebalance, "_measured_for", always, raising=False)
     assert found(struck(DELAY, "uneven"))

@@ -56,7 +56,7 @@ def test_a_joining_node_that_is_given_an_older_state_is_found(monkeypatch):
 
     def older(self):
         state = self.first.clone() if hasattr(self, "first") else torch.empty(0)
-        state[0] = self.loop.num_steps
+        state[0] = self.run.num_steps
         return state
 
     keep = Rank.state

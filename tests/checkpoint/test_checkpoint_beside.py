@@ -33,7 +33,7 @@ def training(folder=None, engine="sequential"):
 
 
 def step(pace):
-    dice = torch.Generator().manual_seed(pace.loop.num_steps)
+    dice = torch.Generator().manual_seed(pace.num_steps)
     pace.step((torch.randn(8, 12, generator=dice), torch.arange(8) % 3))
 
 
@@ -80,7 +80,7 @@ def test_it_is_byte_for_byte_what_waiting_would_have_written(tmp_path, hold, eng
             hold(pace.folder)
             pace.save(wait=False)
             step(pace), step(pace)
-            assert pace.loop.num_steps - 2 not in steps(pace.folder)
+            assert pace.num_steps - 2 not in steps(pace.folder)
             hold.close()
             idle()  # or the next hold might come before it
     assert steps(tmp_path / "beside") == [1, 4, 7]
@@ -168,20 +168,20 @@ FULL = r"checkpoint of step 2 .*No space left on device.*checkpoint-00000001 is 
 def test_the_next_step_tells_it_once_and_has_been_made(full):
     pace, run = full
     pace.save(run, wait=False)
-    before = pace.loop.num_steps
+    before = pace.num_steps
     with pytest.raises(CheckpointError, match=FULL):
         many_steps(pace)
-    assert pace.loop.num_steps > before
-    made = pace.loop.num_steps
+    assert pace.num_steps > before
+    made = pace.num_steps
     for _ in range(3):
         step(pace)
-    assert pace.loop.num_steps == made + 3
+    assert pace.num_steps == made + 3
     found = read_newest(run)
     assert (found.step, found.damaged) == (1, ())
     (run.parent / "ballast").unlink()
     pace.save(run, wait=False)
     assert pace.restore(run)
-    assert pace.loop.num_steps == made + 3
+    assert pace.num_steps == made + 3
 
 
 @pytest.mark.parametrize("what", ["save", "save beside", "restore"])

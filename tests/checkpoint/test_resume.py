@@ -67,7 +67,7 @@ def test_an_empty_folder_has_nothing_to_go_on_from(tmp_path):
     with joined(tmp_path / "new") as pace:
         assert pace.restore() is False
         assert pace.restore(tmp_path / "other") is False
-        assert (pace.epoch, pace.next_step, pace.loop.num_steps) == (0, 0, 0)
+        assert (pace.epoch, pace.next_step, pace.num_steps) == (0, 0, 0)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
     newest.write_bytes(data)
     with joined(kept) as pace:
         assert pace.restore()
-        assert pace.loop.num_steps == 2
+        assert pace.num_steps == 2
     said = capsys.readouterr().err
     assert "paceline: passed over" in said
     assert "checkpoint-00000003" in said
@@ -134,7 +134,7 @@ def test_the_one_gone_on_from_stays_until_two_newer_ones_are_whole(kept):
 
     with joined(kept) as pace:
         assert pace.restore()
-        assert pace.loop.num_steps == 2
+        assert pace.num_steps == 2
         batch = torch.ones(8, 4), torch.arange(8) % 3
         pace.step(batch), pace.step(batch)
         for expected in ([2, 3, 4], [4, 5], [5, 6]):
@@ -148,7 +148,7 @@ def test_the_one_gone_on_from_stays_until_two_newer_ones_are_whole(kept):
 def test_one_checkpoint_of_several_can_be_chosen(kept):
     with joined(kept) as pace:
         assert pace.restore(kept / "checkpoint-00000002")
-        assert pace.loop.num_steps == 2
+        assert pace.num_steps == 2
         with pytest.raises(ValueError, match="there is no checkpoint"):
             pace.restore(kept / "checkpoint-00000009")
 
@@ -177,7 +177,7 @@ def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
                 pace.restore(folder)
             for batch in pace.batches(data, epochs=2):
                 pace.step(batch)
-                if pace.loop.num_steps == stop:
+                if pace.num_steps == stop:
                     pace.save(tmp_path)
                     break
         return model.state_dict()
@@ -214,5 +214,5 @@ def test_a_run_may_go_on_with_another_exchange(tmp_path, first, then):
         pace.save()
     with joined(tmp_path, exchange=then) as pace:
         assert pace.restore()
-        assert pace.loop.num_steps == 1
+        assert pace.num_steps == 1
         pace.step(batch)

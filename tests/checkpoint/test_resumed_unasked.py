@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import paceline
 from launching import begin, finish
 from paceline.checkpoint import auto_resume
-from paceline.checkpoint.saver import Saving
+from paceline.checkpoint.saver import Saver
 
 DATA = torch.utils.data.TensorDataset(torch.randn(20, 4, generator=torch.manual_seed(0)), torch.arange(20) % 3)
 STEPS = 3 * 5  # of three epochs
@@ -142,8 +142,8 @@ def test_it_ends_as_if_nothing_had_happened(script, tmp_path, run, how, crash):
 
 def test_a_script_that_restores_does_so_once(script, tmp_path, monkeypatch):
     script(one_call, tmp_path, crash=6)
-    calls, restore = [], Saving.restore
-    monkeypatch.setattr(Saving, "restore", lambda self, *given: calls.append(given) or restore(self, *given))
+    calls, restore = [], Saver.restore
+    monkeypatch.setattr(Saver, "restore", lambda self, *given: calls.append(given) or restore(self, *given))
     for how in (True, False):
         script(one_call, tmp_path, again=True, restore=how)
     assert len(calls) == 2

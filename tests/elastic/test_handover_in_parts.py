@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
+from paceline.contract import StepObserver
 from paceline.elastic import state_transfer
-from paceline.elastic.catch_up import Following
+from paceline.elastic.catch_up import CatchUp
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -36,7 +37,7 @@ def trained(kind, steps, seed):
 def test_all_parts_are_the_whole(kind, steps, monkeypatch):
     monkeypatch.setattr(state_transfer, "PART_BYTES", 4096)
     with trained(kind, 3, seed=1) as leader, trained(kind, steps, seed=2) as guest:
-        parts = state_transfer.parts(leader)
+        parts = state_transfer.parts(leader.run)
         rows = Counter((name, row) for part in parts for name, start, stop in part for row in range(start, stop))
         cut = {name for part in parts for name, _, stop in part if stop}
         assert bool(cut) == (kind != "adafactor"), "rows of its weights do not stand alone"
@@ -46,7 +47,7 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
         assert sorted(name for part in parts for name, _, stop in part if not stop) == sorted(weights.keys() - cut)
         assert len(parts) > 1
         for part in parts:
-            message = state_transfer.Message(state_transfer.part(leader, part))
+            message = state_transfer.Message(state_transfer.part(leader.run, part))
             assert kind == "adafactor" or message.num_bytes < 3 * state_transfer.PART_BYTES
             state_transfer.take_part(
                 guest, state_transfer.read(bytearray(b"".join(bytes(each) for each in message.parts())))
@@ -63,6 +64,16 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
                     else value == mine[number][key]
                 )
                 assert same, (number, key)
+
+
+class Told(StepObserver):
+    """Gives each step to who follows."""
+
+    def __init__(self, following):
+        self.following = following
+
+    def applies(self, agreement, rule):
+        return self.following.before(agreement, rule)
 
 
 class Slow:
@@ -85,7 +96,7 @@ class Slow:
 def followed(leader):
     """Who follows from a moment on, and who it is sent by."""
     slow = Slow()
-    following = Following(leader, slow, "late")
+    following = CatchUp(leader.run, slow, "late")
     following._maker.join(30.0)
     return following, slow
 
@@ -101,9 +112,9 @@ def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
     with trained("momentum", 0, seed=1) as leader:
         following, slow = followed(leader)
         step(leader, 1)
-        want = state_transfer.part(leader, following.next)
+        want = state_transfer.part(leader.run, following.next)
         want = state_transfer.read(bytearray(b"".join(bytes(each) for each in state_transfer.Message(want).parts())))
-        following.part(state_transfer.part(leader, following.next))
+        following.part(state_transfer.part(leader.run, following.next))
         step(leader, 2)
         slow.go.set()
         following.end(True)
@@ -120,15 +131,15 @@ def test_what_waits_to_be_sent_is_bounded(monkeypatch):
     with trained("momentum", 1, seed=1) as leader:
         following, slow = followed(leader)
         assert len(following._left) > 20
-        leader.loop.kept = following.before
+        leader.run.observers.append(Told(following))
         for turn in range(20):
-            following.part(state_transfer.part(leader, following.next))
+            following.part(state_transfer.part(leader.run, following.next))
             step(leader, turn)
             if following.hopeless:
                 break
         assert following.hopeless
         assert not following.level
         most = following.num_bytes
-        assert most < 5 * state_transfer.copy_bytes(leader) + 100_000  # of which trees are some
+        assert most < 5 * state_transfer.copy_bytes(leader.run) + 100_000  # of which trees are some
         slow.go.set()
         assert following.end(False) is False

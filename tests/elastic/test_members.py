@@ -6,16 +6,18 @@ import shutil
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
 
 import paceline
 import ranks
 from nodes import OPTIMIZERS, build
-from paceline.contract import LinkError, Regroup
+from paceline.checkpoint.run_folder import RunFolder
+from paceline.contract import Codec, Link, LinkError, Regroup
+from paceline.data.load_balance import Limits
 from paceline.data.sampler import Seat
-from paceline.elastic import assignment, consistency, membership, reconfigure
+from paceline.elastic import consistency, membership, reconfigure
 from paceline.elastic.quorum import HERE, SILENT
 from paceline.elastic.reconfigure import Place, Survivors
 from paceline.engine.sequential import Engine
@@ -28,6 +30,7 @@ from paceline.link.net import rendezvous, route
 from paceline.link.net.rendezvous import Unreached
 from paceline.link.net.store_server import MeetingPoint
 from paceline.registry import parse
+from paceline.step.run_state import RunState
 
 SECRET = b"of this run"
 
@@ -185,22 +188,21 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
     together(first.close, second.close)
 
 
+def run_of(world, seat, **options):
+    """As much of a training as knows who is in it."""
+    model = build()
+    job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
+    return RunState(job, world, Engine(), Exchange(), Codec(), Link(), seat)
+
+
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
     """Who comes late has never known another."""
-    seat, limits = Seat(0, 2), assignment.Limits((1, 1), (8, 8))
-    pace = SimpleNamespace(
-        loop=SimpleNamespace(seat=seat, drift=SimpleNamespace(divided=True), who="", balance=None),
-        job=SimpleNamespace(batch_size=8, accumulate=1, batch_norm="local"),
-        world=World(0, 1, 0, 3, local_sizes=(1, 1, 2)),
-        engine=SimpleNamespace(),
-        shares=(4, 4),
-        _who=str,
-        _follows=False,
-    )
-    membership.sit(pace, seat, limits, (1, 1))
-    assert pace.loop.drift.divided is False
-    membership.sit(pace, seat, limits, (1, 2))
-    assert pace.loop.drift.divided is True
+    seat, limits = Seat(0, 2), Limits((1, 1), (8, 8))
+    run = run_of(World(0, 1, 0, 3, local_sizes=(1, 1, 2)), seat, batch_size=8)
+    membership.assume(run, seat, limits, (1, 1))
+    assert run.world.sizes == (1, 1)
+    membership.assume(run, seat, limits, (1, 2))
+    assert run.world.sizes == (1, 2)
 
 
 # who is left, computes more
@@ -209,19 +211,12 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 @pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
 def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
     """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
-    job = SimpleNamespace(batch_size=96, batch_norm=batch_norm, accumulate=1)
-    loop = SimpleNamespace(seat=None, who="", balance=None, drift=None)
-    pace = SimpleNamespace(
-        loop=loop, job=job, world=World(num_nodes=3), shares=(48, 48), engine=SimpleNamespace(accumulate=1)
-    )
-    pace.leader, pace.record = True, SimpleNamespace(write=lambda kind, **facts: None)
-    pace._who, pace._follows = (lambda: "node 0"), False
-    membership.sit(pace, Seat(0, 2), assignment.Limits((1, 1), (40, 50)), (1, 1))
-    assert pace.engine.accumulate == times
-    loop.num_steps = 7
-    membership.tell(
-        pace, Regroup(origin=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48))
-    )
+    run = run_of(World(num_nodes=3), Seat(0, 3), batch_size=96, batch_norm=batch_norm)
+    membership.assume(run, Seat(0, 2), Limits((1, 1), (40, 50)), (1, 1))
+    assert run.engine.accumulate == times
+    run.leader, run.num_steps = True, 7
+    members = membership.Membership(run, RunFolder(None, run.record))
+    members.announce(Regroup(origin=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48)))
     said = capsys.readouterr().err
     assert "lost three at step 7" in said
     told = "node 0 computes 48 rows at once, and its most_rows is 40: batch_norm='sync' divides no batch" in said

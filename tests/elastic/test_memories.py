@@ -128,7 +128,7 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
     """How much of the gradient a codec sends may change: what it owes stays."""
     with owed.join(codec) as pace:
         assert pace.restore(two_nodes / "run")
-        assert pace.loop.num_steps == owed.MIDDLE
+        assert pace.num_steps == owed.MIDDLE
         kept = [memory for memory in pace.exchange.memory.values() if memory is not None]
         for batch in pace.batches(owed.data()):
             assert pace.step(batch) > 0
@@ -147,7 +147,7 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
         "methods": {"exchange": "allreduce", "codec": "none"},
         "shares": [4, 4],
     }
-    pace = SimpleNamespace(
+    run = SimpleNamespace(
         row="sequential",
         leader=False,
         shares=(4, 4),
@@ -156,12 +156,12 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
         methods={"exchange": "allreduce", "codec": "none"},
         engine=SimpleNamespace(weights=[torch.zeros(1)]),
     )
-    assert run_state._exchange(pace, said) == said["exchange"]
+    assert run_state._exchange(run, said) == said["exchange"]
     said["exchange"]["owing"] = [1]
-    pace.row = "replicas:2"
-    assert run_state._exchange(pace, said) == {"step": 7, "owing": [1]}
-    pace.methods = {"exchange": "allreduce", "codec": "feedback/topk"}
-    assert run_state._exchange(pace, said) == {"step": 7}
+    run.row = "replicas:2"
+    assert run_state._exchange(run, said) == {"step": 7, "owing": [1]}
+    run.methods = {"exchange": "allreduce", "codec": "feedback/topk"}
+    assert run_state._exchange(run, said) == {"step": 7}
 
 
 def test_a_layer_that_owes_goes_on_dense_under_another_plan():

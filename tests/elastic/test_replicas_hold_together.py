@@ -11,13 +11,14 @@ import ranks
 from launching import HERE, environment, launch
 from needs import want
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, rows
-from paceline.elastic.replica_sync import Drift
 from paceline.engine.compute.row_ranges import cut
 from paceline.engine.sequential import Engine
+from paceline.environment import World
 from paceline.link.net.metered import Ledger
 from paceline.report.page.run import load
 from paceline.report.page.summary import facts
 from paceline.report.record import Record, read
+from paceline.step.replica_sync import ReplicaSync
 
 pytestmark = pytest.mark.long
 
@@ -52,12 +53,11 @@ class Careless(Engine):
 
 
 def together(link, folder, optimizer="sgd", period=PERIOD, error=0.0):
-    rank = Rank(Ledger(link), build(), OPTIMIZERS[optimizer], engine=Careless(error * link.rank))
-    rank.loop.record = Record(folder / str(link.rank))
+    record, engine = Record(folder / str(link.rank)), Careless(error * link.rank)
+    rank = Rank(Ledger(link), build(), OPTIMIZERS[optimizer], engine=engine, record=record)
+    rank.drift = ReplicaSync(rank.run, period or PERIOD, QUIET, min_values=1)
     if period:
-        rank.loop.drift = Drift(
-            rank.engine, rank.exchange, rank.loop.record, link.rank == 0, period, QUIET, least_values=1
-        )
+        rank.run.observers.insert(1, rank.drift)
     return rank
 
 
@@ -65,7 +65,7 @@ def train(rank, num_steps):
     """The weights after each step."""
     states = []
     for i in range(num_steps):
-        rank.loop.step(Whole(BATCHES[i % len(BATCHES)]))
+        rank.step(Whole(BATCHES[i % len(BATCHES)]))
         states.append(rank.state())
     return states
 
@@ -96,7 +96,7 @@ def test_on_like_hardware_a_difference_is_gone_after_a_period(optimizer, tmp_pat
         train(rank, 8 + PERIOD)  # every value has been looked at after 8 steps
         states, kept = rank.state(), [value.clone() for value in remembered(rank)]
         train(rank, QUIET + 2)
-        assert not rank.loop.drift._left
+        assert not rank.drift._left
         return states, kept
 
     (one, kept_one), (other, kept_other), _ = ranks.run(3, work)
@@ -193,8 +193,8 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
     def work(link):
         rank = together(link, tmp_path, "momentum")
         train(rank, 1)
-        drift, weight = rank.loop.drift, rank.engine.weights[0]
-        drift.divided = True
+        drift, weight = rank.drift, rank.engine.weights[0]
+        rank.run.world = World(node=link.rank, num_nodes=2, local_sizes=(1, 2))
         if link.rank:
             turned = torch.empty_strided(weight.shape, (1, len(weight)), dtype=weight.dtype)
             rank.engine.backward.parameters[rank.engine.names[0]].data = turned.copy_(weight + 1)
@@ -203,7 +203,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         before = rank.exchange.link.sent_bytes
         for part in drift.parts:
             drift._spread(part)
-        assert (drift._gap > 0.1) == (link.rank == 1)
+        assert (drift._divergence > 0.1) == (link.rank == 1)
         return rank.engine.weights, rank.exchange.link.sent_bytes - before
 
     (one, num_bytes), (other, _) = ranks.run(2, work)

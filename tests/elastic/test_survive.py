@@ -12,6 +12,7 @@ from paceline.checkpoint import codec_state, transfer
 from paceline.checkpoint.checkpoint import CheckpointError, read, write
 from paceline.checkpoint.transfer import Others, Post
 from paceline.contract import LinkError
+from paceline.data.load_balance import Limits
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.engine.compute.evaluate import evaluate
@@ -125,13 +126,13 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
             engine=engine,
             batch_norm=batch_norm,
         )
-        limits = [assignment.Limits((1,) * size, (24,) * size)]
+        limits = [Limits((1,) * size, (24,) * size)]
 
         def regrouped(what):
             news.append(what)
-            rank.loop.seat, _, limits[0] = assignment.regroup(rank.loop.seat, None, 24, limits[0], what)
+            rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
 
-        exchange.rows = lambda: rank.loop.seat.dealt(24)[rank.loop.seat.node]
+        exchange.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
         exchange.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
@@ -270,12 +271,12 @@ def whatever(size, fate, does):
         engine = Engine()
         exchange = Surviving(allreduce.Exchange(), engine.relink)
         rank = Rank(Mortal(link, fate), build(Plain), exchange=exchange, engine=engine)
-        limits = [assignment.Limits((1,) * size, (24,) * size)]
+        limits = [Limits((1,) * size, (24,) * size)]
 
         def regrouped(what):
-            rank.loop.seat, _, limits[0] = assignment.regroup(rank.loop.seat, None, 24, limits[0], what)
+            rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
 
-        exchange.rows = lambda: rank.loop.seat.dealt(24)[rank.loop.seat.node]
+        exchange.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
         exchange.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)
         try:
@@ -294,7 +295,7 @@ def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
         said = []
         while len(said) < 5:  # who is deaf must not be the last to hear
             exchange.spread(rank.engine.buffers)
-            seat = rank.loop.seat
+            seat = rank.run.seat
             found = evaluate(
                 rank.model, rank.engine, exchange, seat, Numbered(), lambda _, y: (y.sum(), len(y) / 24), 3
             )
@@ -317,7 +318,7 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
 
     def does(exchange, rank):
         exchange.gather(b"before")
-        seat, team = rank.loop.seat, exchange.link.generation
+        seat, team = rank.run.seat, exchange.link.generation
         said = "sent"
         try:
             Post(seat.node, range(seat.num_nodes), exchange.gather, team).send(None if seat.node else read(run), (1, 2))
@@ -375,7 +376,7 @@ def test_wherever_one_dies_what_the_others_codecs_remember_is_brought_together(v
         fate, had = Fate((0, victim, number), after=after), []
 
         def does(exchange, rank, had=had):
-            mine = {0: torch.full((3,), float(rank.loop.seat.node)), 1: torch.ones(2)}
+            mine = {0: torch.full((3,), float(rank.run.seat.node)), 1: torch.ones(2)}
             found = codec_state.collect(exchange, True, mine)
             had += [[float(each[0][0]) for each in found]] if found else []
             generation = exchange.link.generation

@@ -7,8 +7,8 @@ import torch
 
 import paceline
 from paceline.contract import LinkError
-from paceline.elastic import consistency, membership, state_transfer
-from paceline.elastic.admission import Welcome
+from paceline.elastic import consistency, state_transfer
+from paceline.elastic.admission import Admission
 from waiting import until
 
 
@@ -16,8 +16,8 @@ class Doorkeeper:
     """One node asks to follow; what it is told is kept."""
 
     def __init__(self, pace):
-        said = {"turn": 1, "host": "late", "said": {}, "began": pace.began, "size": 1, "least": 1, "most": 8}
-        self.asked, self.told = {"late": {**said, "data": dict(pace._data)}}, {}
+        said = {"turn": 1, "host": "late", "said": {}, "began": pace.run.cursor.began, "size": 1, "least": 1, "most": 8}
+        self.asked, self.told = {"late": {**said, "data": dict(pace.run.cursor.facts)}}, {}
 
     def waiting(self):
         return self.asked
@@ -32,8 +32,8 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
     pace = paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential")
     with pace:
         door = Doorkeeper(pace)
-        monkeypatch.setattr(type(pace.ledger), "porter", door)
-        welcome = Welcome(pace, {})
+        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        welcome = admission(pace, {})
 
         def full(*given, **more):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
@@ -56,9 +56,13 @@ def test_who_has_other_samples_is_refused(monkeypatch):
         next(pace.batches(torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))))
         door = Doorkeeper(pace)
         door.asked["late"]["data"]["numbers of samples"] = 9
-        monkeypatch.setattr(type(pace.ledger), "porter", door)
-        Welcome(pace, {})._look()
+        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        admission(pace, {})._look()
         assert "different numbers of samples (8, 9)" in door.told["late"]["refused"]
+
+
+def admission(pace, said):
+    return Admission(pace.run, said, pace.training.end, pace.training._give_up)
 
 
 class Noted:
@@ -83,8 +87,8 @@ def welcoming(pace, monkeypatch):
     door = Doorkeeper(pace)
     door.lines = []
     door.line = lambda name: door.lines.append(Noted()) or door.lines[-1]
-    monkeypatch.setattr(type(pace.ledger), "porter", door)
-    return door, Welcome(pace, {})
+    monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+    return door, admission(pace, {})
 
 
 def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
@@ -97,7 +101,7 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
         def level():
             welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
-                following.part(state_transfer.part(pace, following.next))
+                following.part(state_transfer.part(pace.run, following.next))
             return welcome._ready
 
         (ready,) = until(level)
@@ -128,7 +132,7 @@ def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_as
             welcome._look()
             following = welcome._following["late"]
             if following.placed:
-                following.part(state_transfer.part(pace, following.next))
+                following.part(state_transfer.part(pace.run, following.next))
             return following.broken and following
 
         following = until(broken)
@@ -153,7 +157,7 @@ def test_who_does_not_come_when_all_meet_for_it_is_met_for_no_more(monkeypatch):
         while not door.told and meetings < 10:
             welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
-                following.part(state_transfer.part(pace, following.next))
+                following.part(state_transfer.part(pace.run, following.next))
             if welcome._ready:
                 welcome._admit()
                 meetings += 1
@@ -177,8 +181,8 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
-        pace.folder = tmp_path / "file" / "run"
-        membership._lead(pace)
+        pace.run.folder = pace.training.home.path = tmp_path / "file" / "run"
+        pace.training.home.take_over()
         before = model.weight.detach().clone()
         pace.step((torch.ones(8, 4), torch.ones(8, 2)))
         assert not torch.equal(before, model.weight)
@@ -203,8 +207,8 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
         door = Doorkeeper(pace)
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
-        monkeypatch.setattr(type(pace.ledger), "porter", door)
-        welcome = Welcome(pace, {"files of paceline": "mine"})
+        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        welcome = admission(pace, {"files of paceline": "mine"})
         welcome._own = own
         until(lambda: welcome._look() or door.told)
         monkeypatch.undo()

@@ -80,7 +80,7 @@ def test_one_process_of_several_that_sees_it_ends_all_with_the_same_words(alone)
         loss = detached if link.rank == 1 or not alone else F.cross_entropy
         rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss)
         with pytest.raises(NoGradient) as told:
-            rank.loop.step(Whole(data))
+            rank.step(Whole(data))
         return str(told.value), gap(rank.state(), model.state_dict())
 
     said = ranks.run(3, work)
@@ -102,7 +102,7 @@ def test_a_process_whose_rows_add_nothing_is_none_of_them():
 
     def work(link):
         many = Rank(link, model, OPTIMIZERS["sgd"], loss=constant)
-        few = many.loop.step(Whole((x[:2], y[:2].clamp(min=1)))).ballot  # of three ranks one has no row
+        few = many.step(Whole((x[:2], y[:2].clamp(min=1)))).ballot  # of three ranks one has no row
         return many.train([(x, y)]), few.weight
 
     for losses, weight in ranks.run(3, work):
@@ -116,7 +116,7 @@ def test_batch_norm_over_everyone_waits_for_nobody_who_has_no_gradient():
 
     def work(link):
         loss = detached if link.rank else F.cross_entropy
-        Rank(link, model, OPTIMIZERS["sgd"], loss=loss, batch_norm="sync").loop.step(Whole(data))
+        Rank(link, model, OPTIMIZERS["sgd"], loss=loss, batch_norm="sync").step(Whole(data))
 
     with pytest.raises(NoGradient, match="with batch_norm='sync' every process with rows takes part in backward"):
         ranks.run(2, work)
@@ -167,7 +167,7 @@ def test_it_is_an_error_on_all_processes_and_of_one_alone_it_is_none():
         rank = Rank(link, model, OPTIMIZERS["sgd"])
         losses = rank.train([(x, some)])
         with pytest.raises(NoGradient, match="nothing in the global batch counts"):
-            rank.loop.step(Whole((x, none)))
+            rank.step(Whole((x, none)))
         return losses
 
     for losses in ranks.run(2, work):

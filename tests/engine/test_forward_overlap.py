@@ -28,7 +28,7 @@ def train(size, model, overlap="forward", batches=BATCHES, schedule=None, forms=
     def work(link):
         rank = rank_of(link, model, overlap, forms, **options)
         rank.engine.accumulate = accumulate
-        rank.loop.schedule = schedule(rank.optimizer) if schedule else None
+        rank.run.job.scheduler = schedule(rank.optimizer) if schedule else None
         losses = rank.train(batches)
         held = len(rank.engine._later._coming)
         state, moments = rank.state(), rank.optimizer.state_dict()["state"]
@@ -228,11 +228,11 @@ def test_a_gradient_that_is_not_finite_is_told_one_step_later_by_everyone_alike(
         before, after = rank.state(), twin.state()
         if link.rank == 1:
             hook = rank.model.second.weight.register_hook(lambda grad: grad * float("nan"))
-        rank.loop.step(Whole(BATCHES[2]))
+        rank.step(Whole(BATCHES[2]))
         if link.rank == 1:
             hook.remove()
         with pytest.raises(NotFinite, match=r"gradient of step 2 is not finite \(second\.weight\)") as caught:
-            rank.loop.step(Whole(BATCHES[3]))
+            rank.step(Whole(BATCHES[3]))
         state = rank.state()
         assert torch.equal(state["second.weight"], before["second.weight"])
         assert all(torch.equal(state[name], after[name]) for name in ("first.weight", "third.weight"))

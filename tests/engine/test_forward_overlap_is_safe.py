@@ -108,7 +108,7 @@ def test_a_thread_that_sends_late_sends_the_same_and_what_is_decided_by_it_is_de
         late = link.rank == 1
         if late:
             link.leave.event.clear()
-        rank.loop.step(Whole(BATCHES[0]))
+        rank.step(Whole(BATCHES[0]))
         costs = rank.exchange._before[1]
         link.leave.event.set()
         rank.train(BATCHES[1:3])

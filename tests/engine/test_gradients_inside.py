@@ -138,7 +138,7 @@ def test_an_input_that_is_filled_anew_after_the_step_leaves_as_it_was():
         exchange = Held(FACTORS)
         exchange.overlap, exchange.gate = "forward", threading.Event()
         rank, data = Rank(link, model, exchange=exchange), [part.clone() for part in BATCHES[0]]
-        rank.loop.step(Batch(data))
+        rank.step(Batch(data))
         data[0].fill_(9.0)
         exchange.gate.set()
         rank.engine.settle()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Rank, gap
-from paceline.contract import NoGradient
+from paceline.contract import GlobalBatch, NoGradient
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -74,7 +74,7 @@ def rows(labels):
     return batch
 
 
-class Padded:
+class Padded(GlobalBatch):
     """A global batch whose shares are each as long as their own longest sentence, as a collate_fn makes them."""
 
     def __init__(self, batch):
@@ -112,7 +112,7 @@ def test_processes_with_unlike_numbers_of_labels_train_what_one_does(name):
 
     def work(link):
         rank = Rank(link, model, OPTIMIZERS["sgd"], loss=None, shares=(5, 1, 2)[: link.size])
-        return [rank.loop.step(Padded(batch)).ballot for _ in range(2)], rank.state()
+        return [rank.step(Padded(batch)).ballot for _ in range(2)], rank.state()
 
     for size in (2, 3):
         for ballots, state in ranks.run(size, work):

@@ -87,11 +87,11 @@ def test_fp16_is_the_loop_with_a_gradient_scaler(engine, monkeypatch):
     model, batches = net(), data(14)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     pace = paceline.join(model, optimizer, F.cross_entropy, batch_size=ROWS, engine=engine, precision="fp16")
-    pace.loop.scaler.scale = 2.0**24
+    pace.run.scaler.scale = 2.0**24
     losses, scales, skipped = [], [], 0
     for batch in batches:
         losses.append(pace.step(batch))
-        scales.append(pace.loop.scaler.scale)
+        scales.append(pace.run.scaler.scale)
         skipped += pace.agreement.verdict is Verdict.SKIP
     pace.close()
     same = net()
@@ -126,7 +126,7 @@ def test_a_step_that_overflows_has_never_been():
     random = torch.get_rng_state()
     pace.step((bad[0] * 1e30, bad[1]))
     assert pace.agreement.verdict is Verdict.SKIP
-    assert pace.loop.scaler.scale == precision.START / 2
+    assert pace.run.scaler.scale == precision.START / 2
     after, same_numbers = everything(model, optimizer, schedule)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert same_numbers == numbers
@@ -235,7 +235,7 @@ def test_a_loss_that_is_not_finite_names_step_rate_and_layer_and_leaves_no_trace
     files = {path: path.read_bytes() for path in kept.iterdir()}
     before = [tensor.clone() for tensor in model.state_dict().values()]
     random = torch.get_rng_state()
-    step = pace.loop.num_steps
+    step = pace.num_steps
     with pytest.raises(FloatingPointError, match=rf"the loss is not finite at step {step}: .*rate 0.125; .*{words}"):
         pace.step(batch)
     assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))

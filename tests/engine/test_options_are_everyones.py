@@ -71,7 +71,7 @@ def test_a_number_changed_on_one_rank_alone_is_told_as_that(what, capsys):
 def test_a_schedule_that_moves_in_lockstep_is_no_difference():
     def work(link):
         rank = Rank(Ledger(link), build(), OPTIMIZERS["adam"])
-        rank.loop.schedule = torch.optim.lr_scheduler.OneCycleLR(rank.optimizer, 0.1, total_steps=6)
+        rank.run.job.scheduler = torch.optim.lr_scheduler.OneCycleLR(rank.optimizer, 0.1, total_steps=6)
         rank.train([rows(24, i) for i in range(5)])
         return rank.optimizer.param_groups[0]["lr"]
 

@@ -38,11 +38,11 @@ def test_a_step_that_one_rank_did_not_make_is_not_made_up_with_another_batch():
         rank = Rank(link, build())
         rank.train(BATCHES[:1])
         with pytest.raises(KeyError if link.rank else LinkError):
-            rank.loop.step(Broken(BATCHES[1]))
+            rank.step(Broken(BATCHES[1]))
         with pytest.raises(LinkError, match="interrupted here, and the others are still in it; join again"):
-            rank.loop.step(Whole(BATCHES[2]))
+            rank.step(Whole(BATCHES[2]))
         link.hub.kill(link.rank)
-        return rank.loop.num_steps
+        return rank.run.num_steps
 
     assert ranks.run(2, work) == [1, 1]
 
@@ -54,7 +54,7 @@ def test_batches_of_different_length_are_told():
         rank = Rank(link, build())
         rank.train(BATCHES[:1])
         with pytest.raises(ValueError, match=r"batches of 24, 23 rows for one and the same step; give each process"):
-            rank.loop.step(Whole(rows(24 - link.rank, 1)))
+            rank.step(Whole(rows(24 - link.rank, 1)))
 
     ranks.run(2, work)
 
@@ -140,8 +140,8 @@ def test_between_averages_all_stop_after_the_same_step():
     def work(link):
         rank, stops = Rank(link, build(), exchange="periodic:3"), []
         for number in range(8):
-            rank.loop.stop = 15 if link.rank and number >= 1 else 0
-            stops.append(rank.loop.step(Whole(BATCHES[number % 5])).ballot.stop)
+            rank.run.stop = 15 if link.rank and number >= 1 else 0
+            stops.append(rank.step(Whole(BATCHES[number % 5])).ballot.stop)
         return stops
 
     one, other = ranks.run(2, work)

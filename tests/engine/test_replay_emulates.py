@@ -95,7 +95,7 @@ def test_eight_nodes_add_up_what_each_has_filled_in_and_take_the_recorded_time(f
         rank.exchange.choice.seen = True
         for _ in range(2):
             start = time.perf_counter()
-            agreement = rank.loop.step(Whole(rows(NODES * ROWS, 1)))
+            agreement = rank.step(Whole(rows(NODES * ROWS, 1)))
             step_s = time.perf_counter() - start
             assert agreement.verdict is Verdict.APPLY
             assert agreement.ballot.weight == NODES * ROWS

@@ -133,13 +133,13 @@ def test_a_late_node_is_told_of_it():
     with join(leader) as pace:
         pace.step(BATCH)
         message = bytearray(
-            b"".join(state_transfer.Message({**state_transfer.copy(pace), **state_transfer.rest(pace)}).parts())
+            b"".join(state_transfer.Message({**state_transfer.copy(pace.run), **state_transfer.rest(pace.run)}).parts())
         )
         said, want = state_transfer.read(message), dense(leader.state_dict())
-        assert state_transfer.parts(pace) == [[]]
+        assert state_transfer.parts(pace.run) == [[]]
     with join(guest) as pace:
-        state_transfer.take(pace, said)
-        state_transfer.adopt(pace, said, 0)
+        state_transfer.take(pace.run, said)
+        state_transfer.adopt(pace.run, said, 0)
         assert gap(dense(guest.state_dict()), want) == 0.0
         assert torch.equal(guest.aside.to_dense(), leader.aside.to_dense())
 

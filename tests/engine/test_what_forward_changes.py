@@ -133,7 +133,7 @@ def on_nodes(size, model, data, **options):
     def work(link):
         rank = Rank(link, model, **options)
         said = []
-        rank.loop.moved.record.write = lambda kind, **facts: said.append(facts["text"]) if kind == "hint" else None
+        rank.run.record.write = lambda kind, **facts: said.append(facts["text"]) if kind == "hint" else None
         rank.train(data)
         rank.exchange.close()
         rank.engine.close()
@@ -284,7 +284,7 @@ def test_own_buffers_of_replicas_and_micro_batches_are_reported_once():
     ):
         engine.accumulate, exchange = accumulate, "tree" if engine.num_shares else "allreduce"
         rank, said = Rank(world(1)[0], build(Codebook), exchange=exchange, engine=engine), []
-        rank.loop.moved.record.write = lambda kind, said=said, **facts: said.append(facts.get("text"))
+        rank.run.record.write = lambda kind, said=said, **facts: said.append(facts.get("text"))
         rank.train([rows(24, seed) for seed in range(3)])
         engine.close()
         assert [words in text and "'codes'" in text for text in filter(None, said)] == [True]

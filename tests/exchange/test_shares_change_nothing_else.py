@@ -71,7 +71,7 @@ def test_weights_averaged_at_every_step_are_weighted_by_rows(shares):
     def work(link):
         rank = Rank(link, build(), OPTIMIZERS["sgd"], shares=shares, batch=32, exchange="periodic:1")
         for data in WHOLE:
-            rank.loop.step(Whole(data))
+            rank.step(Whole(data))
         return rank.state()
 
     for state in ranks.run(2, work):
@@ -110,7 +110,7 @@ def test_forms_are_chosen_anew_for_other_shares_by_everyone_alike(monkeypatch):
         rank = Rank(link, model, batch=54)
         rank.train(data[:3])
         before = list(rank.exchange.forms())
-        rank.loop.seat = sampler.Seat(link.rank, 3, shares=(48, 3, 3))
+        rank.run.seat = sampler.Seat(link.rank, 3, shares=(48, 3, 3))
         rank.exchange.dealt(48 / 54)
         after = list(rank.exchange.forms())
         rank.train(data[3:])
@@ -172,15 +172,15 @@ def test_a_slowed_node_gets_fewer_rows_and_them_back_and_every_sample_counts_onc
             mine[step[0]] = target.tolist()
             return entropy(output, target)
 
-        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss)
+        record = Record(tmp_path if not link.rank else None)
+        rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss, record=record)
         rank.redealt, shares, losses = 0, [(12, 12)], []
-        rank.loop.balance = Balance(24, [1, 1], [24, 24])
-        rank.loop.record = Record(tmp_path if not link.rank else None)
-        made = batches(source, 24, epochs, 3, lambda: rank.loop.seat, workers=workers)
+        rank.run.balance = Balance(24, [1, 1], [24, 24])
+        made = batches(source, 24, epochs, 3, lambda: rank.run.seat, workers=workers)
         for batch in made:
-            ballot = rank.loop.step(batch).ballot
+            ballot = rank.step(batch).ballot
             losses.append(ballot.loss_sum / ballot.weight)
-            shares.append(rank.loop.seat.dealt(24))
+            shares.append(rank.run.seat.dealt(24))
             step[0] += 1
             rank.redealt = rank.redealt or (shares[-1][1] < 12 and shares[-1][1])
             if rank.redealt and shares[-1][1] > rank.redealt:
@@ -226,11 +226,11 @@ def test_nodes_that_average_every_other_step_deal_anew_too():
             return entropy(output, target)
 
         rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="periodic:2", loss=loss)
-        rank.loop.balance, shares = Balance(24, [1, 1], [24, 24]), [(12, 12)]
-        made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.loop.seat)
+        rank.run.balance, shares = Balance(24, [1, 1], [24, 24]), [(12, 12)]
+        made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.run.seat)
         for batch in made:
-            rank.loop.step(batch)
-            shares.append(rank.loop.seat.dealt(24))
+            rank.step(batch)
+            shares.append(rank.run.seat.dealt(24))
             if shares[-1] != shares[-2]:
                 break
         made.close()

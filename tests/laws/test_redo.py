@@ -13,6 +13,7 @@ from paceline.contract import DENSE, FACTORS, Ballot, Spec, Verdict
 from paceline.data import batches, sampler
 from paceline.data.sampler import Seat
 from paceline.engine.compute import rng
+from paceline.environment import World
 from paceline.exchange import allreduce
 from paceline.exchange.flow.autotuner import Choice
 from paceline.link import memory
@@ -69,10 +70,9 @@ def test_a_refused_step_leaves_no_trace(codec):
     def work(link):
         exchange = Refusing(steps, rank=link.size - 1)
 
-        def check(seat):
+        def check(run):
             now = everything(rank)
             compared.append(same(now[0], before[0]) and (link.size > 1 or same(now[1], before[1])))
-            return seat
 
         rank = Rank(link, model, exchange=exchange, codec=codec, rejoin=check)
 
@@ -133,7 +133,7 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
     def work(link):
         exchange = Refusing([4, 8] if link.rank == 0 else [], rank=0)
 
-        def rejoin(seat):
+        def rejoin(run):
             generation = exchange.link.generation + 1
             leaver = {1: 1, 2: 0}[generation]
             if exchange.link.rank == leaver:
@@ -141,13 +141,14 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
                 raise Gone
             rank_now = exchange.link.rank - (exchange.link.rank > leaver)
             exchange.rebuild(memory.Link(generations[generation], rank_now, generation))
-            return Seat(rank_now, exchange.link.size)
+            run.seat = Seat(rank_now, exchange.link.size)
+            run.world = World(node=rank_now, num_nodes=exchange.link.size)
 
         rank = Rank(link, model, OPTIMIZERS[optimizer], exchange=exchange, rejoin=rejoin)
         losses = []
         try:
-            for batch in batches.batches(Fetched(), 24, 1, seed=3, seat=rank.loop.seat):
-                ballot = rank.loop.step(batch).ballot
+            for batch in batches.batches(Fetched(), 24, 1, seed=3, seat=rank.run.seat):
+                ballot = rank.step(batch).ballot
                 losses.append(ballot.loss_sum / ballot.weight)
             return losses, rank.state()
         except Gone:

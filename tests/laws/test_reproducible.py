@@ -34,7 +34,7 @@ def train(size, model, batches=BATCHES, shares=None, num_shares=SHARES, **option
     def work(link):
         engine = Engine(num_shares, num_threads=1)
         rank = Rank(link, model, exchange="tree", engine=engine, **options)
-        rank.loop.seat = Seat(link.rank, link.size, shares=shares, virtual=num_shares)
+        rank.run.seat = Seat(link.rank, link.size, shares=shares, virtual=num_shares)
         losses = rank.train(batches)
         rank.exchange.close()
         return rank.state(), losses

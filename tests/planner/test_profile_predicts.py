@@ -225,8 +225,7 @@ def test_a_trial_takes_a_part_of_a_batch_where_that_has_parts(collate, cut):
     seat = Seat(0, 1)
     (batch,) = batches.batches(DataLoader(data, batch_size=16, collate_fn=collate), 16, 1, 0, seat)
     watch = SimpleNamespace(part=lambda rows: rows // 4)
-    pace = SimpleNamespace(form=None, stopwatch=watch, loop=SimpleNamespace(seat=seat))
-    few = looking.answer(pace, batch, None)
+    few = looking.ProfileJob(SimpleNamespace(seat=seat), watch, None).takes(batch, own=False)
     assert few.weight == len(few.share(seat)[1]) == (4 if cut else 16)
 
 

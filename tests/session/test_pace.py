@@ -60,7 +60,7 @@ def test_an_epoch_that_is_left_is_over():
 def test_rows_of_ones_own_have_no_place_in_an_epoch():
     pace = joined()
     pace.step((torch.ones(4, 2), torch.ones(4)))
-    assert (pace.epoch, pace.next_step, pace.loop.num_steps) == (0, 0, 1)
+    assert (pace.epoch, pace.next_step, pace.num_steps) == (0, 0, 1)
     pace.close()
 
 
@@ -212,7 +212,7 @@ def test_a_trial_neither_reads_nor_writes_the_run(tmp_path, monkeypatch):
 
 def test_a_signal_after_the_last_step_is_told_by_the_exit_code():
     with pytest.raises(paceline.Stopped) as raised, joined(scheduler=None) as pace:
-        pace.loop.stop = 15
+        pace.run.stop = 15
     assert raised.value.code == 143
 
 

@@ -24,7 +24,6 @@ from paceline.exchange.flow import buffer_broadcast
 from paceline.job import Job
 from paceline.link.memory import world
 from paceline.registry import parse
-from paceline.report.trace import _Timed
 
 BATCHES = [rows(24, seed) for seed in range(4)]
 
@@ -172,7 +171,7 @@ def test_a_step_that_counts_nothing_leaves_what_is_owed(overlap):
         before, weights = owed(rank), rank.state()
         x, y = BATCHES[1]
         with pytest.raises(NoGradient, match="every process's weight is 0"):
-            rank.loop.step(Whole((x, torch.full_like(y, -1))))
+            rank.step(Whole((x, torch.full_like(y, -1))))
         rank.engine.settle()
         after = owed(rank)
         rank.exchange.close()
@@ -211,7 +210,7 @@ def test_a_layer_that_owes_does_not_become_factors():
         rank = Rank(link, build(), OPTIMIZERS["sgd"], "allreduce:forms=bytes", OWING, batch=96)
         choice = rank.exchange.choice
         (index,) = [spec.index for spec in rank.engine.specs if "second.weight" in spec.names]
-        rank.loop.step(Whole(rows(150, 0)))
+        rank.step(Whole(rows(150, 0)))
         before = rank.exchange.forms()[index], index in owed(rank)
         choice.total, choice.most = [24] * len(choice.specs), [12] * len(choice.specs)
         rank.exchange.dealt(0.5)
@@ -371,7 +370,7 @@ def test_a_process_whose_own_rows_are_none_has_no_rows():
         rank = Rank(link, model, OPTIMIZERS["sgd"])
         for part in ((x[:1], y[:1]), (x[1:], y[1:])):
             mine = tuple(each[link.rank :: 2] for each in part)
-            rank.loop.step(Given(mine, float(len(part[0]))))
+            rank.step(Given(mine, float(len(part[0]))))
         return rank.state()
 
     want, _ = reference(model, [(x[:1], y[:1]), (x[1:], y[1:])], OPTIMIZERS["sgd"])
@@ -404,11 +403,3 @@ def test_a_process_without_rows_settles_where_the_others_do():
     rank.engine._in_step, rank.engine.settle = step, lambda: seen.append("settled")
     rank.engine.gradient(None, 1.0, rank.exchange.forms(), lambda piece: None)
     assert seen == ["in", "settled", "out"]
-
-
-def test_what_is_drawn_is_told_what_the_engine_is_told():
-    """Story: in steps that were drawn, how many samples a batch has reached a wrapper alone, and rows were counted."""
-    engine = Engine()
-    timed = _Timed(engine, {})
-    timed.held = 7
-    assert (engine.held, timed.held) == (7, 7)

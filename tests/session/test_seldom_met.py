@@ -157,10 +157,10 @@ def test_a_schedule_is_at_one_place_on_nodes_that_average_now_and_then():
 
     def work(link):
         rank = Rank(link, build(), exchange="periodic:2")
-        rank.loop.schedule = torch.optim.lr_scheduler.StepLR(rank.optimizer, 1, 0.5)
+        rank.run.job.scheduler = torch.optim.lr_scheduler.StepLR(rank.optimizer, 1, 0.5)
         for count in (24, 1, 24):
-            rank.loop.step(Whole(rows(count, 1)))
-        return rank.loop.schedule.last_epoch
+            rank.step(Whole(rows(count, 1)))
+        return rank.run.job.scheduler.last_epoch
 
     assert ranks.run(2, work) == [3, 3]
 

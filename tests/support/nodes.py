@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline import contract
-from paceline.contract import Exchange, Link
+from paceline.contract import Exchange, GlobalBatch, Link
 from paceline.data.sampler import Seat
 from paceline.engine.sequential import Engine
-from paceline.exchange.flow.forward_state_sync import Moved
+from paceline.environment import World
+from paceline.job import Job
 from paceline.registry import parse
 from paceline.report.record import Record
-from paceline.step import Loop
+from paceline.report.step_record import StepRecord
+from paceline.step.forward_state_sync import ForwardStateSync
+from paceline.step.rebalance import Rebalance
+from paceline.step.run_state import RunState
+from paceline.step.step import step
 from paceline.train.lars import LARS
 
 IN, HIDDEN, OUT = 96, 128, 3  # 96 x 128 in float64 is large enough to travel as factors
@@ -150,7 +155,7 @@ def rows(count: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Ten
     return x, torch.randint(0, OUT, (count,), generator=dice)
 
 
-class Whole:
+class Whole(GlobalBatch):
     """A global batch as the loop knows it."""
 
     def __init__(self, data: Sequence[Tensor]):
@@ -159,6 +164,16 @@ class Whole:
     def share(self, seat: Seat) -> Any:
         mine = seat.rows(len(self.data[0]))
         return tuple(part[mine.start : mine.stop] for part in self.data) if mine else None
+
+
+class Rejoins(contract.StepObserver):
+    """Before a step is computed again, ``rejoin`` is called."""
+
+    def __init__(self, run: RunState, rejoin: Callable[[RunState], None]):
+        self.run, self.rejoin = run, rejoin
+
+    def again(self, step: int, agreement: contract.Agreement) -> None:
+        self.rejoin(self.run)
 
 
 class Rank:
@@ -174,11 +189,12 @@ class Rank:
         clip: float | None = None,
         shares: tuple[float, ...] | None = None,
         loss: Callable[..., Any] = F.cross_entropy,
-        rejoin: Callable[[Any], Any] = lambda seat: seat,
+        rejoin: Callable[[RunState], None] = lambda run: None,
         batch: int = 24,
         engine: contract.Engine | None = None,
         batch_norm: str = "local",
         buffers: str = "own",
+        record: Record | None = None,
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
@@ -186,29 +202,32 @@ class Rank:
         self.engine.divided = link.size > 1
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
-        self.exchange.open(
-            self.engine.specs, link, parse("codec", codec), -(-batch // link.size), absorbs=self.engine.absorbs
-        )
+        made = parse("codec", codec)
+        self.exchange.open(self.engine.specs, link, made, -(-batch // link.size), absorbs=self.engine.absorbs)
         if batch_norm == "sync":
             self.engine.sync_norm(link)
         seat = Seat(link.rank, link.size, shares=shares)
-        self.loop = Loop(self.engine, self.exchange, seat, Record(), clip, rejoin, f"rank {link.rank}")
+        job = Job(self.model, self.optimizer, loss, batch, clip)
+        world = World(node=link.rank, num_nodes=link.size)
+        who = f"rank {link.rank}"
+        record = record or Record()
+        self.run = RunState(job, world, self.engine, self.exchange, made, link, seat, who=who, clip=clip, record=record)
+        self.run.leader = not link.rank
+        self.run.observers = [StepRecord(record, self.engine, self.exchange), Rejoins(self.run, rejoin)]
         if self.exchange.consensus == "step":
-            self.loop.moved = Moved(
-                self.engine.moving,
-                self.exchange,
-                self.loop.record,
-                lambda: self.exchange.link.rank,
-                lambda: self.exchange.link.rank == 0,
-                buffers == "broadcast",
-                self.engine.answered if batch_norm == "sync" else None,
-                self.engine.accumulate,
-            )
+            answered = self.engine.answered if batch_norm == "sync" else None
+            passes = self.engine.accumulate
+            self.moved = ForwardStateSync(self.run, self.engine.moving, buffers == "broadcast", answered, passes)
+            self.run.observers.append(self.moved)
+        self.run.observers.append(Rebalance(self.run))
+
+    def step(self, batch: Any) -> contract.Agreement:
+        return step(self.run, batch)
 
     def train(self, batches: Sequence[Sequence[Tensor]]) -> list[float]:
         losses = []
         for data in batches:
-            ballot = self.loop.step(Whole(data)).ballot
+            ballot = self.step(Whole(data)).ballot
             losses.append(ballot.loss_sum / ballot.weight)
         return losses
 

@@ -37,7 +37,7 @@ def redos(pace: paceline.Pace) -> list[int]:
     def watched(ballot: Any) -> Any:
         agreement = agree(ballot)
         if agreement.verdict is Verdict.REDO:
-            seen.append(pace.loop.num_steps)
+            seen.append(pace.num_steps)
         return agreement
 
     pace.exchange.agree = watched

@@ -75,20 +75,20 @@ class Kind:
             **self.options,
         ) as pace:
             if self.scale:
-                pace.loop.scaler.scale = self.scale
+                pace.run.scaler.scale = self.scale
             if start:
                 assert pace.restore(start)
-                assert pace.facts == {"seen": pace.loop.num_steps}
+                assert pace.facts == {"seen": pace.num_steps}
             for batch in pace.batches(Noisy(self.noise), EPOCHS):
                 losses.append(pace.step(batch))
                 if batch.ends_epoch:
                     pace.evaluate(Noisy(0.0), lambda output, target: (output.argmax(1) == target).sum())
                 if save:
-                    pace.facts["seen"] = pace.loop.num_steps
-                    pace.save(wait=pace.loop.num_steps % 2 == 0)  # both ways
+                    pace.facts["seen"] = pace.num_steps
+                    pace.save(wait=pace.num_steps % 2 == 0)  # both ways
             state = [tensor.detach().clone() for tensor in model.state_dict().values()]
             state += [value for value in _leaves(pace.engine.optimizer_state()["state"]) if isinstance(value, Tensor)]
-            state += [torch.tensor([pace.loop.scaler.scale, optimizer.param_groups[0]["lr"]], dtype=torch.float64)]
+            state += [torch.tensor([pace.run.scaler.scale, optimizer.param_groups[0]["lr"]], dtype=torch.float64)]
         return losses, state
 
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from nodes import ONE_AT_A_TIME
-from paceline import pace as pace_
 from paceline.environment import World
 from paceline.job import Job
 from paceline.pace import Pace
 from paceline.planner.diagnose import equivalence
 from paceline.planner.diagnose.equivalence import Comparison, Witness
 from paceline.registry import parse
+from paceline.training import Training
 from ranks import run
 
 ROWS, STEPS, BATCH, IN, HIDDEN, OUT = 48, 3, 12, 6, 8, 3
@@ -77,7 +77,7 @@ class Script:
         parts[0].accumulate = job.accumulate
         _here.witness = told
         try:
-            pace = Pace(job, *parts, link, world, None)
+            pace = Pace(Training(job, *parts, link, world, None))
             for batch in pace.batches(self.data(Rows(self.item)), epochs=9, shuffle=False):
                 if self.own:
                     rows = pace.rows(batch)
@@ -106,7 +106,7 @@ def size() -> int:
 
 def verified(script: Script, folder: Path, monkeypatch: Any, nodes: int = 2, looks: bool = False) -> Comparison:
     """``looks``: for causes, even where both runs are the same."""
-    monkeypatch.setattr(pace_.Witness, "of_environment", classmethod(lambda cls: _here.witness))
+    monkeypatch.setattr(Witness, "of_environment", classmethod(lambda cls: _here.witness))
     many, one, again = (folder / name for name in ("many", "one", "again"))
     join = "join0"
 

@@ -1,4 +1,4 @@
-"""All that a run is, as values: to be kept in a checkpoint, and to go on from. ``pace`` is `session.Pace`."""
+"""All that a run is, as values: to be kept in a checkpoint, and to go on from."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.engine.compute import rng
 from paceline.exchange.flow import buffer_broadcast
+from paceline.step.run_state import RunState
 
 MEMORIES = "state['memories']"  # where they lie in a checkpoint: values that nobody changes
 CHOSEN = ("forms", "never", "seen", "groups", "most", "total")  # of an exchange, for its nodes and their engines
 
 
-def state(pace: Any) -> dict[str, Any]:
+def state(run: RunState) -> dict[str, Any]:
     """Everything but the weights. Every process must call it."""
     mine = json.dumps(rng.to_json(rng.state())).encode()
-    exchange = pace.exchange.state()
+    exchange = run.exchange.state()
     memory = exchange.pop("memory", None)
     return {
-        "epoch": pace.epoch,
-        "next_step": pace.next_step,
-        "began": pace.began,
-        "call": pace.calls + pace.between,
-        "between": pace.between,
-        "join": pace.number,
-        "seed": pace.job.seed,
-        "batch_size": pace.job.batch_size,
-        "shares": list(pace.shares),
-        "optimizer_kind": type(pace.job.optimizer).__name__,
-        "optimizer": pace.engine.optimizer_state(),
-        "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
-        "scaler": dict(vars(pace.loop.scaler)),
+        "epoch": run.cursor.epoch,
+        "next_step": run.cursor.next_step,
+        "began": run.cursor.began,
+        "call": run.cursor.calls + run.cursor.between,
+        "between": run.cursor.between,
+        "join": run.number,
+        "seed": run.job.seed,
+        "batch_size": run.job.batch_size,
+        "shares": list(run.shares),
+        "optimizer_kind": type(run.job.optimizer).__name__,
+        "optimizer": run.engine.optimizer_state(),
+        "schedule": run.job.scheduler.state_dict() if run.job.scheduler else None,
+        "scaler": dict(vars(run.scaler)),
         "exchange": exchange,
-        "specs": _names(pace),
-        "random": [json.loads(words) for words in pace.exchange.gather(mine)],
-        "memories": codec_state.collect(pace.exchange, pace.world.local_rank == 0, memory),
-        "methods": pace.methods,
-        "plan": pace.row,
-        "facts": pace.facts,
+        "specs": _names(run),
+        "random": [json.loads(words) for words in run.exchange.gather(mine)],
+        "memories": codec_state.collect(run.exchange, run.world.local_rank == 0, memory),
+        "methods": run.methods,
+        "plan": run.row,
+        "facts": run.facts,
     }
 
 
-def restore(pace: Any, kept: Checkpoint) -> None:
+def restore(run: RunState, kept: Checkpoint) -> None:
     """Every process must call it. Raises ValueError for a checkpoint of another model or job."""
-    said, job = kept.state, pace.job
+    said, job = kept.state, run.job
     mine = {"seed": job.seed, "batch_size": job.batch_size, "optimizer_kind": type(job.optimizer).__name__}
     if different := [name for name, value in mine.items() if said[name] != value]:
         faults = ", ".join(f"{name.removesuffix('_kind')} {said[name]} (here {mine[name]})" for name in different)
@@ -60,65 +61,65 @@ def restore(pace: Any, kept: Checkpoint) -> None:
         )
     load(job.model, kept.weights, str(kept.path))
     try:
-        pace.engine.load_optimizer_state(said["optimizer"])
+        run.engine.load_optimizer_state(said["optimizer"])
     except (ValueError, KeyError) as error:
         raise ValueError(f"the checkpoint {kept.path} is of another optimizer: {error}") from None
     if job.scheduler and said["schedule"]:
         job.scheduler.load_state_dict(said["schedule"])
-    if pace.loop.scaler.moves and said["scaler"]["moves"]:
-        vars(pace.loop.scaler).update(said["scaler"])
-    if exchange := _exchange(pace, said):
-        pace.exchange.load(exchange)
-    if len(said["random"]) == pace.world.size:
-        rng.set_state(rng.of_json(said["random"][pace.world.rank]))
-    pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
-    pace.loop.num_steps, pace.facts = kept.step, said["facts"]
+    if run.scaler.moves and said["scaler"]["moves"]:
+        vars(run.scaler).update(said["scaler"])
+    if exchange := _exchange(run, said):
+        run.exchange.load(exchange)
+    if len(said["random"]) == run.world.size:
+        rng.set_state(rng.of_json(said["random"][run.world.rank]))
+    run.cursor.epoch, run.cursor.next_step, run.cursor.began = said["epoch"], said["next_step"], said["began"]
+    run.num_steps, run.facts = kept.step, said["facts"]
     shares = tuple(said.get("shares", ()))
-    if pace.loop.balance and pace.loop.balance.allows(shares):
-        pace.loop.seat = dataclasses.replace(pace.loop.seat, shares=shares)
-    pace.exchange.spread(pace.engine.weights)
-    buffer_broadcast.spread(job.model, pace.engine, pace.exchange)
+    if run.balance and run.balance.allows(shares):
+        run.seat = dataclasses.replace(run.seat, shares=shares)
+    run.exchange.spread(run.engine.weights)
+    buffer_broadcast.spread(job.model, run.engine, run.exchange)
 
 
-def _exchange(pace: Any, said: dict[str, Any]) -> dict[str, Any]:
+def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
     """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
     # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
-    same = json.loads(pace.exchange.gather(json.dumps(said["plan"] == pace.row).encode())[0])
-    methods, world, exchange = said.get("methods", pace.methods), pace.world, dict(said["exchange"])
+    same = json.loads(run.exchange.gather(json.dumps(said["plan"] == run.row).encode())[0])
+    methods, world, exchange = said.get("methods", run.methods), run.world, dict(said["exchange"])
     remembered = said.get("memories") or [exchange.get("memory")]
     exchange.pop("memory", None)
-    if pace.leader and methods != pace.methods and codec_state.owes(remembered):
-        here = pace.methods
-        _tell_left_out(pace, [f"{k} {was!r} (here {here[k]!r})" for k, was in methods.items() if was != here[k]])
-    if methods["exchange"] != pace.methods["exchange"]:
+    if run.leader and methods != run.methods and codec_state.owes(remembered):
+        here = run.methods
+        _tell_left_out(run, [f"{k} {was!r} (here {here[k]!r})" for k, was in methods.items() if was != here[k]])
+    if methods["exchange"] != run.methods["exchange"]:
         return {}
-    if "specs" in said and said["specs"] != (mine := _names(pace)):  # other layers train, or are compiled
-        if pace.leader and codec_state.owes(remembered):
-            _tell_left_out(pace, [f"{len(said['specs'])} pieces of other parameters (here {len(mine)})"])
+    if "specs" in said and said["specs"] != (mine := _names(run)):  # other layers train, or are compiled
+        if run.leader and codec_state.owes(remembered):
+            _tell_left_out(run, [f"{len(said['specs'])} pieces of other parameters (here {len(mine)})"])
         return {name: value for name, value in exchange.items() if name not in (*CHOSEN, "owing")}
-    alike = methods["codec"] == pace.methods["codec"]
-    if not same or not alike or len(said.get("shares", pace.shares)) != world.num_nodes:
+    alike = methods["codec"] == run.methods["codec"]
+    if not same or not alike or len(said.get("shares", run.shares)) != world.num_nodes:
         exchange = {name: value for name, value in exchange.items() if name not in CHOSEN}
     if not alike:
         exchange.pop("owing", None)
     if alike and remembered[0] and exchange:
-        device = pace.engine.weights[0].device
-        exchange["memory"] = codec_state.deal(pace.codec, remembered, world.node, world.num_nodes, device)
+        device = run.engine.weights[0].device
+        exchange["memory"] = codec_state.deal(run.codec, remembered, world.node, world.num_nodes, device)
     return exchange
 
 
-def _names(pace: Any) -> list[list[str]]:
+def _names(run: RunState) -> list[list[str]]:
     """What its pieces are of."""
-    return [list(spec.names) for spec in pace.engine.specs]
+    return [list(spec.names) for spec in run.engine.specs]
 
 
-def _tell_left_out(pace: Any, other: Sequence[str]) -> None:
+def _tell_left_out(run: RunState, other: Sequence[str]) -> None:
     text = (
         f"the checkpoint was made with {' and '.join(other)}: what its codec still owed is left out, which the same "
         f"would go on with"
     )
     sys.stderr.write(f"paceline: {text}\n")
-    pace.record.write("hint", text=text)
+    run.record.write("hint", text=text)
 
 
 def load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: str) -> None:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: written at once or beside the training, and gone on from. ``pace`` is `pace.Pace`.
+"""A run's checkpoints: written at once or beside the training, and gone on from.
 
     save(wait=False)    between two steps: the last one is waited for, everything copied, a thread begins to write
     step, step, ...     meanwhile; if writing fails, the next vote tells everyone, and all raise the same error
@@ -24,40 +24,41 @@ from paceline.checkpoint.run_lock import CheckpointError
 from paceline.checkpoint.transfer import Others, Post
 from paceline.exchange.flow import buffer_broadcast
 from paceline.exchange.flow.control import alone
+from paceline.step.run_state import RunState
 
 FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
 
 
-class Saving:
+class Saver:
     """*Cost*: host memory for one more copy of everything, from the first ``save(wait=False)`` on, in one process."""
 
-    def __init__(self, pace: Any):
-        self.pace = pace
+    def __init__(self, run: RunState, keep: int):
+        """``keep``: how many stay."""
+        self.run, self.keep = run, keep
         self._writer, self._copies = Writer(self._unwritten), Copies()
         self._damaged: frozenset[str] = frozenset()
 
-    def save(self, run: Path, wait: bool) -> Path | None:
+    def save(self, folder: Path, wait: bool) -> Path | None:
         """Every process must call it. The path, in the leader. Raises CheckpointError, also of the one before."""
-        pace, begin = self.pace, time.perf_counter()
-        pace.settle()
-        pace.exchange.level(pace.engine.weights)
-        buffer_broadcast.spread(pace.job.model, pace.engine, pace.exchange)
-        state = run_state.state(pace)
-        path: Path | None = alone(pace, lambda: pace.leader, lambda: self._put(run, state, wait, begin))
-        return path
+        run, begin = self.run, time.perf_counter()
+        run.settle()
+        run.exchange.level(run.engine.weights)
+        buffer_broadcast.spread(run.job.model, run.engine, run.exchange)
+        state = run_state.state(run)
+        return alone(run.exchange, lambda: run.leader, lambda: self._put(folder, state, wait, begin))
 
-    def _put(self, run: Path, state: Any, wait: bool, begin: float) -> Path:
-        pace, step = self.pace, self.pace.loop.num_steps
+    def _put(self, folder: Path, state: Any, wait: bool, begin: float) -> Path:
+        run, step = self.run, self.run.num_steps
         self.finish()
-        draft, held_s = checkpoint.Draft(step, pace.engine.state(), state), 0.0
+        draft, held_s = checkpoint.Draft(step, run.engine.state(), state), 0.0
 
         def write() -> Path:
             start = time.perf_counter()
-            path = draft.write(run, pace.keep, self._damaged)
+            path = draft.write(folder, self.keep, self._damaged)
             end = time.perf_counter()
             self._damaged -= {path.name}
             times = {"seconds": end - begin if wait else held_s, "write_seconds": end - start}
-            pace.record.write("checkpoint", step=step, path=str(path), **times)
+            run.record.write("checkpoint", step=step, path=str(path), **times)
             return path
 
         if wait:
@@ -66,24 +67,23 @@ class Saving:
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
         held_s = time.perf_counter() - begin
-        self._writer.begin(f"the checkpoint of step {step} in {run}", draft.num_bytes, write)
-        return draft.path(run)
+        self._writer.begin(f"the checkpoint of step {step} in {folder}", draft.num_bytes, write)
+        return draft.path(folder)
 
     def _unwritten(self) -> None:
-        loop = self.pace.loop
-        loop.stop = loop.stop or FAILED  # a signal ends the run, which tells this, too
+        self.run.stop = self.run.stop or FAILED  # a signal ends the run, which tells this, too
 
     def tell(self) -> None:
         """After a vote of `FAILED`: every process raises what the writer met."""
-        alone(self.pace, lambda: self.pace.leader, self.finish)
+        alone(self.run.exchange, lambda: self.run.leader, self.finish)
 
     def finish(self) -> None:
         """Nothing is being written any more. Raises what went wrong, once."""
         try:
             self._writer.finish()
         finally:
-            if self.pace.loop.stop == FAILED:
-                self.pace.loop.stop = 0
+            if self.run.stop == FAILED:
+                self.run.stop = 0
 
     def end(self, wait: bool = True) -> Exception | None:
         """What the writer met, where it was not told yet."""
@@ -100,24 +100,26 @@ class Saving:
         if unwritten := self.end():
             sys.stderr.write(f"paceline: {unwritten}\n")
 
-    def restore(self, run: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
+    def restore(self, folder: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
         """What was gone on from. Every process must call it. ``fits``: whether a checkpoint of this state is taken."""
-        pace, one = self.pace, checkpoint.NAME.fullmatch(run.name) is not None
-        pace.settle()
+        run, one = self.run, checkpoint.NAME.fullmatch(folder.name) is not None
+        run.settle()
         self.tell()
 
         def find(most: int | None) -> checkpoint.Checkpoint | None:
             if not one:
-                return checkpoint.read_newest(run, most)
-            seen = most is None and (pace.leader or run.is_dir())
-            return checkpoint.read(run) if seen else None
+                return checkpoint.read_newest(folder, most)
+            seen = most is None and (run.leader or folder.is_dir())
+            return checkpoint.read(folder) if seen else None
 
         sends = False
         while True:
-            world, team = pace.world, pace.exchange.link.generation  # as they are before all agree
-            choice = agreed(find, pace.exchange.gather, run)
+            world, team = run.world, run.exchange.link.generation  # as they are before all agree
+            choice = agreed(find, run.exchange.gather, folder)
             if choice is None and sends:
-                raise CheckpointError(f"all who have the checkpoint in {run} were lost while they sent it; start there")
+                raise CheckpointError(
+                    f"all who have the checkpoint in {folder} were lost while they sent it; start there"
+                )
             if choice is None:
                 return None
             kept, sends = choice.kept, bool(choice.lacking)
@@ -125,21 +127,21 @@ class Saving:
                 break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
             with contextlib.suppress(Others):
-                kept = Post(world.rank, nodes, pace.exchange.gather, team).send(kept, choice.lacking)
+                kept = Post(world.rank, nodes, run.exchange.gather, team).send(kept, choice.lacking)
                 self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
                 break
         assert kept
         if not fits(kept.state):
             return None
-        run_state.restore(pace, kept)
+        run_state.restore(run, kept)
         if not one:  # those were passed over
-            newer = (path for path in checkpoint.all_of(run) if checkpoint.step_of(path) > kept.step)
+            newer = (path for path in checkpoint.all_of(folder) if checkpoint.step_of(path) > kept.step)
             self._damaged = frozenset(path.name for path in newer)
         if choice.passed_over:
             self._say(f"passed over {'; '.join(choice.passed_over)}; restored {kept.path}")
-        pace.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(choice.passed_over))
+        run.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(choice.passed_over))
         return kept
 
     def _say(self, what: str) -> None:
-        if self.pace.leader:
+        if self.run.leader:
             sys.stderr.write(f"paceline: {what}\n")

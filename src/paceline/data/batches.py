@@ -10,8 +10,9 @@ order, or ahead of time by processes, where every sample has a random state of i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -19,25 +20,40 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
+from paceline.contract import GlobalBatch, Share
 from paceline.data import sampler
 from paceline.data.dataloader import Order, check_batch_size, options_of, order_of, samples_of
 from paceline.data.sampler import Indices, Seat
 from paceline.data.sources import Collated, Source, Stream, Window, as_source
 from paceline.data.workers import Rows, Seeded, Windows
 
-__all__ = ["Batch", "Given", "as_source", "batches", "samples"]
+__all__ = ["Batch", "Cursor", "Given", "GlobalBatch", "as_source", "batches", "samples"]
 
 Position = tuple[int, int]  # epoch, step
 
 
-class Batch:
-    """One global batch. ``weight``: its number of rows, known before anybody computes.
+@dataclass
+class Cursor:
+    """Where a training stands in its data. ``epoch``, ``next_step``: the next batch. ``began``: the epoch in which the
+    current call of `Pace.batches` began, for ``epochs``; ``calls`` so far; ``between``: one is over, and no next begun.
+    ``resumed``: the next call goes on from here. ``facts``: of the dataset, for comparison."""
 
-    ``num_steps``: of its epoch, or None where only reading on would tell. ``wait_s``: seconds for which its rows were
-    waited for, so far. ``dealt``: whether seats say whose its rows are. ``held``: how many `share` gave here.
-    """
+    epoch: int = 0
+    next_step: int = 0
+    began: int = 0
+    calls: int = 0
+    epochs: int = 0
+    between: bool = False
+    resumed: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Batch(GlobalBatch):
+    """One of a dataset's."""
 
     dealt = True
+    epoch: int
+    step: int
 
     def __init__(
         self,
@@ -53,44 +69,41 @@ class Batch:
         self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
         self.weight = float(len(indices))
         self.held = 0
-        self._take: Callable[[Batch, Seat], Any] = Batch.fetch
+        self._take: Callable[[Batch, Share], Any] = Batch.fetch
 
     @property
     def next(self) -> Position:
         """Where to start after this batch."""
         return (self.epoch + 1, 0) if self.ends_epoch else (self.epoch, self.step + 1)
 
-    def share(self, seat: Seat) -> Any:
-        """The seat's rows, or None if it has none."""
+    def share(self, seat: Share) -> Any:
         start = time.perf_counter()
         rows, self.held = self._take(self, seat), len(self.indices_of(seat))
         self.wait_s += time.perf_counter() - start
         return rows
 
-    def fetch(self, seat: Seat) -> Any:
+    def fetch(self, seat: Share) -> Any:
         """`share`, now and in this process."""
         mine = self.indices_of(seat)
         return self.source.fetch(mine, self.epoch) if mine else None
 
-    def indices_of(self, seat: Seat) -> list[int]:
+    def indices_of(self, seat: Share) -> list[int]:
         rows = seat.rows(len(self.indices))
         mine: list[int] = self.indices[rows.start : rows.stop].tolist()
         return mine
 
-    def expect(self, take: Callable[[Batch, Seat], Any]) -> None:
+    def expect(self, take: Callable[[Batch, Share], Any]) -> None:
         """``take(batch, seat)`` gives a seat's rows, which somebody may be fetching already."""
         self._take = take
 
 
-class Given:
+class Given(GlobalBatch):
     """Rows that the user brought: they are this process's share, and cannot be dealt to another."""
-
-    wait_s, dealt = 0.0, False
 
     def __init__(self, rows: Any, weight: float):
         self.rows, self.weight = rows, weight
 
-    def share(self, seat: Seat) -> Any:
+    def share(self, seat: Share) -> Any:
         return self.rows
 
 
@@ -204,7 +217,7 @@ class _Coming:
             self.rows.cancel()
             self.seat, self.rows = seat, self.pool.submit(self.batch.fetch, seat)
 
-    def take(self, batch: Batch, seat: Seat) -> Any:
+    def take(self, batch: Batch, seat: Share) -> Any:
         return self.rows.result() if seat == self.seat else batch.fetch(seat)
 
 
@@ -227,7 +240,7 @@ def _by_processes(
 
     rows = Rows(source, requests(), num_processes, options)
 
-    def take(number: int, batch: Batch, seat: Seat) -> Any:
+    def take(number: int, batch: Batch, seat: Share) -> Any:
         if not rows.has(number):
             return batch.fetch(seat)
         found = rows.take(number)  # even if it is another's: the processes go on as rows are taken

@@ -29,6 +29,14 @@ LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Rows of the global batch that each node needs, and takes."""
+
+    least: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Change:
     """Other shares, as rows of the global batch, from the next step on. *Units*: seconds of the slowest node's step."""
 

@@ -1,11 +1,11 @@
-"""A node that comes late is taken in between two steps. ``pace`` is `pace.Pace`.
+"""A node that comes late is taken in between two steps.
 
     it asks                 the leader, at its own meeting point, and is told where training is
     meanwhile               it is given a copy of the weights, and every update since, until it is level
     a vote                  says to all that somebody waits, and in which generation it is to be a member
     before the next step    all meet, the new one as the last rank; the leader gives it the rest
     that step               is everyone's
-    below the minimum       no step is taken before joining nodes are enough (`waiting`)
+    below the minimum       no step is taken before joining nodes are enough (`below_minimum`)
 
 *Laws*: who has another script, model or version, or is here already, is refused by name, and nobody stands still for
 it; who dies while it is taken in costs the others a step at most.
@@ -20,27 +20,34 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Agreement, Guest, LinkError, Porter, Regroup, Rule
+from paceline.contract import Agreement, Ballot, GlobalBatch, Guest, LinkError, Porter, Regroup, Rule, StepObserver
 from paceline.elastic import state_transfer
 from paceline.elastic.below_minimum import Door, enough, wait
-from paceline.elastic.catch_up import Following
+from paceline.elastic.catch_up import CatchUp
 from paceline.elastic.consistency import unlike
 from paceline.environment import wait_s
+from paceline.step.run_state import RunState
 
 MOST_VAIN = 2  # times that all meet to take the same one in
 IN_VAIN = f"all met to take it in, {MOST_VAIN} times, and it did not come; look at the network, and start it again"
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
-class Welcome(Door):
-    """Of every process of every member. ``said``: what `compare.digests` says of this one."""
+class Admission(StepObserver, Door):
+    """Of every process of every member. ``said``: what `consistency.digests` says of this one.
 
-    def __init__(self, pace: Any, said: dict[str, str]):
-        self.pace, self.said = pace, said
+    ``ends``, ``gives_up``: end the training after a signal, or for now, all kept. Both raise.
+    """
+
+    def __init__(
+        self, run: RunState, said: dict[str, str], ends: Callable[[int], None], gives_up: Callable[[str], None]
+    ):
+        self.run, self.said, self._ends, self._gives_up = run, said, ends, gives_up
         self.came: tuple[Guest, ...] = ()  # by the last change of members
         self._ready: list[Guest] = []
+        self._flags = 0, False  # of its vote: when those are admitted who are ready; whether somebody is given state
         self._answered: dict[str, int] = {}
-        self._following: dict[str, Following] = {}  # in the process that leads
+        self._following: dict[str, CatchUp] = {}  # in the process that leads
         self._vain: dict[str, int] = {}
         self._began = -1
         self._own = False  # a loop of the user's own, whose rows nobody else can deal
@@ -48,26 +55,27 @@ class Welcome(Door):
         self._waits_s = 0.0  # since when, on `time.monotonic`
         self._limit_s = wait_s()
 
-    def before(self, batch: Any, own: bool) -> None:
+    def before(self, batch: GlobalBatch, own: bool) -> None:
         """Every process must call it before each step. ``own``: of a loop of the user's own."""
-        pace = self.pace
-        self._own = own or not hasattr(batch, "epoch")
+        run = self.run
+        self._own = own or batch.epoch is None
         # whoever comes is in the same call of `batches`, so that it ends with the others
-        if pace.agreement.ballot.guests > pace.exchange.link.generation and pace.began == self._began and not own:
+        if run.last.ballot.guests > run.exchange.link.generation and run.cursor.began == self._began and not own:
             self._admit()
-        self._began = pace.began
-        if self._follows(pace.agreement):
+        self._began = run.cursor.began
+        if self._follows(run.last):
             self._copy()
-        if pace.leader:
+        if run.leader:
             self._look()
         self._hold()
-        pace.loop.guests = pace.exchange.link.generation + 1 if self._ready else 0
-        pace.loop.follows = bool(self._following)
+        # of a step that is computed again among others, this names a generation that has been
+        self._flags = (run.exchange.link.generation + 1 if self._ready else 0, bool(self._following))
 
-    def rejoin(self, seat: Any) -> Any:
-        """Before a step is computed again; the seat to compute it in. Every process must call it."""
+    def votes(self, ballot: Ballot) -> None:
+        ballot.guests, ballot.follows = self._flags
+
+    def again(self, step: int, agreement: Agreement) -> None:
         self._hold()
-        return self.pace.loop.seat
 
     def note(self, news: Regroup) -> None:
         """Other nodes from now on."""
@@ -80,21 +88,21 @@ class Welcome(Door):
     # below the minimum
 
     def _hold(self) -> None:
-        pace = self.pace
+        run = self.run
         if enough(self.num_nodes, self.minimum):
             return
         self._waits_s = time.monotonic()
         text = (
             f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) {'is' if self.num_nodes == 1 else 'are'} "
-            f"left at step {pace.loop.num_steps}, with everything in memory; {self._who} may come back within "
+            f"left at step {run.num_steps}, with everything in memory; {self._who} may come back within "
             f"{self._limit_s:.0f} s (--wait)"
         )
-        if pace.leader:
+        if run.leader:
             sys.stderr.write(f"paceline: {text}\n")
-        pace.record.write("wait", step=pace.loop.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
-        with pace.whereabouts.at(f"waiting for {self._who} to come back"):
-            wait(self, pace.exchange, time.sleep)
-        pace.record.write("waited", step=pace.loop.num_steps, seconds=time.monotonic() - self._waits_s)
+        run.record.write("wait", step=run.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
+        with run.activity.at(f"waiting for {self._who} to come back"):
+            wait(self, run.exchange, time.sleep)
+        run.record.write("waited", step=run.num_steps, seconds=time.monotonic() - self._waits_s)
 
     @property
     def _who(self) -> str:
@@ -102,42 +110,41 @@ class Welcome(Door):
 
     @property
     def num_nodes(self) -> int:
-        return int(self.pace.world.num_nodes)
+        return int(self.run.world.num_nodes)
 
     @property
     def minimum(self) -> int:  # type: ignore[override]
-        return int(self.pace.world.least)
+        return int(self.run.world.least)
 
     def look(self) -> dict[str, Any]:
-        pace = self.pace
-        if pace.leader:
+        run = self.run
+        if run.leader:
             self._look()
         # who is level waits for others that nearly are, unless it makes the nodes enough
         on_the_way = [each for each in self._following.values() if not each.level and not each.hopeless]
         admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
         in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
         return {
-            "guests": pace.exchange.link.generation + 1 if admits else 0,
+            "guests": run.exchange.link.generation + 1 if admits else 0,
             "follows": bool(self._following),
-            "stop": pace.loop.stop,
-            "hung": pace.loop.hung,
+            "stop": run.stop,
+            "hung": run.hung,
             "over": in_vain and not self._following,
         }
 
     def copy(self) -> bool:
-        return self.pace.world.node == 0 and self._copy()
+        return self.run.world.node == 0 and self._copy()
 
     def admit(self) -> None:
         self._admit()
 
     def end(self, number: int) -> None:
-        pace = self.pace
         if number:
-            pace._end(number)
+            self._ends(number)
             return
         few = f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) are left"
         why = f"{OWN}, which cannot join therefore" if self._own else f"{self._who} did not come back"
-        pace._give_up(f"{few}: {why} within {self._limit_s:.0f} s (--wait)" if not self._own else f"{few}: {why}")
+        self._gives_up(f"{few}: {why} within {self._limit_s:.0f} s (--wait)" if not self._own else f"{few}: {why}")
 
     def begin_again(self) -> None:
         """What those who follow were given is of another state: they are given all of it anew."""
@@ -147,22 +154,22 @@ class Welcome(Door):
 
     def _follows(self, agreement: Agreement) -> bool:
         """Known to every process of the node that leads."""
-        return agreement.ballot.follows and self.pace.world.node == 0
+        return agreement.ballot.follows and self.run.world.node == 0
 
     def _copy(self) -> bool:
         """The next part for each who follows, as soon as there is a place for it. Whether there was any."""
-        pace = self.pace
+        run = self.run
         takers = [each for each in self._following.values() if each.placed]
         wanted = json.dumps([each.next for each in takers]).encode()
-        parts = json.loads(bytes(pace.exchange.hand(wanted)))
+        parts = json.loads(bytes(run.exchange.hand(wanted)))
         for i, rows in enumerate(parts):
-            part = state_transfer.part(pace, rows)
-            if pace.leader:
+            part = state_transfer.part(run, rows)
+            if run.leader:
                 takers[i].part(part)
         return bool(parts)
 
     def _look(self) -> None:
-        porter = self.pace.ledger.porter
+        porter = self.run.link.porter
         asked = porter.waiting() if porter else {}
         self._ready = []
         self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
@@ -181,7 +188,7 @@ class Welcome(Door):
 
     def _answer(self, porter: Porter, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
         """None for whom the answer is to be taken in, which is still to come."""
-        pace = self.pace
+        run = self.run
         if why := OWN if self._own else self._refusal(said):
             print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
             return {"refused": why}
@@ -190,15 +197,15 @@ class Welcome(Door):
         if "began" not in said:
             if lost := self._following.pop(name, None):
                 lost.stop()  # the line on which it was given a part is no more
-            return {"position": [pace.epoch, pace.next_step, pace.began]}
-        if said["began"] < pace.began:
+            return {"position": [run.cursor.epoch, run.cursor.next_step, run.cursor.began]}
+        if said["began"] < run.cursor.began:
             return {"over": True}
-        if said["began"] > pace.began:
+        if said["began"] > run.cursor.began:
             return None
-        if why := unlike(pace._data, [said["data"]]):
+        if why := unlike(run.cursor.facts, [said["data"]]):
             return {"refused": why}
         if name not in self._following:
-            self._following[name] = Following(pace, porter, name)
+            self._following[name] = CatchUp(run, porter, name)
         following = self._following[name]
         if following.broken:
             return None  # it hears of it, and asks anew
@@ -210,11 +217,10 @@ class Welcome(Door):
         self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
         return None
 
-    def keep(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
-        """Before an update; what this gives is called once it was applied."""
+    def applies(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         applied = [following.before(agreement, rule) for following in self._following.values()]
         if self._follows(agreement):
-            self.pace.exchange.hand(b"")  # no process's update changes sums that are not copied yet
+            self.run.exchange.hand(b"")  # no process's update changes sums that are not copied yet
 
         def all_applied() -> None:
             for each in applied:
@@ -230,43 +236,48 @@ class Welcome(Door):
                 f"versions"
             )
         most = os.environ.get("PACELINE_NODES", "").partition(":")[2]
-        num_nodes = self.pace.world.num_nodes + len(self._ready)
+        num_nodes = self.run.world.num_nodes + len(self._ready)
         if most and num_nodes >= int(most):
             return f"{num_nodes} nodes train, or are about to, and there are to be at most {most} (--nodes)"
         return ""
 
     def _meet(self) -> tuple[Guest, ...]:
         self.came = ()
-        self.pace.exchange.admit(self._ready)
+        self.run.exchange.admit(self._ready)
         return self.came
 
     def _admit(self) -> None:
-        pace, begin = self.pace, time.perf_counter()
+        run, begin = self.run, time.perf_counter()
         came = self._meet()
         for guest in self._ready if not came else ():
             self._vain[guest.name] = self._vain.get(guest.name, 0) + 1
-        if not came or pace.world.node:
+        if not came or run.world.node:
             return
         following = {guest.name: self._following.pop(guest.name, None) for guest in came}
         level = {name: each is not None and each.end(not each.hopeless) for name, each in following.items()}
         all_level = b"level" if all(level.values()) else b""
-        rest, large = state_transfer.rest(pace), {} if pace.exchange.hand(all_level) else state_transfer.copy(pace)
-        if not pace.leader:
+        rest, large = state_transfer.rest(run), {} if run.exchange.hand(all_level) else state_transfer.copy(run)
+        if not run.leader:
             return
         for guest in came:
             message = state_transfer.Message(rest if level[guest.name] else {**large, **rest})
             ahead = following[guest.name]
             try:
-                line = (ahead and ahead.line) or pace.ledger.porter.line(guest.name)
+                line = (ahead and ahead.line) or _porter(run).line(guest.name)
                 line.hurry()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
                 print(f"paceline: {guest.host}: {error}", file=sys.stderr)
-            pace.record.write(
+            run.record.write(
                 "welcome",
-                step=pace.loop.num_steps,
+                step=run.num_steps,
                 host=guest.host,
                 num_bytes=message.num_bytes,
                 ahead_bytes=ahead.num_bytes if ahead else 0,
                 seconds=time.perf_counter() - begin,
             )
+
+
+def _porter(run: RunState) -> Porter:
+    assert run.link.porter
+    return run.link.porter

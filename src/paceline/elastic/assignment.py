@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
 
 from paceline.contract import Engine, Exchange, Regroup
-from paceline.data.load_balance import Balance, fair
+from paceline.data.load_balance import Balance, Limits, fair
 from paceline.data.sampler import Seat
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.environment import World
 from paceline.job import Job
 
 LEAST = 2  # rows, where batches are normalised
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Rows of the global batch that each node needs, and takes."""
-
-    least: tuple[int, ...]
-    most: tuple[int, ...]
 
 
 def place(job: Job, world: World, virtual: int = 0) -> Seat:

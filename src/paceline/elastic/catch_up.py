@@ -25,28 +25,29 @@ from torch import Tensor
 from paceline.contract import Agreement, Ballot, Line, LinkError, Piece, Porter, Rule, Verdict
 from paceline.elastic import state_transfer
 from paceline.engine.compute.batch import mapped
+from paceline.step.run_state import RunState
 
 MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
 MOST_COPIES = 3  # as much as these may wait to be sent, or be sent after the copy itself
 
 
-class Following:
+class CatchUp:
     """Of one guest, in the process that leads. ``lost``: why it cannot be followed, else empty; ``broken``: no more."""
 
-    def __init__(self, pace: Any, porter: Porter, name: str):
+    def __init__(self, run: RunState, porter: Porter, name: str):
         self._porter, self._name, self.lost = porter, name, ""
         self.line: Line | None = None
         self.broken = False
-        self._optimizer = pace.job.optimizer
-        self._copy_bytes, self._parted_bytes = state_transfer.copy_bytes(pace), 0
+        self._optimizer = run.job.optimizer
+        self._copy_bytes, self._parted_bytes = state_transfer.copy_bytes(run), 0
         self.num_bytes = self._sent_bytes = 0
         self._messages: queue.Queue[state_transfer.Message | None] = queue.Queue()
         self._num_put = self._num_sent = 0
-        self._left = state_transfer.parts(pace)
+        self._left = state_transfer.parts(run)
         # of several processes, the optimizer's state is gathered, and what is gathered is a copy
-        self._gathered = pace.world.local_size > 1
+        self._gathered = run.world.local_size > 1
         look = state_transfer.weights_of if self._gathered else state_transfer.part
-        self._like = [_tensors(look(pace, rows)) for rows in self._left]
+        self._like = [_tensors(look(run, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
         self._maker = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
         self._maker.start()
@@ -76,7 +77,7 @@ class Following:
         return self._left[0]
 
     def part(self, state: dict[str, Any]) -> None:
-        """What `handover.part` gives of the rows that come next, between two steps."""
+        """What `state_transfer.part` gives of the rows that come next, between two steps."""
         first, mine = not self._num_put, self._places.pop(0)
         self._left.pop(0)
         alike = [(t.shape, t.dtype) for t in _tensors(state)][: len(mine)] == [(p.shape, p.dtype) for p in mine]
@@ -182,9 +183,9 @@ def _copied(piece: Piece) -> dict[str, Any]:
     }
 
 
-def follow(pace: Any, said: dict[str, Any]) -> None:
+def follow(run: RunState, said: dict[str, Any]) -> None:
     """An update of the others, here."""
-    engine, pieces = pace.engine, []
+    engine, pieces = run.engine, []
     for spec, parts in zip(engine.specs, said["pieces"], strict=True):
         # in memory of their own, where the weights are
         each = mapped(parts, lambda tensor: tensor.to(engine.weights[0].device, copy=True))
@@ -195,6 +196,6 @@ def follow(pace: Any, said: dict[str, Any]) -> None:
             pieces.append(Piece(spec, left=both[:, :width], right=both[:, width:]))
         else:
             pieces.append(Piece(spec, left=each["left"], right=each["right"]))
-    state_transfer.set_options(pace.job.optimizer, said["groups"])
+    state_transfer.set_options(run.job.optimizer, said["groups"])
     agreement = Agreement(Verdict.APPLY, pieces, Ballot(used=said["used"]))
     engine.update(agreement, Rule(check=True, **said["rule"]))

@@ -36,7 +36,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "buffers": job.buffers,
         "optimizer": (type(job.optimizer).__name__, groups),
         "scheduler": type(job.scheduler).__name__,
-        "loss scaling": getattr(getattr(engine, "numerics", None), "precision", "fp32") == "fp16",
+        "loss scaling": engine.precision == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": _words(codec),
         "virtual shares": (engine.num_shares, torch.get_num_threads() if engine.num_shares else 0),
@@ -144,7 +144,7 @@ def _digest(fact: Any) -> bytes:
 
 def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:
     """The 16-bit type in which every node computes, if there is one: factors lose nothing by it on the wire."""
-    precision = getattr(getattr(engine, "numerics", None), "precision", "fp32")
+    precision = engine.precision
     mine = torch.tensor([list(PRECISION).index(precision)], dtype=torch.uint8)
     everyone = link.all_gather(mine, "comparing precisions", even=True).wait()
     alike = len({int(each) for each in everyone}) == 1

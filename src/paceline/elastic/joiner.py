@@ -6,7 +6,7 @@
 
 Whoever asks has proved the run's secret, and a question is gone with the line that it came by.
 
-A node that comes late, until it is taken in. ``pace`` is `pace.Pace`.
+A node that comes late, until it is taken in.
 
     join       builds all that is its own, and asks where training is
     batches    waits to be taken in; takes over what all have in common; its first batch is the others' next
@@ -47,6 +47,7 @@ from paceline.link.net.store_client import LATE, Meeting
 from paceline.link.net.store_server import MeetingPoint
 from paceline.link.torch import Link
 from paceline.report.activity import BACK_S, Whereabouts
+from paceline.step.run_state import RunState
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
 GLANCE_S, PAUSE_S = 0.02, 0.2
@@ -269,26 +270,29 @@ class Unheard(LinkError):
     """What they sent came, and could not be taken."""
 
 
-class Entry:
-    """``late``: the link of the process that has it. ``said``: what `compare.digests` says of this one."""
+class Joiner:
+    """``late``: the link of the process that has it. ``said``: what `consistency.digests` says of this one.
 
-    def __init__(self, pace: Any, late: Any, said: dict[str, str]):
-        self.pace, self.late, self.said = pace, late, said
+    ``glance``: called while it waits; may raise.
+    """
+
+    def __init__(self, run: RunState, late: Late | None, said: dict[str, str], glance: Callable[[], None]):
+        self.run, self.late, self.said, self.glance = run, late, said, glance
         if late:
-            late.glance = pace._glance
+            late.glance = glance
 
     def hello(self) -> None:
         """Where training is. Raises LinkError where this node is refused, or the run has ended."""
-        pace = self.pace
-        pace.epoch, pace.next_step, pace.began = self._ask({})["position"]
-        pace._resumed = True
+        run = self.run
+        run.cursor.epoch, run.cursor.next_step, run.cursor.began = self._ask({})["position"]
+        run.cursor.resumed = True
 
     def _ask(self, more: dict[str, Any]) -> dict[str, Any]:
         """Every process of the node calls it, and hears what comes before the answer."""
-        words, hand = b"", self.pace.exchange.hand
+        words, hand = b"", self.run.exchange.hand
         if self.late:
-            limits = self.pace._limits
-            own = {"size": self.pace.world.local_size, "least": limits.least[0], "most": limits.most[0]}
+            limits = self.run.limits
+            own = {"size": self.run.world.local_size, "least": limits.least[0], "most": limits.most[0]}
             words = json.dumps(self.late.request({"said": self.said, **own}, more, self._pass_on)).encode()
             hand(b"")  # which no message is
         else:
@@ -298,40 +302,41 @@ class Entry:
         return told
 
     def _pass_on(self, message: bytearray) -> None:
-        self._hear(self.pace.exchange.hand(message))
+        self._hear(self.run.exchange.hand(message))
 
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""
-        pace = self.pace
-        if "over" in self._ask({"began": pace.began, "data": pace._data}):
-            pace.epoch, pace.next_step = pace.began + epochs, 0
+        run = self.run
+        if "over" in self._ask({"began": run.cursor.began, "data": run.cursor.facts}):
+            run.cursor.epoch, run.cursor.next_step = run.cursor.began + epochs, 0
             if self.late:
                 self.late.leave()  # nobody reads here until it asks again, by another line
             return False
-        pace.exchange.enter()
-        link = pace.exchange.link
+        run.exchange.enter()
+        link = run.exchange.link
         where = json.dumps([link.rank, link.size, link.generation]).encode()
-        link.rank, link.size, link.generation = json.loads(bytes(pace.exchange.hand(where)))
+        link.rank, link.size, link.generation = json.loads(bytes(run.exchange.hand(where)))
         if not self.late:
-            pace.engine.relink(None)
-        while not self._hear(pace.exchange.hand(self.late.take() if self.late else b"")):
+            run.engine.relink(None)
+        while not self._hear(run.exchange.hand(self.late.take() if self.late else b"")):
             pass
         if self.late:
             self.late.leave()
-            pace.heed()
+            if porter := run.link.porter:
+                porter.glance = self.glance
         # other masks than anybody has drawn before
-        torch.manual_seed(pace.job.seed * 100_003 + 1_009 * link.generation + pace.world.rank)
+        torch.manual_seed(run.job.seed * 100_003 + 1_009 * link.generation + run.world.rank)
         return True
 
     def _hear(self, message: bytes | bytearray) -> bool:
         """Whether it was the last."""
         said = state_transfer.read(bytearray(message) if isinstance(message, bytes) else message)
         if "pieces" in said:
-            follow(self.pace, said)
+            follow(self.run, said)
         if "part" in said:
-            state_transfer.take_part(self.pace, said)
+            state_transfer.take_part(self.run, said)
         if "weights" in said:
-            state_transfer.take(self.pace, said)
+            state_transfer.take(self.run, said)
         if "sizes" in said:
-            state_transfer.adopt(self.pace, said, self.pace.exchange.link.rank)
+            state_transfer.adopt(self.run, said, self.run.exchange.link.rank)
         return "sizes" in said

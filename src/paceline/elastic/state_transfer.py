@@ -1,4 +1,4 @@
-"""All that those who train have in common, as a message to a node that comes late. ``pace`` is `pace.Pace`.
+"""All that those who train have in common, as a message to a node that comes late.
 
     16 bytes   lengths of the tree (padded to 8) and of the tensors
     tree       JSON, as in a checkpoint: nothing in it is evaluated
@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import run_state, tensor_file
 from paceline.checkpoint.state_tree import pack, unpack
-from paceline.elastic import assignment, membership
+from paceline.data.load_balance import Limits
+from paceline.elastic import membership
 from paceline.engine.compute import state_store
 from paceline.engine.compute.batch import mapped
 from paceline.engine.compute.input_snapshot import sparse
 from paceline.engine.node.optimizer_shards import SLICES, division
+from paceline.step.run_state import RunState
 
 LENGTHS = struct.Struct("<QQ")
 PART_BYTES = 1 << 25  # copied at once, between two steps: some 10 ms
@@ -56,20 +58,20 @@ def read(message: bytearray) -> Any:
         raise ValueError(f"this is no state of a run ({error!r})") from None
 
 
-def copy(pace: Any) -> dict[str, Any]:
+def copy(run: RunState) -> dict[str, Any]:
     """What is large. Every process of the node must call it."""
-    return {"weights": dict(pace.engine.state()), "optimizer": pace.engine.optimizer_state()}
+    return {"weights": dict(run.engine.state()), "optimizer": run.engine.optimizer_state()}
 
 
 Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: all of it
 
 
-def parts(pace: Any) -> list[list[Rows]]:
+def parts(run: RunState) -> list[list[Rows]]:
     """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
 
     One list of none stands for `copy`, where something in these states has no part of its own.
     """
-    weights, optimizer, numbers = pace.engine.state(), pace.job.optimizer, pace.engine.numbers
+    weights, optimizer, numbers = run.engine.state(), run.job.optimizer, run.engine.numbers
     plain = all(isinstance(each, Tensor) and not each.is_sparse for each in weights.values())
     if not plain or not numbers or numbers.keys() - weights.keys():
         return [[]]
@@ -98,17 +100,17 @@ def _times(optimizer: Optimizer) -> float:
     return 1 + kept / max(1, weights)
 
 
-def copy_bytes(pace: Any) -> float:
+def copy_bytes(run: RunState) -> float:
     """About those of `copy`."""
     num_bytes = sum(
-        each.nbytes for each in pace.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
+        each.nbytes for each in run.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
     )
-    return _times(pace.job.optimizer) * num_bytes
+    return _times(run.job.optimizer) * num_bytes
 
 
-def weights_of(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+def weights_of(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
     """Of `part`, what every process of the node sees."""
-    state = pace.engine.state()
+    state = run.engine.state()
     if not some:
         return {"weights": dict(state)}
     return {
@@ -117,51 +119,49 @@ def weights_of(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
     }
 
 
-def part(pace: Any, some: Sequence[Rows]) -> dict[str, Any]:
+def part(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
     """What is large, of these; without any, all of it. Every process of the node must call it."""
     if not some:
-        return copy(pace)
-    windows = {name: (start, stop) for name, start, stop in some if name in pace.engine.numbers}
-    return {**weights_of(pace, some), "states": pace.engine.optimizer_rows(windows)}
+        return copy(run)
+    windows = {name: (start, stop) for name, start, stop in some if name in run.engine.numbers}
+    return {**weights_of(run, some), "states": run.engine.optimizer_rows(windows)}
 
 
-def take_part(pace: Any, said: dict[str, Any]) -> None:
+def take_part(run: RunState, said: dict[str, Any]) -> None:
     """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
 
     Every process of the node must call it.
     """
-    weights, windows = pace.engine.state(), {name: (start, stop) for name, (start, stop) in said["rows"].items()}
+    weights, windows = run.engine.state(), {name: (start, stop) for name, (start, stop) in said["rows"].items()}
     for name, tensor in said["part"].items():
         whole = not state_store.is_cut(tensor, weights[name].shape, windows[name])
         (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
-    known = {name: window for name, window in windows.items() if name in pace.engine.numbers}
-    pace.engine.take_optimizer_rows(said["states"], known)
-    pace.exchange.hand(b"")  # nobody updates what another still takes
+    known = {name: window for name, window in windows.items() if name in run.engine.numbers}
+    run.engine.take_optimizer_rows(said["states"], known)
+    run.exchange.hand(b"")  # nobody updates what another still takes
 
 
-def rest(pace: Any) -> dict[str, Any]:
-    exchange = pace.exchange.state() if pace.world.local_rank == 0 else {}
+def rest(run: RunState) -> dict[str, Any]:
+    exchange = run.exchange.state() if run.world.local_rank == 0 else {}
     exchange.pop("memory", None)
-    loop = pace.loop
     return {
-        "buffers": list(pace.engine.buffers),
-        "sparse": sparse(pace.job.model),
-        "groups": options(pace.job.optimizer),
-        "schedule": pace.job.scheduler.state_dict() if pace.job.scheduler else None,
-        "scaler": dict(vars(loop.scaler)),
+        "buffers": list(run.engine.buffers),
+        "sparse": sparse(run.job.model),
+        "groups": options(run.job.optimizer),
+        "schedule": run.job.scheduler.state_dict() if run.job.scheduler else None,
+        "scaler": dict(vars(run.scaler)),
         "exchange": exchange,
-        "drift": loop.drift.state() if loop.drift else None,
-        "moved": loop.moved.state() if loop.moved else None,
-        "epoch": pace.epoch,
-        "next_step": pace.next_step,
-        "began": pace.began,
-        "num_steps": loop.num_steps,
-        "facts": pace.facts,
-        "sizes": list(pace.world.sizes),
-        "shares": list(loop.seat.shares) if loop.seat.shares else None,
-        "least": list(pace._limits.least),
-        "most": list(pace._limits.most),
-        "minimum": pace.world.least,
+        "observers": {each.key: each.state() for each in run.observers if each.key},
+        "epoch": run.cursor.epoch,
+        "next_step": run.cursor.next_step,
+        "began": run.cursor.began,
+        "num_steps": run.num_steps,
+        "facts": run.facts,
+        "sizes": list(run.world.sizes),
+        "shares": list(run.seat.shares) if run.seat.shares else None,
+        "least": list(run.limits.least),
+        "most": list(run.limits.most),
+        "minimum": run.world.least,
     }
 
 
@@ -175,33 +175,31 @@ def set_options(optimizer: Optimizer, given: list[dict[str, Any]]) -> None:
         group.update(its)
 
 
-def take(pace: Any, said: dict[str, Any]) -> None:
+def take(run: RunState, said: dict[str, Any]) -> None:
     """What `copy` gave elsewhere. Every process of the node must call it."""
-    run_state.load(pace.job.model, said["weights"], "of those who train")
-    pace.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
+    run_state.load(run.job.model, said["weights"], "of those who train")
+    run.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
 
 
-def adopt(pace: Any, said: dict[str, Any], node: int) -> None:
+def adopt(run: RunState, said: dict[str, Any], node: int) -> None:
     """What `rest` gave elsewhere: this node, which has this rank, is a member. Every process of it must call it."""
-    loop = pace.loop
-    for mine, its in zip(pace.engine.buffers, said["buffers"], strict=True):
+    for mine, its in zip(run.engine.buffers, said["buffers"], strict=True):
         if mine.shape == its.shape:  # else a cache, which each node has of its own
             mine.copy_(its)
-    for name, mine in sparse(pace.job.model).items():
+    for name, mine in sparse(run.job.model).items():
         mine.copy_(said["sparse"][name])
-    set_options(pace.job.optimizer, said["groups"])
-    if pace.job.scheduler and said["schedule"]:
-        pace.job.scheduler.load_state_dict(said["schedule"])
-    vars(loop.scaler).update(said["scaler"])
-    pace.exchange.load({**pace.exchange.state(), **said["exchange"]})
-    pace.epoch, pace.next_step, pace.began = said["epoch"], said["next_step"], said["began"]
-    loop.num_steps, pace.facts = said["num_steps"], said["facts"]
-    limits = assignment.Limits(tuple(said["least"]), tuple(said["most"]))
+    set_options(run.job.optimizer, said["groups"])
+    if run.job.scheduler and said["schedule"]:
+        run.job.scheduler.load_state_dict(said["schedule"])
+    vars(run.scaler).update(said["scaler"])
+    run.exchange.load({**run.exchange.state(), **said["exchange"]})
+    run.cursor.epoch, run.cursor.next_step, run.cursor.began = said["epoch"], said["next_step"], said["began"]
+    run.num_steps, run.facts = said["num_steps"], said["facts"]
+    limits = Limits(tuple(said["least"]), tuple(said["most"]))
     shares = tuple(said["shares"]) if said["shares"] else None
-    seat = dataclasses.replace(loop.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
-    pace.world = dataclasses.replace(pace.world, least=said["minimum"])
-    membership.sit(pace, seat, limits, tuple(said["sizes"]))
-    if loop.drift and said["drift"]:
-        loop.drift.load(said["drift"])
-    if loop.moved and said["moved"]:
-        loop.moved.load(said["moved"])
+    seat = dataclasses.replace(run.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
+    run.world = dataclasses.replace(run.world, least=said["minimum"])
+    membership.assume(run, seat, limits, tuple(said["sizes"]))
+    for each in run.observers:
+        if each.key in said["observers"]:
+            each.load(said["observers"][each.key])

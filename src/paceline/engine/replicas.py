@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from paceline import contract
-from paceline.contract import Ballot, Piece
+from paceline.contract import Ballot, Piece, Share
 from paceline.engine import sequential
 from paceline.engine.compute.batch import filled
 from paceline.engine.compute.rng import Dice, seeds
@@ -77,7 +77,7 @@ class Engine(sequential.Engine):
             for i, (part, _) in enumerate(parts)
         ]
 
-    def place(self, seat: Any, step: int) -> None:
+    def place(self, seat: Share, step: int) -> None:
         super().place(seat, step)
         for one in self.twins:
             one._turn, one._least, one._full = self._turn, self._least, self._full // self.num_replicas

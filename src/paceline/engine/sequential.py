@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, NoGradient, Piece, Rule, Window
+from paceline.contract import FACTORS, Agreement, Ballot, NoGradient, Piece, Rule, Share, Window
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
@@ -72,6 +72,10 @@ class Engine(contract.Engine):
         self._inputs, self._keeps = Inputs(), True
         self._halved = False  # whether the loss has been looked at
 
+    @property
+    def precision(self) -> str:
+        return self.numerics.precision
+
     def open(
         self,
         model: torch.nn.Module,
@@ -124,7 +128,7 @@ class Engine(contract.Engine):
             self._looks = [[]]  # nobody has weights to compare with
         return exchange
 
-    def place(self, seat: Any, step: int) -> None:
+    def place(self, seat: Share, step: int) -> None:
         self._turn = step
         # in a share of a whole batch micro-batches are as small as was asked for
         self._least, self._full = seat.least, len(seat.rows(seat.whole))

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Ballot, Piece, Spec
+from paceline.contract import Ballot, Piece, Share, Spec
 from paceline.engine import sequential
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
@@ -65,7 +65,7 @@ class Engine(sequential.Engine):
         self._span, self._step = (0, num_shares), 0
         self._keeps = False  # each share is a copy
 
-    def place(self, seat: Any, step: int) -> None:
+    def place(self, seat: Share, step: int) -> None:
         super().place(seat, step)
         if seat.num_nodes > 1 and seat.virtual != self.num_shares:
             raise ValueError(

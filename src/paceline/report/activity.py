@@ -26,6 +26,10 @@ BACK_S = 6.0  # the same where the others go on without it, and it may come back
 TIMES, RECENT = 10.0, 64  # steps
 FRAMES = 16  # of a stack, the innermost
 OUTSIDE = "outside of a step, in the script's own code"
+# the parts of a step
+DATA, GRADIENT, VOTE = "waiting for its data", "computing the gradient", "agreeing on the step"
+MEETING, UPDATE, AVERAGE = "meeting those who are left", "updating the weights", "averaging the weights"
+REPAIR = "holding replicas together"
 
 
 class Whereabouts:
@@ -37,6 +41,7 @@ class Whereabouts:
         self.step, self.step_s, self.input_s = 0, 0.0, 0.0
         self.signs: Sequence[str] = ()
         self.notice: Callable[[str], None] = say
+        self.watch: Callable[[str, float, float], None] | None = None  # what it was at, from, to; *Units*: perf_counter
         self.siblings: Callable[[], str] = str  # the stacks of the other processes of this node
         self.between_s = BETWEEN_S
         self._thread = threading.get_ident()
@@ -136,19 +141,24 @@ def _frames() -> Mapping[int, FrameType]:
 class At:
     """Within, the thread that trains is at ``what``; other threads are not asked."""
 
-    __slots__ = ("_before", "_what", "_where")
+    __slots__ = ("_before", "_begin_s", "_what", "_where")
 
     def __init__(self, where: Whereabouts, what: str, waits: bool):
         self._where, self._what = where, (what, waits)
         self._before: tuple[str, float, bool] | None = None
+        self._begin_s = 0.0
 
     def __enter__(self) -> None:
+        if self._where.watch:
+            self._begin_s = time.perf_counter()
         if threading.get_ident() == self._where._thread:
             self._before, self._where._now = self._where._now, (self._what[0], time.monotonic(), self._what[1])
 
     def __exit__(self, *_: object) -> None:
         if self._before:
             self._where._now = self._before[0], time.monotonic(), self._before[2]
+            if self._where.watch and self._begin_s:
+                self._where.watch(self._what[0], self._begin_s, time.perf_counter())
 
 
 def say(text: str) -> None:

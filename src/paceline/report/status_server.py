@@ -20,7 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from paceline.contract import Link
+from paceline.environment import World
+from paceline.report.activity import Whereabouts
 
 PREFIX = "paceline-live-"
 LIMIT_S, SOON_S = 3.0, 1.0
@@ -57,13 +61,23 @@ class Live:
         self._server.close()
 
 
-def tell(pace: Any, question: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process says of its `Pace`; asked for ``stacks``, with its own and those of the ranks that are named."""
-    world, mine = pace.world, pace.whereabouts.tell()
-    everyone = pace.ledger.everyone() or {world.node: mine}
+class Run(Protocol):
+    """Of a training (`step.run_state.RunState`)."""
+
+    world: World
+    folder: Path | None
+    activity: Whereabouts
+    link: Link
+    who: str
+
+
+def tell(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process says of its training; asked for ``stacks``, with its own and those of the ranks that are named."""
+    world, mine = run.world, run.activity.tell()
+    everyone = run.link.everyone() or {world.node: mine}
     said = {
         "run": os.environ.get("PACELINE_RUN", ""),
-        "folder": str(pace.folder.absolute().resolve()) if pace.folder else "",
+        "folder": str(run.folder.absolute().resolve()) if run.folder else "",
         "command": sys.argv,
         "pid": os.getpid(),
         "node": world.node,
@@ -74,9 +88,9 @@ def tell(pace: Any, question: Mapping[str, Any]) -> dict[str, Any]:
         "everyone": everyone,
     }
     if (ranks := question.get("stacks")) is not None:
-        others = {rank: pace.ledger.ask(rank) for rank in everyone if rank in ranks}
+        others = {rank: run.link.ask(rank) for rank in everyone if rank in ranks}
         said["stacks"] = {
-            pace.loop.who: pace.whereabouts.stack(),
+            run.who: run.activity.stack(),
             **{f"rank {rank} on {everyone[rank]['host']}": stack for rank, stack in others.items()},
         }
     return said

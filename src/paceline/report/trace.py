@@ -21,112 +21,156 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.contract import Agreement, Ballot, Piece
+from paceline.contract import Ballot, Engine, Exchange, GlobalBatch, Handle, Piece, StepObserver, StepSummary
 from paceline.environment import World
-from paceline.link.net.metered import Ledger, Sending
-from paceline.step import Gradient, Loop
+from paceline.job import Job
+from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Whereabouts
+from paceline.report.record import Record
 
 VARIABLE, NAME = "PACELINE_TRACE", "trace.json"
 NUM_STEPS = 3
 GLANCE_S = 0.0005  # how exactly an arrival is known
 PATIENCE_S = 10.0  # for what is still on the wire after the last step
 COMPUTE, WAITING = "compute", "waiting"
+PARTS = {
+    DATA: (WAITING, "input"),
+    VOTE: (WAITING, "exchange, not hidden"),
+    UPDATE: (COMPUTE, "update"),
+    AVERAGE: (WAITING, "reconcile"),
+    REPAIR: (WAITING, "hold replicas together"),
+}
 
 now = time.perf_counter
 
 
-class Tracer:
-    """Takes the loop's place for `step`. Steps ``first`` to ``last`` are drawn."""
+class Sending(Protocol):
+    """An operation that has begun (`link.net.metered`)."""
 
-    def __init__(
-        self, loop: Loop, model: nn.Module, world: World, folder: Path | None, ledger: Ledger, first: int, last: int
-    ):
-        self.loop, self.model, self.world, self.folder, self.ledger = loop, model, world, folder, ledger
+    @property
+    def lane(self) -> str: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def begin_s(self) -> float: ...
+    @property
+    def handle(self) -> Handle: ...
+
+
+class Metered(Protocol):
+    """A link that tells of every operation."""
+
+    watch: Callable[[Any], None] | None
+
+
+class Run(Protocol):
+    """Of a training (`step.run_state.RunState`)."""
+
+    job: Job
+    engine: Engine
+    exchange: Exchange
+    world: World
+    record: Record
+    activity: Whereabouts
+    folder: Path | None
+    num_steps: int
+
+
+class Tracer(StepObserver):
+    """Steps ``first`` to ``last`` are drawn."""
+
+    def __init__(self, run: Run, metered: Metered, first: int, last: int):
+        self.run, self.metered = run, metered
         self.first, self.last = first, last
-        self._generation = loop.exchange.link.generation
+        self._generation = run.exchange.link.generation
         self._tracks: dict[str, list[Row]] = {COMPUTE: [], WAITING: []}
         self._sent: list[_OnTheWire] = []
         self._zero: float | None = None
         self._over = threading.Event()
         self._eyes = threading.Thread(target=self._look, name="paceline trace", daemon=True)
+        self._draws = False  # this step
+        self._begin_s = self._gradient_s = 0.0
+        self._passes: _Passes | None = None
+        self._ready: list[tuple[float, Piece]] = []
+        self._forms: Sequence[str] = ()
 
-    @classmethod
-    def asked(cls, loop: Loop, model: nn.Module, world: World, folder: Path | None, ledger: Ledger) -> Tracer | None:
-        """None where rank 0 was not asked to draw, and for who comes late. Every process must call it.
-
-        Raises ValueError, everywhere.
-        """
-        if world.late:
-            return None
-        said = loop.exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
-        return cls(loop, model, world, folder, ledger, *parse(said)) if said else None
-
-    def step(self, batch: Any, gradient: Gradient | None = None, /, **facts: Any) -> Agreement:
-        number = self.loop.num_steps
+    def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        if self._draws:  # the step before did not end
+            self._stop()
+            self.last = -1
+            self._over.set()
+        number = self.run.num_steps
         if not self.first <= number <= self.last or self._changed():
-            return self.loop.step(batch, gradient, **facts)
+            return batch
         if self._zero is None:
-            self._begin()
-        with self._watching():
-            begin_s = now()
-            traced = self._gradient(gradient or self.loop.engine.gradient)
-            agreement = self.loop.step(_Timed(batch, {"share": self._note(WAITING, "input")}), traced, **facts)
-            self._add(COMPUTE, f"step {number}", begin_s, now(), verdict=agreement.verdict.value)
-        if number == self.last and not self._changed():
+            self.run.exchange.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
+            self._zero = now()
+            self._eyes.start()
+        self._draws, self._begin_s = True, now()
+        self.metered.watch = lambda sending: self._sent.append(_OnTheWire(sending))
+        self.run.activity.watch = self._spent
+        return batch
+
+    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
+        if not self._draws:
+            return offer
+        if self._passes:
+            self._passes.close()
+        ready = self._ready = []
+        compiled = getattr(getattr(self.run.engine, "numerics", None), "compile", False)
+        self._passes, self._forms = _Passes(self.run.job.model, not compiled), self.run.exchange.forms()
+        self._gradient_s = now()
+
+        def offered(piece: Piece) -> None:
+            ready.append((now(), piece))
+            offer(piece)
+
+        return offered
+
+    def votes(self, ballot: Ballot) -> None:
+        if self._passes:
+            self._passes.close()
+            self._draw(self._gradient_s, now(), self._passes, self._ready, self._forms)
+            self._passes, self._ready = None, []
+
+    def ends(self, summary: StepSummary) -> None:
+        if not self._draws:
+            return
+        self._stop()
+        self._add(COMPUTE, f"step {summary.step}", self._begin_s, now(), verdict=summary.agreement.verdict.value)
+        if summary.step == self.last and not self._changed():
             self._write()
-        return agreement
+
+    def _stop(self) -> None:
+        self._draws, self.metered.watch, self.run.activity.watch = False, None, None
+        if self._passes:
+            self._passes.close()
+            self._passes = None
 
     def _changed(self) -> bool:
         """Whether others are here than began, which all know alike between two steps: who came does not draw."""
-        if self.loop.exchange.link.generation == self._generation:
+        if self.run.exchange.link.generation == self._generation:
             return False
         self.last = -1
         self._over.set()
         text = "nodes were lost or came since training began, so no step is drawn"
-        self.loop.record.write("hint", text=text)
-        if self.loop.record.folder and not self.world.local_rank:
+        self.run.record.write("hint", text=text)
+        if self.run.record.folder and not self.run.world.local_rank:
             sys.stderr.write(f"paceline: {text}\n")
         return True
 
-    def _begin(self) -> None:
-        self.loop.exchange.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
-        self._zero = now()
-        self._eyes.start()
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Within, the loop's parts tell when they are used."""
-        loop: Any = self.loop
-        kept = loop.engine, loop.exchange, loop.drift
-        loop.engine = _Timed(loop.engine, {"update": self._note(COMPUTE, "update")})
-        loop.exchange = _Timed(
-            loop.exchange,
-            {
-                "agree": self._note(WAITING, "exchange, not hidden"),
-                "reconcile": self._note(WAITING, "reconcile"),
-            },
-        )
-        loop.drift = loop.drift and _Timed(loop.drift, {"after": self._note(WAITING, "hold replicas together")})
-        self.ledger.watch = lambda sending: self._sent.append(_OnTheWire(sending))
-        try:
-            yield
-        except BaseException:
-            self.last = -1
-            self._over.set()
-            raise
-        finally:
-            loop.engine, loop.exchange, loop.drift = kept
-            self.ledger.watch = None
-
-    def _note(self, track: str, name: str) -> Callable[[float, float], None]:
-        return lambda begin_s, end_s: self._add(track, name, begin_s, end_s)
+    def _spent(self, doing: str, begin_s: float, end_s: float) -> None:
+        if doing in PARTS:
+            self._add(*PARTS[doing], begin_s, end_s)
 
     def _add(self, track: str, name: str, begin_s: float, end_s: float, **known: Any) -> None:
         self._tracks[track].append((name, begin_s, end_s, known))
@@ -141,26 +185,6 @@ class Tracer:
                 end_s = min(end_s, now() + PATIENCE_S)
                 time.sleep(GLANCE_S)
 
-    def _gradient(self, compute: Gradient) -> Gradient:
-        def gradient(share: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
-            ready: list[tuple[float, Piece]] = []
-
-            def offered(piece: Piece) -> None:
-                ready.append((now(), piece))
-                offer(piece)
-
-            compiled = getattr(getattr(self.loop.engine, "numerics", None), "compile", False)
-            passes = _Passes(self.model, watch=not compiled)
-            begin_s = now()
-            try:
-                ballot = compute(share, scale, forms, offered)
-            finally:
-                passes.close()
-            self._draw(begin_s, now(), passes, ready, forms)
-            return ballot
-
-        return gradient
-
     def _draw(
         self, begin_s: float, end_s: float, passes: _Passes, ready: Sequence[tuple[float, Piece]], forms: Sequence[str]
     ) -> None:
@@ -171,7 +195,7 @@ class Tracer:
             self._add(COMPUTE, "backward", last_s, next_s)
         for name, first_s, last_s in passes.layers:
             self._add(COMPUTE, name, first_s, last_s)
-        if self.loop.exchange.link.size == 1:
+        if self.run.exchange.link.size == 1:
             return  # nothing leaves early, so nobody looks when a piece is ready
         last_s = passes.whole[-1][1] if passes.whole else begin_s
         for ready_s, piece in sorted(ready, key=lambda pair: pair[0]):
@@ -197,11 +221,11 @@ class Tracer:
         }
         self._tracks, self._sent = {COMPUTE: [], WAITING: []}, []
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
-        part = f", process {self.world.local_rank}" if self.world.local_size > 1 else ""
-        everyone = self.loop.exchange.gather(json.dumps([self.world.node, f"{host}{part}", shifted]).encode())
-        if self.world.node or self.world.local_rank:
+        part = f", process {self.run.world.local_rank}" if self.run.world.local_size > 1 else ""
+        everyone = self.run.exchange.gather(json.dumps([self.run.world.node, f"{host}{part}", shifted]).encode())
+        if self.run.world.node or self.run.world.local_rank:
             return
-        path = (self.folder or Path()) / NAME
+        path = (self.run.folder or Path()) / NAME
         whole = document((json.loads(words) for words in everyone), first_step=self.first, last_step=self.last)
         aside = path.with_name(NAME + ".part")
         try:
@@ -210,12 +234,18 @@ class Tracer:
         except OSError as error:
             sys.stderr.write(f"paceline: steps {self.first} to {self.last} could not be drawn in {path} ({error})\n")
             return
-        self.loop.record.write("trace", first_step=self.first, last_step=self.last, path=str(path))
+        self.run.record.write("trace", first_step=self.first, last_step=self.last, path=str(path))
         print(
             f"paceline: steps {self.first} to {self.last} are drawn in {path}; open it in ui.perfetto.dev or "
             f"chrome://tracing",
             file=sys.stderr,
         )
+
+
+def asked(exchange: Exchange) -> tuple[int, int] | None:
+    """The first and last step that rank 0 was asked to draw. Every process must call it. Raises ValueError alike."""
+    said = exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
+    return parse(said) if said else None
 
 
 def parse(said: str) -> tuple[int, int]:
@@ -227,30 +257,6 @@ def parse(said: str) -> tuple[int, int]:
         f"{VARIABLE}={said!r} on rank 0 is no step; give the first step to draw, as 5, or the first and the last, "
         f"as 5-9, or unset it"
     )
-
-
-class _Timed:
-    """``thing`` as it is, but for the methods whose begin and end are told."""
-
-    def __init__(self, thing: Any, told: Mapping[str, Callable[[float, float], None]]):
-        vars(self).update(_thing=thing, _told=told)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._thing, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._thing, name)
-        tell = self._told.get(name)
-        if tell is None:
-            return found
-
-        def timed(*args: Any) -> Any:
-            begin_s = now()
-            result = found(*args)
-            tell(begin_s, now())
-            return result
-
-        return timed
 
 
 class _Passes:

@@ -146,7 +146,7 @@ def run(settings: Settings) -> dict[str, Any]:
             check_same(facts, pace.facts, str(pace.folder))
         if resumed and pace.leader and not settings.json:
             left = "nothing is left to do" if pace.epoch >= epochs else f"epoch {pace.epoch + 1} of {epochs} is next"
-            print(f"resumed after step {pace.loop.num_steps}: {left}")
+            print(f"resumed after step {pace.num_steps}: {left}")
         result = _epochs(pace, train, test, epochs, batch_size, settings)
         if pace.folder:
             pace.export(pace.folder / "weights.safetensors")
@@ -164,7 +164,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
         console.print(f"epoch {pace.epoch}/{epochs}: test accuracy {result['test_accuracy']:.1%}")
     with Progress(*columns, console=console, **options) as progress:
         bar, tally = progress.add_task("first step", total=None), Tally()
-        waited_s, begin, first = 0.0, time.perf_counter(), pace.loop.num_steps
+        waited_s, begin, first = 0.0, time.perf_counter(), pace.num_steps
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
             tally.add(pace.agreement.ballot)
@@ -174,7 +174,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
             words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
             progress.update(bar, completed=done, total=epochs * steps, description=words)
             every = settings.save_every
-            if pace.folder and (batch.ends_epoch or (every and pace.loop.num_steps % every == 0)):
+            if pace.folder and (batch.ends_epoch or (every and pace.num_steps % every == 0)):
                 pace.save(wait=False)
             if batch.ends_epoch:
                 sums = tally.sums()
@@ -183,7 +183,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
                 pace.record.write("epoch", epoch=batch.epoch, **result)
                 console.print(f"{words}, test accuracy {accuracy:.1%}")
                 tally = Tally()
-    num_steps = pace.loop.num_steps - first
+    num_steps = pace.num_steps - first
     if pace.leader and isinstance(train, Pictures) and num_steps:
         with contextlib.suppress(OSError, RuntimeError):  # it packs some images, for which there may be no room
             each_s = (time.perf_counter() - begin) / num_steps

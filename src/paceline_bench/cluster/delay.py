@@ -100,4 +100,5 @@ def carry(delay_s: float, ends: Sequence[int], leave: int = 0) -> None:
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         os.nice(SOONER)
-    carry(float(sys.argv[1]), [int(word) for word in sys.argv[2:]])
+    # whoever has many files open gives high numbers, and `select.select` knows none above 1,023
+    carry(float(sys.argv[1]), [os.dup(int(word)) for word in sys.argv[2:]])

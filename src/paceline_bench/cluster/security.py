@@ -286,10 +286,6 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 LISTENS, UNCONNECTED = "0A", "07"  # in /proc/net/tcp and /proc/net/udp
 CLONE_NEWNET = 0x40000000
 HELD = 40  # connections that are left open
@@ -394,3 +390,7 @@ def disturb(
     finally:
         stranger.close()
     return known
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,8 +68,8 @@ def broken_waiting(schedule: Schedule, net: Net, ranks: Sequence[Rank], first: i
             by_step.setdefault(said[0][0], {})[rank.id] = said
         if rank.id not in net.dead and rank.applied and rank.checksum() != rank.applied[-1][1]:
             found.append(f"rank {rank.id} has weights of no whole number of steps: a torn step")
-        if rank.id not in net.dead and rank.finished and rank.loop.num_steps != schedule.steps:
-            found.append(f"rank {rank.id} finished after {rank.loop.num_steps} of {schedule.steps} steps")
+        if rank.id not in net.dead and rank.finished and rank.run.num_steps != schedule.steps:
+            found.append(f"rank {rank.id} finished after {rank.run.num_steps} of {schedule.steps} steps")
         if any(words in rank.end for words in TOLD) and not net.fired.keys() & SEVERS:
             found.append(f"rank {rank.id} {rank.end}, though nobody was cut off, silent or still")
     for step, said_by in by_step.items():

@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import LinkError, Piece, Regroup
+from paceline.contract import Agreement, Ballot, LinkError, Piece, Regroup, StepObserver
 from paceline.data import batches
+from paceline.data.load_balance import Limits
 from paceline.data.sampler import Seat
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
-from paceline.elastic.replica_sync import Drift
+from paceline.environment import World
 from paceline.exchange import allreduce, tree
+from paceline.job import Job
 from paceline.link.memory import Link
-from paceline.report.record import Record
-from paceline.step import Loop
+from paceline.step.rebalance import Rebalance
+from paceline.step.replica_sync import ReplicaSync
+from paceline.step.run_state import RunState
+from paceline.step.step import step
 from paceline_bench.simulated.fault_link import Net
 from paceline_bench.simulated.returns import Coming, Hall, Launcher, pack, unpack
 from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Restless, checksum, given, take, windows
@@ -50,6 +54,20 @@ class Noted(Surviving):
         super().offer(piece)
 
 
+class Held(StepObserver):
+    """Where nodes return: those who are too few wait, before a step is computed again too."""
+
+    def __init__(self, rank: Rank):
+        self.rank = rank
+
+    def votes(self, ballot: Ballot) -> None:
+        ballot.guests = self.rank.guests
+
+    def again(self, step: int, agreement: Agreement) -> None:
+        assert self.rank.hall
+        self.rank.hall.hold()
+
+
 class Rank:
     """It is its own source of samples. ``codec``: its memory moves with each applied step."""
 
@@ -71,19 +89,32 @@ class Rank:
         self.exchange.open(self.engine.specs, link, self.codec, -(-BATCH // link.size), absorbs=absorbs)
         dealt = shares(schedule.seed, link.size) if how.uneven else None
         seat = Seat(link.rank, link.size, shares=dealt, virtual=self.engine.num_shares)
-        self.limits = assignment.Limits((1,) * link.size, (BATCH,) * link.size)
-        record = Record()
-        drift = Drift(self.engine, self.exchange, record, False, period=1, quiet=QUIET) if how.drifts else None
-        self.loop = Loop(self.engine, self.exchange, seat, record, who=f"rank {self.id}", drift=drift)
+        limits = Limits((1,) * link.size, (BATCH,) * link.size)
         moves = how.uneven and not how.virtual
-        self.loop.balance = Restless(BATCH, self.limits.least, self.limits.most) if moves else None
+        self.run = RunState(
+            Job(self.model, self.kit.optimizer, None, BATCH),
+            World(node=link.rank, num_nodes=link.size),
+            self.engine,
+            self.exchange,
+            self.codec,
+            link,
+            seat,
+            limits,
+            Restless(BATCH, limits.least, limits.most) if moves else None,
+            who=f"rank {self.id}",
+        )
+        self.run.observers = [Rebalance(self.run)]
+        if how.drifts:
+            self.run.observers.insert(0, ReplicaSync(self.run, period=1, quiet_steps=QUIET))
         if how.normed:
             self.engine.sync_norm(link)
         self.hall = Hall(self, launcher, schedule.minimum, BATCH) if launcher else None
         if launcher:
-            self.loop.clip, self.loop.rejoin = CLIP, self._rejoin
-        self.exchange.rows = lambda: self.loop.seat.dealt(BATCH)[self.loop.seat.node]
+            self.run.clip = CLIP
+            self.run.observers.insert(0, Held(self))
+        self.exchange.rows = lambda: self.run.seat.dealt(BATCH)[self.run.seat.node]
         self.exchange.regrouped = self.regroup
+        self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
         self.taken: dict[Attempt, list[int]] = {}
         self.applied: list[tuple[Attempt, int]] = []  # of each step: the attempt, a checksum of the weights
@@ -99,7 +130,7 @@ class Rank:
         return self.end == "finished"
 
     def now(self) -> Attempt:
-        return self.loop.num_steps, self.net.hub_of[self.id].number
+        return self.run.num_steps, self.net.hub_of[self.id].number
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
         self.taken[self.now()] = list(indices)
@@ -116,37 +147,32 @@ class Rank:
         self.offered[self.attempt, piece.spec.index] = flat
 
     def regroup(self, news: Regroup) -> None:
-        loop = self.loop
-        loop.seat, balance, self.limits = assignment.regroup(loop.seat, loop.balance, BATCH, self.limits, news)
-        loop.balance = Restless(BATCH, balance.least, balance.most) if balance else None
+        run = self.run
+        run.seat, balance, run.limits = assignment.regroup(run.seat, run.balance, BATCH, run.limits, news)
+        run.balance = Restless(BATCH, balance.least, balance.most) if balance else None
+        run.world = World(node=run.seat.node, num_nodes=run.seat.num_nodes)
         if self.hall:
             self.hall.came = news.came
 
     # where nodes return
 
-    def _rejoin(self, seat: Seat) -> Seat:
-        assert self.hall
-        self.hall.hold()
-        moved: Seat = self.loop.seat
-        return moved
-
     def _before(self, guests: int) -> None:
-        """As `welcome.Welcome.before`. ``guests``: the generation in which somebody is to be admitted, by the last
+        """As `admission.Admission.before`. ``guests``: the generation in which somebody is to be admitted, by the last
         vote."""
         assert self.hall
         if guests > self.exchange.link.generation:
             self.hall.admit()
         self.hall.hold()
-        self.loop.guests = self.hall.next()
+        self.guests = self.hall.next()
 
     def state(self) -> Tensor:
-        return pack(self.model, self.kit.optimizer, self.loop.num_steps)
+        return pack(self.model, self.kit.optimizer, self.run.num_steps)
 
     def load(self, state: Tensor) -> None:
-        self.loop.num_steps = unpack(state, self.model, self.kit.optimizer)
+        self.run.num_steps = unpack(state, self.model, self.kit.optimizer)
 
     def _enter(self) -> bool:
-        """As `entry.Entry`. False where there is nothing to come to."""
+        """As `joiner.Joiner`. False where there is nothing to come to."""
         assert isinstance(self.link, Coming)
         if not self.link.admitted():
             self.end = "over"
@@ -156,11 +182,12 @@ class Rank:
         state = torch.empty_like(self.state())
         link.lane("state").recv(state, 0).wait()
         self.load(state)
-        self.loop.seat = Seat(link.rank, link.size)
-        self.limits = assignment.Limits((1,) * link.size, (BATCH,) * link.size)
+        self.run.seat = Seat(link.rank, link.size)
+        self.run.world = World(node=link.rank, num_nodes=link.size)
+        self.run.limits = Limits((1,) * link.size, (BATCH,) * link.size)
         assert self.launcher
         self.launcher.holding.add(self.id)
-        self.net.tell(f"      rank {self.id} has the state after {self.loop.num_steps} steps")
+        self.net.tell(f"      rank {self.id} has the state after {self.run.num_steps} steps")
         return True
 
     def part(self) -> None:
@@ -182,11 +209,11 @@ class Rank:
 
     def _train(self) -> None:
         steps, guests = windows(self.size), 0
-        for step in range(self.loop.num_steps, len(steps)):
+        for number in range(self.run.num_steps, len(steps)):
             if self.hall:
                 self._before(guests)
-            batch = batches.Batch(self, steps[step], 0, step, len(steps), step == len(steps) - 1)
-            guests = self.loop.step(batch).ballot.guests
+            batch = batches.Batch(self, steps[number], 0, number, len(steps), number == len(steps) - 1)
+            guests = step(self.run, batch).ballot.guests
             self._note()
         self.part()
         self.end = "finished"
@@ -198,7 +225,7 @@ class Rank:
         step, number = self.attempt
         self.net.tell(f"      rank {self.id} has applied step {step} of generation {number}")
         if self.launcher and self.exchange.link.rank == 0:
-            self.launcher.keep(self.loop.num_steps, self.state)
+            self.launcher.keep(self.run.num_steps, self.state)
 
     def checksum(self) -> int:
         return checksum(self.model)

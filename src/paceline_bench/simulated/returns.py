@@ -109,7 +109,7 @@ class Hall(below_minimum.Door):
 
     @property
     def num_nodes(self) -> int:
-        return int(self.rank.loop.seat.num_nodes)
+        return int(self.rank.run.seat.num_nodes)
 
     def guests(self) -> list[Guest]:
         """Who asks the leader, and is reached."""
@@ -139,7 +139,7 @@ class Hall(below_minimum.Door):
         return self.came
 
     def end(self, number: int) -> None:
-        self.launcher.keep(self.rank.loop.num_steps, self.rank.state)
+        self.launcher.keep(self.rank.run.num_steps, self.rank.state)
         raise LinkError("waited in vain for enough nodes", resumes=True)
 
 

@@ -27,7 +27,7 @@ def train(begin, end):
             assert pace.restore()
         for batch in pace.batches(data):
             pace.step(batch)
-            if pace.loop.num_steps == end:
+            if pace.num_steps == end:
                 break
         if end < STEPS:
             pace.save()

@@ -31,7 +31,7 @@ def refuse(pace, steps):
     waiting, redone = set(steps) if last else set(), []
 
     def vote(ballot):
-        step = pace.loop.num_steps
+        step = pace.num_steps
         ballot.ok = step not in waiting
         waiting.discard(step)
         agreement = agree(ballot)

@@ -56,9 +56,9 @@ def train(folder, slow=0, pause_s=0.0, engine=None, epochs=EPOCHS, every=EVERY):
                 if pace.leader and pace.agreement.ballot.weight:
                     ballot = pace.agreement.ballot
                     with (folder / "steps.txt").open("a") as file:
-                        file.write(f"{pace.loop.num_steps} {ballot.loss_sum / ballot.weight!r}\n")
+                        file.write(f"{pace.num_steps} {ballot.loss_sum / ballot.weight!r}\n")
             assert loss == loss
-            if pace.loop.num_steps % every == 0:
+            if pace.num_steps % every == 0:
                 pace.save(wait=False)
             time.sleep(pause_s)
         if pace.leader:

@@ -74,12 +74,14 @@ def once(folder, what):
 def hold(pace, turns):
     """Where nodes are missing, who leads waits for the next question of one that comes back."""
     end = time.monotonic() + PATIENCE_S
-    while pace.leader and pace.world.num_nodes < NODES and not pace._welcome._ready and time.monotonic() < end:
-        following = pace._welcome._following.values()
+    while (
+        pace.leader and pace.world.num_nodes < NODES and not pace.training.admission._ready and time.monotonic() < end
+    ):
+        following = pace.training.admission._following.values()
         all_ask = len(following) + pace.world.num_nodes == NODES
         if all_ask and all(each.level or each.lost or each.placed for each in following):
             return
-        asked = {name: said["turn"] for name, said in pace.ledger.porter.waiting().items()}
+        asked = {name: said["turn"] for name, said in pace.training.ledger.porter.waiting().items()}
         if asked.items() - turns.items():
             turns.update(asked)
             return
@@ -142,22 +144,22 @@ def main(folder, *words):
             return vote(ballot)
 
         getattr(pace.exchange, "exchange", pace.exchange).agree = agree
-        put = pace._saving._put
+        put = pace.training.saver._put
 
         def write(*given):
             here("save")
             return put(*given)
 
-        pace._saving._put = write
+        pace.training.saver._put = write
         model.first.bias.register_hook(lambda grad: here("backward"))
-        if pace._entry and pace._entry.late and "take" in words and once(folder, "take"):
-            pace._entry.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        if pace._entry and pace._entry.late and "copy" in words and once(folder, "copy"):
-            pace._entry._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
-        if pace._entry and pace._entry.late and "shut" in words and once(folder, "shut"):
+        if pace.training.joiner and pace.training.joiner.late and "take" in words and once(folder, "take"):
+            pace.training.joiner.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.late and "copy" in words and once(folder, "copy"):
+            pace.training.joiner._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.late and "shut" in words and once(folder, "shut"):
             rendezvous.Door = Shut
         if f"meet{NODE}" in words and not LATE:
-            pace._welcome._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            pace.training.admission._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if "halt" in words and NODE == 0 and not LATE:
 
             def halt(pace):
@@ -174,8 +176,8 @@ def main(folder, *words):
                 hold(pace, turns)
             losses.append(pace.step(batch))
             times.append(pace.engine.accumulate)
-            note(pace.loop.num_steps - 1)
-            steps[0] = pace.loop.num_steps
+            note(pace.num_steps - 1)
+            steps[0] = pace.num_steps
         counted = pace.evaluate(Samples(), metric)
         pace.save()
         state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -49,10 +49,10 @@ def train(folder, restore=False):
     with join() as pace:
         if restore:
             assert pace.restore(folder)
-            assert pace.loop.num_steps == MIDDLE
+            assert pace.num_steps == MIDDLE
         for batch in pace.batches(data()):
             pace.step(batch)
-            if pace.loop.num_steps == MIDDLE and not restore:
+            if pace.num_steps == MIDDLE and not restore:
                 pace.save(folder, wait=False)
         return [weight.clone() for weight in pace.engine.weights], memory(pace), pace.world
 

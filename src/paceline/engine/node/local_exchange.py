@@ -232,8 +232,8 @@ class Leader(_Relay):
     def enter(self) -> None:
         self.exchange.enter()
 
-    def hand(self, words: bytes) -> bytes:
-        return self.crew.swap(words, "handing on")[0]
+    def hand(self, words: bytes | bytearray) -> bytes:
+        return self.crew.swap(bytes(words), "handing on")[0]
 
     def state(self) -> dict[str, Any]:
         return {**self.exchange.state(), "forms": list(self._forms)}
@@ -330,7 +330,7 @@ class Follower(_Relay):
     def enter(self) -> None:
         """Local rank 0 does."""
 
-    def hand(self, words: bytes) -> bytes:
+    def hand(self, words: bytes | bytearray) -> bytes:
         return self.crew.swap(b"", "handing on")[0]
 
 

@@ -1,13 +1,13 @@
 """What every exchange among equals does besides gradients: vote, add numbers up, spread tensors.
 
-What some processes do while all others wait, and what went wrong there, told everywhere. ``pace`` is `pace.Pace`.
+What some processes do while all others wait, and what went wrong there, told everywhere.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -77,13 +77,18 @@ class Meeting(contract.Exchange):
 DONE = b"done"
 
 
-def alone(pace: Any, chosen: Callable[[], bool], work: Callable[[], Any]) -> Any:
+Result = TypeVar("Result")
+
+
+def alone(exchange: contract.Exchange, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
     """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
 
     Where all who were chosen are lost in doing so, those do it who are chosen then.
     """
     while True:
-        before, result, error, mine = pace.world, None, None, b""
+        generation, mine = exchange.link.generation, b""
+        result: Result | None = None
+        error: Exception | None = None
         if chosen():
             mine = DONE
             try:
@@ -91,8 +96,8 @@ def alone(pace: Any, chosen: Callable[[], bool], work: Callable[[], Any]) -> Any
             except Exception as caught:
                 error, refused = caught, isinstance(caught, CheckpointError)
                 mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
-        everyone = pace.exchange.gather(mine)
-        if any(everyone) or pace.world is before:
+        everyone = exchange.gather(mine)
+        if any(everyone) or exchange.link.generation == generation:
             break
     if error:
         raise error

@@ -21,6 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from paceline.contract import GlobalBatch, Share
+from paceline.data.batches import Batch
+from paceline.data.sampler import Seat
 from paceline.planner.diagnose.causes import Cause, causes, of_rounding
 
 Mapped = Callable[[Any, Callable[[Tensor], Tensor]], Any]
@@ -94,7 +97,7 @@ class Witness:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # below /tmp, on a host
         self._save(state, FIRST)
 
-    def deal(self, batch: Any, mapped: Mapped) -> Any:
+    def deal(self, batch: GlobalBatch, mapped: Mapped) -> GlobalBatch:
         """The batch with its floating-point tensors in the type of the comparison; what is read of it is noted."""
         noted = self.reads if len(self.losses) < LOOKS and len(self.reads) <= len(self.losses) else None
         return _Cast(batch, self, mapped, noted)
@@ -195,31 +198,29 @@ class Read:
         return {"ranges": self.span, "digests": self.digests}
 
 
-class Span:
+@dataclass(frozen=True)
+class Span(Seat):
     """A seat whose samples are given."""
 
-    def __init__(self, start: int, stop: int):
-        self.start, self.stop = start, stop
+    start: int = 0
+    stop: int = 0
 
     def rows(self, count: int) -> range:
         return range(self.start, self.stop)
 
 
-class _Cast:
+class _Cast(GlobalBatch):
     """A batch whose floating-point tensors arrive in another type."""
 
-    def __init__(self, batch: Any, witness: Witness, mapped: Mapped, noted: list[Read] | None):
+    def __init__(self, batch: GlobalBatch, witness: Witness, mapped: Mapped, noted: list[Read] | None):
         self.batch, self.witness, self.mapped, self.weight = batch, witness, mapped, batch.weight
         self.noted = noted
 
-    @property
-    def held(self) -> int | None:
-        return getattr(self.batch, "held", None)
-
-    def share(self, seat: Any) -> Any:
+    def share(self, seat: Share) -> Any:
         rows = self.witness.cast(self.batch.share(seat), self.mapped)
+        self.held = self.batch.held
         if self.noted is not None:
-            span = seat.rows(len(self.batch.indices)) if hasattr(self.batch, "indices") else None
+            span = seat.rows(len(self.batch.indices)) if isinstance(self.batch, Batch) else None
             read = Read(self, None, (span.start, span.stop) if span is not None else None, digests(rows))
             read.rows = self.mapped(rows, torch.clone) if rows is not None else None
             self.noted.append(read)
@@ -228,7 +229,8 @@ class _Cast:
 
     def read(self, start: int, stop: int) -> Any:
         """Some of the samples, as the process to which they are dealt reads them."""
-        return self.witness.cast(self.batch.fetch(Span(start, stop)), self.mapped)
+        assert isinstance(self.batch, Batch)
+        return self.witness.cast(self.batch.fetch(Span(start=start, stop=stop)), self.mapped)
 
 
 def digests(rows: Any) -> list[str]:

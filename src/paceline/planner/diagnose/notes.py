@@ -1,8 +1,9 @@
-"""What `paceline verify` notes of a training, and what it tries after the last step. ``pace`` is `pace.Pace`."""
+"""What `paceline verify` notes of a training, and what it tries after the last step."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from paceline.contract import GlobalBatch, StepObserver, StepSummary
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
 from paceline.engine.compute.loss_divisor import Means, labels_of
@@ -18,38 +20,52 @@ from paceline.planner.diagnose.equivalence import Witness, digests
 from paceline.planner.diagnose.experiments import examine
 from paceline.planner.diagnose.loss_kind import Said
 from paceline.planner.diagnose.subject import Subject, parts_of
+from paceline.step.run_state import RunState
 
 Spans = Sequence[tuple[int, int]]
 
 
-def after(pace: Any, loss: float, own_loop: bool) -> None:
-    """After each step of a training that is compared. Raises SystemExit, in every process, after the last."""
-    witness: Witness = pace.witness
-    pace.settle()
-    if not witness.note(pace.job.model, pace.job.optimizer, loss):
-        return
-    witness.facts |= {
-        "batch_size": pace.job.batch_size,
-        "consensus": pace.exchange.consensus,
-        "codec": pace.codec.fidelity,
-        "own_loop": own_loop,
-    }
-    everyone = [witness.said()]
-    if pace.world.size > 1:
-        everyone = [json.loads(words) for words in pace.exchange.gather(json.dumps(everyone[0]).encode()) if words]
-    found = _examined(pace, witness, own_loop) if witness.examines else None
-    witness.end(everyone, pace.engine.state() if pace.leader or witness.told else None, found)
+class Comparison(StepObserver):
+    """Of a training that is compared with another one. Raises SystemExit, in every process, after the last step."""
+
+    def __init__(self, run: RunState, witness: Witness):
+        self.run, self.witness, self._own_loop = run, witness, False
+
+    def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        self._own_loop = own
+        return batch
+
+    def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        return self.witness.deal(batch, batches.mapped)
+
+    def ends(self, summary: StepSummary) -> None:
+        run, witness, ballot = self.run, self.witness, summary.agreement.ballot
+        run.settle()
+        loss = ballot.loss_sum / ballot.weight if ballot.weight else math.nan
+        if not witness.note(run.job.model, run.job.optimizer, loss):
+            return
+        witness.facts |= {
+            "batch_size": run.job.batch_size,
+            "consensus": run.exchange.consensus,
+            "codec": run.codec.fidelity,
+            "own_loop": self._own_loop,
+        }
+        everyone = [witness.said()]
+        if run.world.size > 1:
+            everyone = [json.loads(words) for words in run.exchange.gather(json.dumps(everyone[0]).encode()) if words]
+        found = _examined(run, witness, self._own_loop) if witness.examines else None
+        witness.end(everyone, run.engine.state() if run.leader or witness.told else None, found)
 
 
-def _examined(pace: Any, witness: Witness, own_loop: bool) -> dict[str, Any]:
+def _examined(run: RunState, witness: Witness, own_loop: bool) -> dict[str, Any]:
     many, found = witness.everyones(), dict[str, Any]()
     try:
         found = _reading(witness, many)
-        if (subject := _subject(pace, witness, many, own_loop)) is not None:
+        if (subject := _subject(run, witness, many, own_loop)) is not None:
             found |= examine(subject)
     except Exception as error:  # the comparison stands, whatever could not be tried
         found["error"] = f"{type(error).__name__}: {error}"
-    return found | {"sync": pace.job.batch_norm == "sync"}
+    return found | {"sync": run.job.batch_norm == "sync"}
 
 
 def _reading(witness: Witness, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -70,8 +86,8 @@ def _reading(witness: Witness, many: Sequence[Mapping[str, Any]]) -> dict[str, A
     return {"dealt": [[read(known[i].batch, each) for i, each in enumerate(mine[: len(known)])] for mine in spans]}
 
 
-def _subject(pace: Any, witness: Witness, many: Sequence[Mapping[str, Any]], own_loop: bool) -> Subject | None:
-    job, read = pace.job, witness.reads[0] if witness.reads else None
+def _subject(run: RunState, witness: Witness, many: Sequence[Mapping[str, Any]], own_loop: bool) -> Subject | None:
+    job, read = run.job, witness.reads[0] if witness.reads else None
     if not own_loop and (read is None or read.rows is None):
         return None
     if own_loop:

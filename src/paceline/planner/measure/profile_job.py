@@ -4,50 +4,67 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.data import batches
+from paceline.contract import GlobalBatch, StepObserver, StepSummary
+from paceline.data.batches import Batch, Given
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute import timeline
 from paceline.engine.compute.precision import PRECISION
 from paceline.engine.node.optimizer_shards import division
 from paceline.planner.measure import layers, profiler, stopwatch
+from paceline.step.run_state import RunState
 
 
-def answer(pace: Any, batch: Any, gradient: Any) -> Any:
-    """The batch, or as much of it as ``pace``'s trial wants to see. A profile ends the process, its form filled in."""
-    if pace.form:
-        if gradient:  # a loop of one's own cannot be looked into
-            raise SystemExit(0)
-        profiler.answer(pace.form, _facts(pace, batch))
-    if stopwatch.times() > 1 and not getattr(batch, "dealt", False):
-        raise ValueError(
-            "the script brings rows of its own; that it brings as many on each of more machines is not tried"
-        )
-    rows = batch.weight if gradient or not pace.stopwatch else pace.stopwatch.part(int(batch.weight))
-    if rows == int(batch.weight):
+class ProfileJob(StepObserver):
+    """``form``: of a profile, which ends the process once it is filled in. ``stopwatch``: of a trial."""
+
+    def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, form: Path | None):
+        self.run, self.stopwatch, self.form = run, watch, form
+
+    def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        """As much of it as the trial wants to see."""
+        if self.form:
+            if own:  # a loop of one's own cannot be looked into
+                raise SystemExit(0)
+            profiler.answer(self.form, _facts(self.run, batch))
+        if stopwatch.times() > 1 and not batch.dealt:
+            raise ValueError(
+                "the script brings rows of its own; that it brings as many on each of more machines is not tried"
+            )
+        rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
+        if rows == int(batch.weight):
+            return batch
+        whole = batch.share(self.run.seat)
+        if _cuts(whole, batch):
+            return Given(layers.part(whole, int(rows)), float(rows))
+        if isinstance(batch, Batch):
+            batch.expect(lambda *_: whole)
         return batch
-    whole = batch.share(pace.loop.seat)
-    if _cuts(whole, batch):
-        return batches.Given(layers.part(whole, rows), float(rows))
-    batch.expect(lambda *_: whole)
-    return batch
+
+    def ends(self, summary: StepSummary) -> None:
+        if self.stopwatch:
+            ballot, run = summary.agreement.ballot, self.run
+            alike = run.exchange.consensus == "step" or run.world.num_nodes == 1
+            slowest_s = max((busy for busy, _ in ballot.paces), default=None)
+            self.stopwatch.tick(summary.batch.weight, ballot.seconds if alike else slowest_s)
 
 
-def _cuts(rows: Any, batch: Any) -> bool:
+def _cuts(rows: Any, batch: GlobalBatch) -> bool:
     """Whether fewer of a batch's rows are fewer of its samples."""
     try:
-        return batches_.divisible(rows, getattr(batch, "held", None)) > 0
+        return batches_.divisible(rows, batch.held) > 0
     except ValueError:
         return False
 
 
-def _facts(pace: Any, batch: Any) -> profiler.Examined:
-    job, start = pace.job, time.perf_counter()
-    rows = batch.share(pace.loop.seat)
+def _facts(run: RunState, batch: GlobalBatch) -> profiler.Examined:
+    job, start = run.job, time.perf_counter()
+    rows = batch.share(run.seat)
     input_s = time.perf_counter() - start
     forward = job.forward or batches_.call
 
@@ -58,32 +75,32 @@ def _facts(pace: Any, batch: Any) -> profiler.Examined:
     return profiler.Examined(
         job.model,
         job.optimizer,
-        pace.engine,
+        run.engine,
         compute,
         rows,
         int(batch.weight),
         job.batch_size,
-        pace.asked_epochs * (getattr(batch, "num_steps", 0) or 0),
+        run.cursor.epochs * (batch.num_steps or 0),
         job.clip,
         input_s,
         division(job.optimizer),
-        lambda rows, passes: json.loads(timeline.record(pace.engine, job.model, rows, passes).to_json()),
+        lambda rows, passes: json.loads(timeline.record(run.engine, job.model, rows, passes).to_json()),
         job.accumulate,
         job.precision,
         job.batch_norm,
-        _ways(pace),
+        _ways(run),
         _cuts(rows, batch),
     )
 
 
-def _ways(pace: Any) -> dict[str, Any]:
+def _ways(run: RunState) -> dict[str, Any]:
     """How what is recorded would travel between nodes that compute as this one does."""
-    exchange, numel = pace.exchange, sum(spec.numel for spec in pace.engine.specs)
-    period, weights = getattr(exchange, "period", 0), pace.engine.weights[0].dtype
-    wide = PRECISION[pace.engine.numerics.precision] or weights
+    exchange, numel = run.exchange, sum(spec.numel for spec in run.engine.specs)
+    period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
+    wide = PRECISION[run.engine.precision] or weights
     codec = getattr(exchange, "codec", None)
-    everyones = pace.job.batch_norm == "sync"
-    norms = [getattr(m, "num_features", 0) for m in over_batches(pace.job.model).values() if everyones]
+    everyones = run.job.batch_norm == "sync"
+    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if everyones]
     return {
         "factors": exchange.factors,
         "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,
@@ -92,6 +109,6 @@ def _ways(pace: Any) -> dict[str, Any]:
         "every": period,
         "forward": exchange.overlap == "forward",
         "loses": bool(codec and codec.fidelity == "approximate"),
-        "norm_sums": 2 * len(norms) * pace.job.accumulate + bool(norms),  # forward and backward, and who has rows
-        "norm_numel": 4 * sum(norms) * pace.job.accumulate,
+        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # forward and backward, and who has rows
+        "norm_numel": 4 * sum(norms) * run.job.accumulate,
     }

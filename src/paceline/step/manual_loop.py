@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from paceline.contract import Ballot
-from paceline.data import batches
+from paceline.contract import Ballot, GlobalBatch, Share
+from paceline.data.batches import Given
 from paceline.engine.checks.loss_graph import refuse_scaled
 from paceline.engine.compute.batch import mapped, samples
+from paceline.step.run_state import RunState
+from paceline.step.step import Gradient
 
 
-class OwnStep:
+class ManualStep:
     """``batch`` has a weight: what backward divides by. ``rows``: how many of its rows are here, where known."""
 
-    def __init__(self, batch: Any, rows: int | None):
+    def __init__(self, batch: GlobalBatch, rows: int | None):
         self.batch, self.rows, self.ballot = batch, rows, Ballot()
         self.begun, self.start = False, time.perf_counter()
 
@@ -49,102 +52,99 @@ class OwnStep:
         return scaled
 
 
-class Spent:
+class ConsumedBatch(GlobalBatch):
     """A batch whose rows have already been used."""
 
-    def __init__(self, batch: Any):
-        for name in ("epoch", "step", "ends_epoch", "wait_s", "dealt", "held"):
-            if hasattr(batch, name):
-                setattr(self, name, getattr(batch, name))
-        self.weight = batch.weight
+    def __init__(self, batch: GlobalBatch):
+        self.epoch, self.step, self.ends_epoch = batch.epoch, batch.step, batch.ends_epoch
+        self.weight, self.wait_s, self.dealt, self.held = batch.weight, batch.wait_s, batch.dealt, batch.held
 
-    def share(self, seat: Any) -> None:
+    def share(self, seat: Share) -> None:
         return None
 
 
-class OwnLoop:
-    """`rows`, `backward`, `clip` and `update` of ``pace``, a `pace.Pace`, which says what they do."""
+class ManualLoop:
+    """`rows`, `backward`, `clip` and `update` of `Pace`, which says what they do. ``take_step``: of `Pace`.
 
-    def __init__(self, pace: Any):
-        self.pace = pace
-        self._step: OwnStep | None = None
+    ``refuses``: raises where the model cannot be trained in such a loop.
+    """
+
+    def __init__(self, run: RunState, take_step: Callable[[GlobalBatch, Gradient], float], refuses: Callable[[], None]):
+        self.run, self.take_step, self.refuses = run, take_step, refuses
+        self._step: ManualStep | None = None
         self._looked = False  # at the graph of a loss
         self._clip: float | None = None
 
-    def rows(self, batch: Any) -> Any:
-        pace, step = self.pace, self._step
+    def rows(self, batch: GlobalBatch) -> Any:
+        run, step = self.run, self._step
         self._refuse()
         if step and step.begun:
             raise ValueError(
                 "rows() was called before update() took what backward() had added: update after every batch, and add "
                 "up over more of them by a larger batch_size, computed in parts by accumulate="
             )
-        shared = pace.witness.deal(batch, mapped) if pace.witness else batch
-        share = shared.share(pace.loop.seat)
-        held = getattr(shared, "held", None)
-        if pace.loop.moved:
-            pace.loop.moved.begin(pace.num_steps)
-        self._step = OwnStep(batch, 0 if share is None else samples(share, held))
-        device = pace.engine.weights[0].device
+        seen = batch
+        for each in run.observers:
+            seen = each.reads(seen, own=True)
+        share = seen.share(run.seat)
+        self._step = ManualStep(batch, 0 if share is None else samples(share, seen.held))
+        device = run.engine.weights[0].device
         return None if share is None else mapped(share, lambda tensor: tensor.to(device))
 
     def backward(self, loss: Any, rows: int | None) -> None:
         self._refuse()
-        step = self._step = self._step or OwnStep(self._given(), rows)
+        step = self._step = self._step or ManualStep(self._given(), rows)
         if not step.begun:
             self._forget()
-        scaled = step.add(loss, rows, self.pace.loop.scaler.scale)
+        scaled = step.add(loss, rows, self.run.scaler.scale)
         if not self._looked:
             refuse_scaled(scaled)
             self._looked = True
         # without a gradient torch refuses it here; of several processes, all do so in `update`
-        if scaled.requires_grad or self.pace.world.size == 1:
+        if scaled.requires_grad or self.run.world.size == 1:
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def clip(self, norm: float) -> None:
         if not norm > 0:
             raise ValueError(f"clip() takes a norm > 0, got {norm!r}")
-        if self.pace.exchange.overlap == "forward":
+        if self.run.exchange.overlap == "forward":
             raise ValueError("clip() needs the norm of the whole gradient; with it, use join(overlap='backward')")
         self._clip = norm
 
     def update(self) -> float:
         self._refuse()
-        pace = self.pace
-        step = self._step or OwnStep(self._given(), 0)
-        if not step.begun and (step.rows or pace.world.size == 1):
+        run = self.run
+        step = self._step or ManualStep(self._given(), 0)
+        if not step.begun and (step.rows or run.world.size == 1):
             raise ValueError(
                 "update() was called before backward(): give each loss to pace.backward(loss), in place of "
                 "loss.backward()"
             )
         if not step.begun:
             self._forget()  # without rows here, what the last step left in .grad would count again
-        kept, pace.loop.clip = pace.loop.clip, self._clip or pace.loop.clip
+        kept, run.clip = run.clip, self._clip or run.clip
         self._step = self._clip = None
         spent_s = time.perf_counter() - step.start
 
         def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> Ballot:
-            ballot: Ballot = pace.engine.gathered(dataclasses.replace(step.ballot), forms, offer)
+            ballot = run.engine.gathered(dataclasses.replace(step.ballot), forms, offer)
             ballot.seconds += spent_s
             return ballot
 
         try:
-            loss: float = pace._step(Spent(step.batch), gradient)
-            pace.settle()  # a loop of your own reads weights where it likes
-            return loss
+            return self.take_step(ConsumedBatch(step.batch), gradient)
         finally:
-            pace.loop.clip = kept
+            run.clip = kept
 
-    def _given(self) -> batches.Given:
-        return batches.Given(None, float(self.pace.job.batch_size))
+    def _given(self) -> Given:
+        return Given(None, float(self.run.job.batch_size))
 
     def _refuse(self) -> None:
-        if self.pace.wrappers:
-            self.pace.wrappers.refuse_own_loop()
-        if self.pace.job.batch_norm == "sync":
+        self.refuses()
+        if self.run.job.batch_norm == "sync":
             raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
 
     def _forget(self) -> None:
-        self.pace.settle()
-        for parameter in self.pace.job.model.parameters():
+        self.run.settle()
+        for parameter in self.run.job.model.parameters():
             parameter.grad = None

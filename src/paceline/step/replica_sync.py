@@ -2,8 +2,8 @@
 
 Gradients are added up to the same bits everywhere, but what each node makes of them is not the same where processors,
 libraries or numbers of threads differ: the product of a layer's factors, the momentum, the update itself. So as soon as
-the vote's hashes differ, each step ends with a broadcast of the next part, until no hash has differed for ``quiet``
-steps.
+the vote's hashes differ, each step ends with a broadcast of the next part, until no hash has differed for
+``quiet_steps`` steps.
 
 *Cost*: one broadcast of 1 / ``period`` of the weights and their optimizer state per step.
 *Laws*: a weight is never further from rank 0's than ``period`` steps can bring it; on like hardware one period makes
@@ -22,57 +22,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Engine, Exchange
+from paceline.contract import Agreement, StepObserver
 from paceline.engine.compute.row_ranges import Part, cut
 from paceline.engine.node.optimizer_shards import SLICES, division
-from paceline.report.record import Record
+from paceline.report.activity import REPAIR
+from paceline.step.run_state import RunState
 
 PERIOD = 256  # steps in which everything has gone round
-LEAST_VALUES = 1 << 14  # of weights in a part
-QUIET = 1280  # longer than the hash needs to look at everything, and a period
+MIN_VALUES = 1 << 14  # of weights in a part
+QUIET_STEPS = 1280  # longer than the hash needs to look at everything, and a period
 
 View = tuple[Tensor, int, int]  # values of a tensor, from, to
 
 
-class Drift:
-    """Every process calls `after` at the end of each step. ``leads``: writes the record, and says it once.
+class ReplicaSync(StepObserver):
+    """Of every process. Where a node has several, none of them holds the whole state of the optimizer."""
 
-    ``divided``: some node has several processes, none of which holds the whole state of the optimizer.
-    """
+    key = "drift"
 
     def __init__(
-        self,
-        engine: Engine,
-        exchange: Exchange,
-        record: Record,
-        leads: bool,
-        period: int = PERIOD,
-        quiet: int = QUIET,
-        least_values: int = LEAST_VALUES,
-        divided: bool = False,
+        self, run: RunState, period: int = PERIOD, quiet_steps: int = QUIET_STEPS, min_values: int = MIN_VALUES
     ):
-        self.engine, self.exchange, self.record, self.leads = engine, exchange, record, leads
-        self.divided, self.period, self.quiet, self.least_values = divided, period, quiet, least_values
+        self.run, self.engine, self.exchange = run, run.engine, run.exchange
+        self.period, self.quiet_steps, self.min_values = period, quiet_steps, min_values
         self.parts: list[Part] = []
         self._left = self._turn = self._sent_bytes = 0
-        self._gap, self._said = 0.0, False
+        self._divergence, self._said = 0.0, False
 
     def state(self) -> dict[str, Any]:
-        """Where it is: alike everywhere but for ``gap``."""
+        """Where it is: alike everywhere but for the divergence."""
         return {"left": self._left, "turn": self._turn, "sent_bytes": self._sent_bytes}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: Any) -> None:
         self._left, self._turn, self._sent_bytes = state["left"], state["turn"], state["sent_bytes"]
         self.parts = self._cut()
 
-    def after(self, differs: bool, step: int) -> None:
-        """``differs``: whether the vote on this step found hashes that differ, which all processes know alike."""
-        if differs:
+    def updated(self, agreement: Agreement) -> None:
+        step = self.run.num_steps
+        if agreement.drift:
             if not self._left:
                 self._begin(step)
-            self._left = self.quiet
+            self._left = self.quiet_steps
         elif not self._left:
             return
+        with self.run.activity.at(REPAIR):
+            self._repair(step)
+
+    def _repair(self, step: int) -> None:
         self.engine.settle()
         before = self.exchange.link.sent_bytes
         self._spread(self.parts[self._turn])
@@ -82,13 +78,13 @@ class Drift:
             self._report(step)
         self._left -= 1
         if not self._left:
-            self.record.write("drift", step=step, over=True)
+            self.run.record.write("drift", step=step, over=True)
 
     def _begin(self, step: int) -> None:
         self.parts = self._cut()
-        self._turn, self._sent_bytes, self._gap = 0, 0, 0.0
-        self.record.write("drift", step=step, parts=len(self.parts))
-        if not self.leads or self._said:
+        self._turn, self._sent_bytes, self._divergence = 0, 0, 0.0
+        self.run.record.write("drift", step=step, parts=len(self.parts))
+        if not self.run.leader or self._said:
             return
         self._said = True
         words = (
@@ -97,19 +93,19 @@ class Drift:
             f"{len(self.parts)} steps"
         )
         print(f"paceline: {words}", file=sys.stderr)
-        self.record.write("hint", text=words)
+        self.run.record.write("hint", text=words)
 
     def _cut(self) -> list[Part]:
         numels = [weight.numel() for weight in self.engine.weights]
-        each = max(self.least_values, -(-sum(numels) // self.period))
+        each = max(self.min_values, -(-sum(numels) // self.period))
         # where a tensor's update looks at all of it, half of it mended would spoil that half again
         return cut(numels, each, whole=division(self.engine.optimizer) != SLICES)
 
     def _report(self, step: int) -> None:
         """At the end of a period: how far the nodes were apart, and what it took to bring them together."""
-        said = [json.loads(words) for words in self.exchange.gather(json.dumps(self._gap).encode())]
-        self.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
-        self._turn, self._sent_bytes, self._gap = 0, 0, 0.0
+        said = [json.loads(words) for words in self.exchange.gather(json.dumps(self._divergence).encode())]
+        self.run.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
+        self._turn, self._sent_bytes, self._divergence = 0, 0, 0.0
 
     @torch.no_grad()
     def _spread(self, part: Part) -> None:
@@ -117,7 +113,7 @@ class Drift:
         weights = [(whole[index], start, stop) for index, start, stop in part]
         values = [_values(view) for view in weights]
         before = [each.clone() for each in values]
-        if self.divided:
+        if max(self.run.world.sizes) > 1:
             self.exchange.spread(values)  # a node's shared memory itself: nobody has to put them back
             for view, new in zip(weights, values, strict=True):
                 if not view[0].is_contiguous():
@@ -132,7 +128,7 @@ class Drift:
             _unpack(packed, views)
         for old, view in zip(before, weights, strict=True):
             new = _values(view).double()
-            self._gap = max(self._gap, float((old.double() - new).norm() / new.norm().clamp_min(1e-30)))
+            self._divergence = max(self._divergence, float((old.double() - new).norm() / new.norm().clamp_min(1e-30)))
 
     def _with_state(self, owner: Tensor | None, view: View) -> Sequence[View]:
         """A weight's values, and those of the optimizer's tensors that belong to them."""

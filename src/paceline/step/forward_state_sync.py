@@ -19,46 +19,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Ballot, Exchange, framed, unframed
+from paceline.contract import Agreement, Ballot, GlobalBatch, StepObserver, Verdict, framed, unframed
 from paceline.engine.compute.forward_state import Moving
-from paceline.report.record import Record
+from paceline.step.run_state import RunState
 
 HERE = b"1"
 STATISTICS = ("mean", "var", "std")
 
 
-class Moved:
-    """``rank``: of this process among all at present. ``leads``: it speaks for all."""
+class ForwardStateSync(StepObserver):
+    """``broadcast``: everyone takes rank 0's. ``answered``: with batch_norm="sync", the statistics that are everyone's.
+    ``passes``: of a step, at once."""
+
+    key = "moved"
 
     def __init__(
         self,
+        run: RunState,
         moving: Moving,
-        exchange: Exchange,
-        record: Record,
-        rank: Callable[[], int],
-        leads: Callable[[], bool],
         broadcast: bool = False,
         answered: Callable[[], set[int]] | None = None,
         passes: int = 1,
     ):
-        """``answered``: with batch_norm="sync", the statistics that are everyone's. ``passes``: of a step, at once."""
-        self.moving, self.exchange, self.record, self.rank, self.leads = moving, exchange, record, rank, leads
+        self.run, self.exchange, self.moving = run, run.exchange, moving
         self.broadcast, self.answered, self.passes = broadcast, answered, passes
         self.moving.always = broadcast
         self.told = 0  # of how much everyone has been asked
         self._found, self._cares = (0, 0), set[str]()
 
-    def begin(self, step: int) -> None:
-        """Of a loop of the user's, whose forward the engine does not see."""
-        self.moving.begin(step)
+    def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        if own:  # the engine does not see its forward
+            self.moving.begin(self.run.num_steps)
+        return batch
 
-    def vote(self, ballot: Ballot) -> None:
-        self._rank, self._had = self.rank(), ballot.weight > 0
+    def votes(self, ballot: Ballot) -> None:
+        self._rank, self._had = self.run.world.rank, ballot.weight > 0
         ballot.idle, ballot.source = not self._had, self._rank if self._had else Ballot.NOBODY
         ballot.moves = len(self._cared())
 
-    def after(self, ballot: Ballot) -> None:
-        """Once a step is applied; ``ballot``: everyone's. Raises ValueError, in all processes, and LinkError."""
+    def updated(self, agreement: Agreement) -> None:
+        """Raises ValueError, in all processes, and LinkError."""
+        if agreement.verdict is Verdict.APPLY and agreement.ballot.weight:
+            with self.run.activity.at("comparing what forward changes"):
+                self._follow(agreement.ballot)
+
+    def _follow(self, ballot: Ballot) -> None:
         if ballot.moves > self.told:
             self.told = ballot.moves
             self._compare()
@@ -88,7 +93,8 @@ class Moved:
         return {"told": self.told, "found": sorted(self.moving.found), "frozen": moved}
 
     @torch.no_grad()
-    def load(self, said: dict[str, Any]) -> None:
+    def load(self, state: Any) -> None:
+        said = state
         self.told = said["told"]
         self.moving.found |= set(said["found"])
         for name, its in said["frozen"].items():
@@ -105,7 +111,7 @@ class Moved:
                 f"than torch.nn.functional.batch_norm, so the statistics are not everyone's; use torch.nn.BatchNorm "
                 f"or call that function in the layer, or give batch_norm='local'"
             )
-            error.told = not self.leads()  # type: ignore[attr-defined]
+            error.told = not self.run.leader  # type: ignore[attr-defined]
             raise error
         names = sorted({name for one in said for name in one["sums"]})
         values = {name: {one["sums"][name] for one in said if name in one["sums"]} for name in names}
@@ -124,9 +130,9 @@ class Moved:
             )
 
     def _say(self, text: str) -> None:
-        if self.leads():
+        if self.run.leader:
             sys.stderr.write(f"paceline: {text}\n")
-            self.record.write("hint", text=text)
+            self.run.record.write("hint", text=text)
 
     def _share(self, mine: bool, idle: bool) -> None:
         """The first one's, to everyone or to those without samples; the next one's where it is lost meanwhile."""
@@ -140,7 +146,7 @@ class Moved:
             having = [place for place, each in enumerate(said) if each == HERE]
             if not having:
                 return
-            mine = having[0] == self.rank()
+            mine = having[0] == self.run.world.rank
 
     def _pack(self, idle: bool) -> bytes:
         """A table of names, shapes, types, and who takes them; then the bytes of each."""

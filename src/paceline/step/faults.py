@@ -1,0 +1,78 @@
+"""Steps that all processes refuse, and why: a loss or gradient without a value, nothing that trains, unlike optimizers.
+
+Weights are those before the step. With schemes that do not agree on every step nobody else knows, and nobody is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from paceline.contract import Agreement, Ballot, Engine, Exchange, NoGradient, NotFinite, UnlikeOptions, Verdict
+
+
+def refuse(agreement: Agreement, engine: Engine, exchange: Exchange, who: str, step: int) -> None:
+    """Raises NoGradient and UnlikeOptions, in every process that knows of it."""
+    ballot, together = agreement.ballot, exchange.consensus == "step"
+    if agreement.verdict is Verdict.APPLY and (nothing := _trains_nothing(ballot, together)):
+        raise NoGradient(f"step {step} trains nothing: {nothing}. Weights are those before the step")
+    if ballot.unlike and together and (how := _unlike_options(engine, exchange, who)):
+        raise UnlikeOptions(
+            f"the optimizer's numbers differ between processes at step {step}: {how}. Change them on all "
+            f"alike, as a scheduler does. Weights are those before the step"
+        )
+
+
+def _trains_nothing(ballot: Ballot, together: bool) -> str:
+    """Why, or nothing. A process whose rows do not count is no reason; where all have none, or no weight, it is.
+
+    ``together``: the ballot is everyone's.
+    """
+    if ballot.constant or (together and ballot.weight and 1 not in ballot.used):
+        return (
+            "the loss does not require grad, or no trainable parameter is part of it; look for torch.no_grad(), "
+            "set_grad_enabled(False), inference_mode(), .detach() and .item() before it, and for frozen parameters"
+        )
+    if together and not ballot.weight:
+        return (
+            "nothing in the global batch counts: every process's weight is 0; look at the masks, the ignored targets "
+            "and the weights of classes, or leave such a batch out on all processes"
+        )
+    return ""
+
+
+def _unlike_options(engine: Engine, exchange: Exchange, who: str) -> str:
+    """How, in the words of all."""
+    words = json.dumps([who, engine.options()]).encode()
+    return engine.compare_options([json.loads(each) for each in exchange.gather(words) if each])
+
+
+def not_finite(
+    what: str,
+    rows: Callable[[], Any],
+    kept: Any,
+    ballot: Ballot,
+    engine: Engine,
+    exchange: Exchange,
+    who: str,
+    step: int,
+) -> NotFinite:
+    """Of a step that has never been; looking for the cause computes it again, and leaves no trace either.
+
+    ``what``: "loss" or "gradient". ``rows``: this process's. ``kept``: the engine's snapshot before the step.
+    """
+    engine.rollback(kept)
+    found = engine.diagnose(rows(), backward=what == "gradient")
+    engine.rollback(kept)
+    mine = f"{found} ({who})".encode() if found else b""
+    said = exchange.gather(mine) if exchange.consensus == "step" else [mine]
+    first = next((words.decode() for words in said if words), "")
+    where = f"; the first number that is not finite: {first}" if first else ""
+    given = [group.get("lr") for group in engine.optimizer.param_groups]
+    rates = ", ".join(f"{rate:g}" for rate in sorted({float(rate) for rate in given if rate is not None}))
+    return NotFinite(
+        f"the {what} is not finite at step {step}: loss sum {ballot.loss_sum} over weight "
+        f"{ballot.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
+        f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
+    )

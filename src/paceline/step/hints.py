@@ -1,0 +1,42 @@
+"""What users should know of their model, said once: by its mode, its norm layers, and what the first gradient shows."""
+
+from __future__ import annotations
+
+import sys
+
+from paceline.contract import GlobalBatch, StepObserver, StepSummary
+from paceline.engine.checks.eval_mode import asleep
+from paceline.engine.checks.norm_layers import own_statistics
+from paceline.step.run_state import RunState
+
+
+class Hints(StepObserver):
+    """On the screen and in the record, by the process that leads."""
+
+    def __init__(self, run: RunState):
+        self.run = run
+        self._mode: bool | None = None  # the model's, in the last step
+        self._told = set[str]()
+
+    def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
+        """Looks before the first step, and where the mode has changed since the last."""
+        run, model = self.run, self.run.job.model
+        if model.training is not self._mode:
+            self._mode = model.training
+            self._once("mode", "mode" not in self._told and asleep(model, run.num_steps))
+            local = run.engine.divided and run.job.batch_norm == "local" and "norms" not in self._told
+            self._once("norms", local and own_statistics(model))
+        return batch
+
+    def ends(self, summary: StepSummary) -> None:
+        self._once("engine", self.run.engine.hint)
+
+    def _once(self, key: str, text: str | bool) -> None:
+        if text and key not in self._told:
+            self._told.add(key)
+            self.say(str(text))
+
+    def say(self, text: str) -> None:
+        if self.run.leader and not self.run.watched:
+            print(f"paceline: {text}", file=sys.stderr)
+            self.run.record.write("hint", text=text)

@@ -1,0 +1,75 @@
+"""What a training is between two steps: what is trained, by whom, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.contract import Agreement, Codec, Engine, Exchange, Link, NotFinite, StepObserver, Verdict
+from paceline.data.batches import Cursor
+from paceline.data.load_balance import Balance, Limits
+from paceline.data.sampler import Seat
+from paceline.engine.compute.precision import Scaler
+from paceline.environment import World
+from paceline.job import Job
+from paceline.report.activity import Whereabouts
+from paceline.report.record import Record
+
+
+@dataclass
+class RunState:
+    """A training between two steps: alike in all processes, but for who each of them is, and what it has to do.
+
+    ``link``: to other nodes, with the bytes of all its lanes. ``seat``: whose rows of a batch are this process's;
+    ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script.
+    ``leader``: it does what one of all has to do; ``speaks``: it says what all are told. ``watched``: by a trial, a
+    profile or a comparison, which leave the user's run alone. ``clip``: the global norm. ``stop``: a signal, and
+    ``hung``: the launcher is gone: both end the training after the step in which all know.
+    """
+
+    job: Job
+    world: World
+    engine: Engine
+    exchange: Exchange
+    codec: Codec
+    link: Link
+    seat: Seat
+    limits: Limits = field(default_factory=lambda: Limits((), ()))
+    balance: Balance | None = None
+    balances: bool = False
+    who: str = "this process"
+    clip: float | None = None
+    scaler: Scaler = field(default_factory=lambda: Scaler(1.0))
+    record: Record = field(default_factory=Record)
+    activity: Whereabouts = field(default_factory=Whereabouts)
+    observers: list[StepObserver] = field(default_factory=list)
+    number: int = 0
+    folder: Path | None = None
+    methods: dict[str, str] = field(default_factory=dict)
+    row: str = ""
+    leader: bool = False
+    speaks: bool = False
+    watched: bool = False
+    stop: int = 0
+    hung: bool = False
+    num_steps: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    facts: dict[str, Any] = field(default_factory=dict)
+    last: Agreement = field(default_factory=lambda: Agreement(Verdict.APPLY))
+    torn: bool = False  # a step began, and was not agreed on
+    fixed_s: float = 0.0  # of the last step: what its rows do not change
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Each node's rows of a whole global batch."""
+        dealt: tuple[int, ...] = self.seat.dealt(self.job.batch_size)
+        return dealt
+
+    def settle(self) -> None:
+        """Waits for an update that is still coming. Raises NotFinite, LinkError."""
+        try:
+            self.engine.settle()
+        except NotFinite as error:
+            error.told = not self.speaks  # type: ignore[attr-defined]
+            raise

@@ -1,0 +1,337 @@
+"""A training from the moment in which all have met until this process leaves: its steps, and what surrounds them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline import contract
+from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.saver import FAILED, Saver
+from paceline.contract import GlobalBatch, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
+from paceline.elastic.admission import Admission
+from paceline.elastic.joiner import Joiner
+from paceline.elastic.membership import Membership
+from paceline.elastic.start import start
+from paceline.engine import sequential
+from paceline.engine.checks.own_steps import OwnSteps
+from paceline.engine.compute.precision import Scaler
+from paceline.environment import World
+from paceline.exchange.flow.control import alone
+from paceline.job import Job
+from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
+from paceline.launch.supervise import never_stepped
+from paceline.launch.supervise.never_stepped import note
+from paceline.planner import plan_cache
+from paceline.planner.diagnose.equivalence import Witness
+from paceline.planner.measure.stopwatch import Stopwatch
+from paceline.report import trace
+from paceline.report.activity import say
+from paceline.report.host_health import Signs
+from paceline.report.status_server import Live, stacks, tell
+from paceline.report.step_record import StepRecord
+from paceline.report.stragglers import Stragglers
+from paceline.step.forward_state_sync import ForwardStateSync
+from paceline.step.hints import Hints
+from paceline.step.rebalance import Rebalance
+from paceline.step.replica_sync import ReplicaSync
+from paceline.step.step import Gradient, step
+
+if TYPE_CHECKING:
+    from paceline.elastic.joiner import Late
+    from paceline.engine.checks.wrapped_models import Wrappers
+
+
+class Training:
+    """``over``: it has left the others; ``broken``: it has lost them, and its model may join again.
+
+    ``wrappers``: around or inside of the model that `join` was given.
+    """
+
+    over = False
+    broken = False
+    wrappers: Wrappers | None = None
+
+    def __init__(
+        self,
+        job: Job,
+        engine: contract.Engine,
+        exchange: contract.Exchange,
+        codec: contract.Codec,
+        link: contract.Link | None,
+        world: World,
+        folder: Path | None,
+        keep: int = 2,
+        late: Late | None = None,
+    ):
+        self.link, self.witness = link, Witness.of_environment()
+        if self.witness:
+            self.witness.prepare(job.model)
+            job.loss = self.witness.cast_loss(job.loss)
+        form = os.environ.get("PACELINE_PROFILE")
+        # a trial, a profile or a comparison: the user's run is neither read nor written
+        watched = bool(form or self.witness or os.environ.get("PACELINE_TRIAL"))
+        met = start(job, engine, exchange, codec, link, world, watched)
+        run, self.ledger, self._met = met.run, met.ledger, met.met
+        self.run, run.folder = run, folder
+        if self.witness and run.leader:
+            self.witness.begin(engine.state())
+        self.stopwatch = Stopwatch.of_environment(run.leader)
+        self.home = RunFolder(None if watched else folder, run.record)
+        if not world.late:  # who is refused ends all, and is no lost node that the others go on without
+            alone(run.exchange, lambda: run.leader, self.home.open)
+        self._hints = Hints(run)
+        self._warn(codec)
+        if engine.precision == "fp16":
+            run.scaler = Scaler(moves=True)
+        self.saver = Saver(run, keep)
+        self._membership = Membership(run, self.home)
+        self.admission = Admission(run, met.said, self.end, self._give_up) if met.surviving else None
+        self._membership.admission = self.admission
+        if met.surviving:
+            met.surviving.rows = lambda: run.shares[run.world.node]
+        self.joiner = Joiner(run, late, met.said, self._glance) if world.late else None
+        self._stragglers = Stragglers(run.record, self.ledger.everyone, job.shares == "measured") if link else None
+        self.steps = StepRecord(run.record, engine, run.exchange)
+        run.observers = self._observers(met.several, Path(form) if form else None)
+        self._report()
+        self._interrupt = self._listen()
+        self.heed()
+        note("met")
+        self._own_steps = OwnSteps(job.optimizer)
+        if world.size > 1 and not world.late and not watched:  # who comes late follows the others' steps
+            self._unstepped = True
+            atexit.register(self._say_unstepped)
+        if link:
+            atexit.register(_leave, self.ledger)
+            if run.exchange.overlap == "forward":
+                atexit.register(self._settle_at_exit)
+        if self.joiner:
+            self.joiner.hello()
+        for news in self._met:
+            self._membership.move(news)
+        run.exchange.regrouped = self._membership.on_view_change
+
+    def announce_met(self) -> None:
+        """Who was lost while all joined; once the record has told who did."""
+        for news in self._met:
+            self._membership.announce(news)
+
+    def _warn(self, codec: contract.Codec) -> None:
+        run = self.run
+        if run.leader and (stale := plan_cache.confirm(run.job)):
+            print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
+            run.record.write("hint", text=stale)
+        wide = self.link is not None and self.link.wide
+        if run.leader and run.world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not wide:
+            text = (
+                f"the wire adds in {codec.wire}: among {run.world.num_nodes} nodes a sum is rounded once more by each"
+            )
+            print(f"paceline: {text}", file=sys.stderr)
+            run.record.write("hint", text=text)
+
+    def _observers(self, several: bool, form: Path | None) -> list[contract.StepObserver]:
+        """Each is told of a step before the next one."""
+        run, job, engine = self.run, self.run.job, self.run.engine
+        together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.late)
+        found: list[contract.StepObserver] = [self.steps]
+        if self.admission:
+            found.append(self.admission)
+        if apart and together and not run.watched:
+            found.append(ReplicaSync(run))
+        if together and (several or job.accumulate > 1) and isinstance(engine, sequential.Engine):
+            answered = engine.answered if job.batch_norm == "sync" else None
+            broadcast = job.buffers == "broadcast"
+            found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))
+        found += [Rebalance(run, None if run.watched else self._stragglers), self._hints]
+        if not run.watched and not run.world.late and (steps := trace.asked(run.exchange)):
+            found.append(trace.Tracer(run, self.ledger, *steps))
+        if form or self.stopwatch:
+            from paceline.planner.measure.profile_job import ProfileJob  # what it needs, training does not
+
+            found.append(ProfileJob(run, self.stopwatch, form))
+        if self.witness:
+            from paceline.planner.diagnose.notes import Comparison  # likewise
+
+            found.append(Comparison(run, self.witness))
+        return found
+
+    def _report(self) -> None:
+        """What others are told of this process while it trains."""
+        run, engine = self.run, self.run.engine
+        run.activity.notice = self._notice
+        seen = self.link is not None and not run.watched
+        self._signs = Signs(run.activity, lambda: engine.pids).start() if seen else None
+        asked = (run.folder or os.environ.get("PACELINE_RUN")) and not run.watched
+        self._live = Live(partial(tell, run)) if asked else None
+        if run.world.local_size > 1 and run.world.local_rank == 0:
+            run.activity.siblings = lambda: stacks(engine.pids[1:])
+
+    def _notice(self, text: str) -> None:
+        """Something lasts longer than it should."""
+        say(text)
+        self.run.record.write("late", step=self.run.num_steps, text=text)
+
+    def step(self, batch: GlobalBatch, gradient: Gradient | None = None) -> float:
+        run, cursor = self.run, self.run.cursor
+        if not self._stepped:
+            self._own_steps.refuse()
+            self._stepped, self._unstepped = True, False
+        if self.joiner:
+            raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
+        if self.admission:
+            self.admission.before(batch, gradient is not None)
+        epoch = cursor.epoch if batch.epoch is None else batch.epoch
+        rate = run.job.optimizer.param_groups[0].get("lr")
+        facts = {"epoch": epoch} | ({} if rate is None else {"lr": float(rate)})
+        if batch.step is not None:
+            facts |= {"batch": batch.step, "rows": int(batch.weight), "ends_epoch": batch.ends_epoch}
+        try:
+            ballot = step(run, batch, gradient, **facts).ballot
+        except LinkError:
+            self.broken = True
+            # a thread still inside the network library when Python ends would abort the process
+            run.exchange.close()
+            raise
+        except (NotFinite, NoGradient, UnlikeOptions) as error:
+            error.told = getattr(error, "told", not run.speaks)  # type: ignore[union-attr]
+            raise
+        if batch.step is not None:
+            cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)
+        if ballot.stop or ballot.hung:
+            self.end(ballot.stop or HANGUP)
+        return ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
+
+    _stepped = False
+    _unstepped = False  # until the first step: whether to say at the end that there was none
+
+    def _say_unstepped(self) -> str:
+        """At the end: whether each process trained alone, which a script that does not close is told here."""
+        text = never_stepped.words(self._own_steps.count, self.run.world.size) if self._unstepped else ""
+        if text:
+            self._unstepped = False
+            note("unstepped")
+            if self.run.leader and not self.over:
+                sys.stderr.write(f"paceline: {text}\n")
+        return text
+
+    @contextlib.contextmanager
+    def among_all(self, doing: str) -> Iterator[None]:
+        """What all must do between two steps. A loss says what this process was doing."""
+        with self.run.activity.at(doing):
+            try:
+                yield
+            except LinkError as error:
+                self.broken = True
+                self.run.exchange.close()  # as in a step
+                words = f"{self.run.who}, {doing} at step {self.run.num_steps}: {error}"
+                raise LinkError(words, error.peer, error.resumes) from error
+
+    def save(self, folder: Path, wait: bool = True) -> Path | None:
+        """A checkpoint; the path, in the leader. Every process must call it. Raises CheckpointError."""
+        with self.among_all("saving"):
+            return None if self.run.watched else self.saver.save(folder, wait)
+
+    def _listen(self) -> Interrupt | None:
+        """A node that is cut off from who started it trains on, where the others are not."""
+        signals = (*(SIGNALS if self.run.folder else ()), *([HANGUP] if self.run.world.least else ()))
+        return Interrupt(self._heard, signals) if signals and not self.run.watched else None
+
+    def _heard(self, number: int) -> None:
+        if number == HANGUP:
+            self.run.hung = True
+        else:
+            self.run.stop = number
+
+    def end(self, number: int) -> None:
+        if number == FAILED:
+            self.saver.tell()
+            return  # it has been told in between
+        path = self.save(self.run.folder) if self.run.folder else None
+        if path:
+            print(
+                f"paceline: stopped by signal {number} after step {self.run.num_steps}; saved {path}", file=sys.stderr
+            )
+        self.close(f"signal {number}")
+        raise Stopped(number)
+
+    def _give_up(self, why: str) -> None:
+        """Training cannot continue here for now: all is kept for those who resume it."""
+        path = self.save(self.run.folder) if self.run.folder else None
+        if self.run.leader:
+            kept = f"saved {path}" if path else "there is no folder to save in, so the run begins anew"
+            text = f"{why}; {kept}; exit code {RESUME_CODE}: resume the run from its newest checkpoint"
+            sys.stderr.write(f"paceline: {text}\n")
+        self.close(why)
+        raise Resume
+
+    def _glance(self) -> None:
+        """While others are waited for: a signal ends what a step would have ended."""
+        if number := self.run.stop:
+            raise Stopped(number)
+
+    def heed(self) -> None:
+        """Signals end this process also while it is cut off from the others."""
+        if porter := self.ledger.porter:
+            porter.glance = self._glance
+
+    def close(self, reason: str = "finished") -> None:
+        """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
+        late, self.run.stop = self.run.stop, 0
+        self.run.settle()
+        try:
+            with self.among_all("leaving"):
+                self.run.exchange.level(self.run.engine.weights)
+                if self.run.exchange.survives:
+                    self.run.exchange.gather(b"")  # nobody leaves before all know what became of the last step
+        except LinkError as error:
+            self.leave(f"LinkError: {error}")
+            raise
+        unwritten = self.leave(reason)
+        self.run.exchange.close()
+        self.run.engine.close()
+        if self.link:
+            self.ledger.close()
+        if unwritten:
+            raise unwritten
+        if text := self._say_unstepped():
+            never = NeverStepped(text)
+            never.told = not self.run.leader  # type: ignore[attr-defined]
+            raise never
+        if late and reason == "finished":
+            raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended
+
+    def leave(self, reason: str, wait: bool = True) -> Exception | None:
+        """Once nothing is being written any more; what could not be."""
+        self.over = True
+        self._own_steps.end()
+        if self.wrappers:
+            self.wrappers.restore()
+        if self._interrupt:
+            self._interrupt.close()
+        if self._live:
+            self._live.close()
+        if self._signs:
+            self._signs.stop()
+        if self._stragglers:
+            self._stragglers.close()
+        unwritten = self.saver.end(wait)
+        self.home.close(f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
+        return unwritten
+
+    def _settle_at_exit(self) -> None:
+        if not getattr(sys.excepthook, "failed", False):
+            with contextlib.suppress(LinkError, NotFinite):
+                self.run.settle()
+
+
+def _leave(link: contract.Link) -> None:
+    """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
+    if not getattr(sys.excepthook, "failed", False):
+        link.close()
