@@ -49,8 +49,9 @@ class Case:
 
 def cases() -> Iterator[Case]:
     for engine in ("sequential", "threads:2", "replicas:2", "virtual:4"):
-        yield Case(f"one node, {engine}", engine)
-        yield Case(f"two nodes, {engine}", engine, (1, 1), exchange="tree" if "virtual" in engine else FIXED)
+        exchange = "tree" if "virtual" in engine else FIXED
+        yield Case(f"one node, {engine}", engine, exchange=exchange)
+        yield Case(f"two nodes, {engine}", engine, (1, 1), exchange=exchange)
     yield Case("one node, processes:2", "processes:2", (2,))
     yield Case("two nodes, processes:2", "processes:2", (2, 2))
     yield Case("two nodes, two processes and one", "processes", (2, 1))

@@ -530,6 +530,7 @@ class Exchange:
     consensus = "step"
     uses_codec = True
     factors: bool = False  # fully-connected layers may travel as such
+    fixed_order: bool = False  # sums are the same bits whoever has computed which share of a batch
     gathers: bool = False  # each rank's gradients go to all others, who add up by themselves
     thin: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next

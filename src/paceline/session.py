@@ -162,7 +162,7 @@ def join(
         parts[0].forward = forward
     parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
     if against := join_arguments.clashes(
-        world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers
+        world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers, parts[0].num_shares
     ):
         raise ValueError(f"join: {'; '.join(against)}")
     late: Late | None = None

@@ -402,6 +402,15 @@ def test_a_codec_that_would_be_ignored_is_refused():
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
+def test_virtual_shares_are_added_up_in_their_own_order_or_refused():
+    """Story: layers' factors met an assertion inside of backward, and dense sums other bits on other nodes."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    words = {"batch_size": 4, "engine": "virtual:4", "exchange": "allreduce:forms=dense"}
+    with pytest.raises(ValueError, match="'allreduce:forms=dense' adds them up in another order; use exchange='tree'"):
+        paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
+
+
 def test_where_nodes_may_be_lost_weights_must_be_everyones_after_each_step(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "PACELINE_NODES": "1:2"}.items():
         monkeypatch.setenv(name, value)

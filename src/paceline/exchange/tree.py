@@ -32,7 +32,7 @@ class Exchange(allreduce.Exchange):
     """Sends gradients as they are."""
 
     overlaps = ("backward",)
-    uses_codec, gathers = False, True
+    uses_codec, gathers, fixed_order = False, True, True
 
     def __init__(self) -> None:
         super().__init__(DENSE)

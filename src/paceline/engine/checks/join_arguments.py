@@ -73,8 +73,10 @@ def clashes(
     exchange: str,
     codec: str,
     buffers: str = "own",
+    num_shares: int = 0,
 ) -> list[str]:
-    """What of it does not go together. ``chosen``: the engine's name; ``agreeing``: what ``exchange`` names."""
+    """What of it does not go together. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
+    ``agreeing``: what ``exchange`` names."""
     found: list[str] = []
     if world.local_size > 1 and chosen != f"processes:{world.local_size}":
         found.append(
@@ -84,6 +86,11 @@ def clashes(
     if codec != "none" and not agreeing.uses_codec:
         what = "gradients" if agreeing.consensus == "step" else "weights"
         found.append(f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use 'none'")
+    if num_shares and agreeing.consensus == "step" and not agreeing.fixed_order:
+        found.append(
+            f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
+            f"adds them up in another order; use exchange='tree', or leave it out"
+        )
     if world.least and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
         found.append(
             f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
