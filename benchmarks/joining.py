@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 
 import paceline
-from paceline.elastic.ticket import Ticket
+from paceline.link.net.ticket import Ticket
 from paceline.registry import find
 from paceline.report.record import NAME
 from paceline_bench.cluster.namespaces import Cluster, unavailable

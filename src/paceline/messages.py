@@ -36,6 +36,10 @@ class LinkError(ConnectionError):
         self.peer, self.resumes = peer, resumes
 
 
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
+
+
 class NotFinite(FloatingPointError):
     """Raised by every process, with the same words: a step's loss or gradient has no value."""
 

@@ -21,13 +21,13 @@ from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute.evaluate import evaluate
 from paceline.environment import World
-from paceline.exchange.flow import buffer_broadcast
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import Stopped
 from paceline.launch.supervise import process_status
 from paceline.planner.measure.stopwatch import times
 from paceline.report.record import Record
+from paceline.step import buffer_broadcast
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import Gradient
 from paceline.training import Training

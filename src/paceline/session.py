@@ -18,8 +18,7 @@ import torch
 
 from paceline import contract
 from paceline.checkpoint import auto_resume
-from paceline.checkpoint.run_lock import CheckpointError
-from paceline.contract import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
+from paceline.contract import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import load_balance
 from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps

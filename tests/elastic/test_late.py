@@ -17,13 +17,13 @@ from paceline.contract import Guest, LinkError
 from paceline.elastic import joiner
 from paceline.elastic.joiner import Late
 from paceline.elastic.reconfigure import Place, Survivors
-from paceline.elastic.ticket import Ticket
 from paceline.environment import World
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
 from paceline.link import tls
 from paceline.link import torch as plain
 from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.ticket import Ticket
 from waiting import until
 
 SECRET = b"of this run"

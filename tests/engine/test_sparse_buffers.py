@@ -12,8 +12,8 @@ from nodes import gap
 from paceline.checkpoint import export, tensor_file
 from paceline.elastic import state_transfer
 from paceline.exchange import allreduce
-from paceline.exchange.flow import buffer_broadcast
 from paceline.link import memory
+from paceline.step import buffer_broadcast
 
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 

@@ -21,7 +21,7 @@ HEAD = """
 import json, os, signal, sys, time
 from pathlib import Path
 from paceline.launch.supervise import process_status as status
-from paceline.elastic.ticket import Ticket
+from paceline.link.net.ticket import Ticket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
 JOINS, RESUMES = "PACELINE_JOIN" in os.environ, os.environ.get("PACELINE_RESUME") == "1"

@@ -20,10 +20,10 @@ from paceline.elastic.consistency import compare
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
-from paceline.exchange.flow import buffer_broadcast
 from paceline.job import Job
 from paceline.link.memory import world
 from paceline.registry import parse
+from paceline.step import buffer_broadcast
 
 BATCHES = [rows(24, seed) for seed in range(4)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.checkpoint.run_lock import CheckpointError
+from paceline.contract import CheckpointError
 
 Said = Mapping[int, Mapping[str, Any]]  # by each rank that has something
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.run_lock import CheckpointError
+from paceline.contract import CheckpointError
 
 PATIENCE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6  # of a disk that is still waited for

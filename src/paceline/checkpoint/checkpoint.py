@@ -28,8 +28,8 @@ from torch import Tensor
 
 from paceline.checkpoint import atomic_write, tensor_file
 from paceline.checkpoint.async_writer import Copies
-from paceline.checkpoint.run_lock import CheckpointError
 from paceline.checkpoint.state_tree import pack, unpack
+from paceline.contract import CheckpointError
 
 FORMAT = 1
 WEIGHTS, STATE, TREE = "weights.safetensors", "state.safetensors", "checkpoint.json"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import atomic_write, tensor_file
-from paceline.checkpoint.run_lock import CheckpointError
+from paceline.contract import CheckpointError
 
 
 def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:

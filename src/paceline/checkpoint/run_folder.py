@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoint.run_lock import CheckpointError, claim
+from paceline.checkpoint.run_lock import claim
+from paceline.contract import CheckpointError
 from paceline.report.record import Record
 
 if TYPE_CHECKING:

@@ -12,11 +12,9 @@ import os
 import socket
 from pathlib import Path
 
+from paceline.contract import CheckpointError
+
 NAME = "lock"
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
 
 
 def free(folder: Path) -> None:

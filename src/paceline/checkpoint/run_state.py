@@ -13,7 +13,7 @@ import torch
 from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.engine.compute import rng
-from paceline.exchange.flow import buffer_broadcast
+from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
 MEMORIES = "state['memories']"  # where they lie in a checkpoint: values that nobody changes

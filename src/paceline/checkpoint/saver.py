@@ -20,10 +20,10 @@ from typing import Any
 from paceline.checkpoint import checkpoint, run_state
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.async_writer import Copies, Writer
-from paceline.checkpoint.run_lock import CheckpointError
 from paceline.checkpoint.transfer import Others, Post
-from paceline.exchange.flow import buffer_broadcast
+from paceline.contract import CheckpointError
 from paceline.exchange.flow.control import alone
+from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
 FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be

@@ -17,7 +17,6 @@ from paceline.checkpoint.run_lock import free
 from paceline.cli.attach import follow
 from paceline.cli.options import console
 from paceline.data import load_balance
-from paceline.elastic.ticket import Ticket
 from paceline.environment import wait_s
 from paceline.launch import detach, local, ssh
 from paceline.launch.child_processes import Calls
@@ -31,6 +30,7 @@ from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.node_restarts import RETURNS
 from paceline.launch.supervise.restart_policy import RESTARTS
 from paceline.launch.supervise.takeover import Launch
+from paceline.link.net.ticket import Ticket
 from paceline.link.net.tls_mesh import check as check_encryption
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning

@@ -30,10 +30,10 @@ from paceline.contract import Guest, LinkError, Porter
 from paceline.elastic.bulk_channel import Bulk, Hatch
 from paceline.elastic.failure_detector import HANG_UP_S, Witness
 from paceline.elastic.quorum import GONE, HERE, SILENT, Decision, Found, Roll, Verdict, decide
-from paceline.elastic.ticket import publish
 from paceline.environment import wait_s
 from paceline.link.net.store_client import Meeting, knock
 from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.ticket import publish
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
 GENERATION = "generation"  # of the members that are told

@@ -13,12 +13,12 @@ from paceline.elastic import assignment
 from paceline.elastic.consistency import compare, digests, facts, thin
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.environment import World
-from paceline.exchange.flow import buffer_broadcast
 from paceline.exchange.flow.broadcast import marks, plant
 from paceline.job import Job
 from paceline.link import memory
 from paceline.link.net.metered import Ledger
 from paceline.report.activity import Whereabouts
+from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.ticket import Ticket
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
 from paceline.launch.supervise.node_restarts import Again
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.launch.supervise.trained_alone import Notes
+from paceline.link.net.ticket import Ticket
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint

@@ -21,11 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.ticket import Ticket
 from paceline.launch import local, output
 from paceline.launch.deploy import receive
 from paceline.launch.supervise.local_nodes import DONE
 from paceline.launch.supervise.node_lock import Seat
+from paceline.link.net.ticket import Ticket
 
 STARTED = b"\x06paceline has started\x06"
 SAYS = b"\x06paceline says "  # before an object in JSON, and STARTED's last byte

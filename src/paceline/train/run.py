@@ -20,8 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from paceline import registry
-from paceline.checkpoint.run_lock import CheckpointError
-from paceline.contract import Ballot, LinkError
+from paceline.contract import Ballot, CheckpointError, LinkError
 from paceline.data import images, input_advice, sample
 from paceline.data.encoded_images import Pictures
 from paceline.pace import Pace

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint import checkpoint
-from paceline.checkpoint.run_lock import CheckpointError
-from paceline.contract import Regroup
+from paceline.contract import CheckpointError, Regroup
 from paceline.data.sampler import permutation
 from paceline_bench.chaos.journal import Journal
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.checkpoint.run_lock import CheckpointError
-from paceline.contract import Ballot
+from paceline.contract import Ballot, CheckpointError
 
 # no network library knows all of torch's types, and who only copies need not: by the bytes of a number
 WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
