@@ -151,7 +151,7 @@ def unlike(one: Any, other: Any, where: str = "") -> list[str]:
 
 SIMULATED = """
 import importlib, json, sys
-first = ("paceline_bench.simulated.{}", ("tally", "play")), ("paceline_bench.simulated.{}", ("summary", "simulate"))
+first = ("paceline.bench.simulated.{}", ("tally", "play")), ("paceline_bench.simulated.{}", ("summary", "simulate"))
 for room, (tally, play) in first:
     try:
         tally, play = importlib.import_module(room.format(tally)), importlib.import_module(room.format(play))

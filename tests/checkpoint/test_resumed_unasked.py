@@ -20,6 +20,9 @@ class Crash(Exception):
     """As a power loss: nothing is closed."""
 
 
+OPEN = []  # what was joined
+
+
 @pytest.fixture
 def script(monkeypatch):
     """Runs a script in this process, as a new one. ``again``: its launcher starts it again."""
@@ -33,14 +36,18 @@ def script(monkeypatch):
         except Crash:
             return None
 
-    return call
+    yield call
+    while OPEN:  # signal handlers and threads of what crashed would be other tests'
+        if not (training := OPEN.pop().training).over:
+            training.leave("crashed")
 
 
 def joined(folder, seed=0):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return paceline.join(model, optimizer, F.cross_entropy, batch_size=4, engine="sequential", folder=folder)
+    OPEN.append(paceline.join(model, optimizer, F.cross_entropy, batch_size=4, engine="sequential", folder=folder))
+    return OPEN[-1]
 
 
 def weights(pace):

@@ -16,7 +16,18 @@ from paceline.checkpoint import checkpoint
 from paceline.report.record import read
 
 ROOT = Path(paceline.__file__).parent
-WAITING = "link", "exchange", "elastic", "engine", "launch", "checkpoint", "step.py", "data/load_balance.py", "pace.py"
+WAITING = (
+    "link",
+    "exchange",
+    "elastic",
+    "engine",
+    "launch",
+    "checkpoint",
+    "step",
+    "data/load_balance.py",
+    "training.py",
+    "pace.py",
+)
 WALL = {"time", "time_ns", "ctime", "gmtime", "localtime", "now", "utcnow", "today"}
 # the comparison of two machines' clocks itself
 SPARED = {"launch/doctor/examine.py": "time", "launch/doctor/agent.py": "time"}

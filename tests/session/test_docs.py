@@ -28,6 +28,14 @@ def test_the_page_of_the_architecture_is_that_of_the_sources():
     assert re.findall(r"^ *- `[\w.]+/?` *$", page, re.MULTILINE) == [], "a module without a sentence"
 
 
+def test_the_indexes_name_all_that_is_there():
+    write = runpy.run_path(str(ROOT / "scripts" / "write_indexes.py"))
+    for path, text in write["pages"]().items():
+        assert text == path.read_text(), "run: python scripts/write_indexes.py"
+    decisions = {path.name for path in (DOCS / "decisions").glob("0*.md")}
+    assert set(re.findall(r"\((\d{4}-[\w-]+\.md)\)", (DOCS / "decisions/README.md").read_text())) == decisions
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= 6000
 
