@@ -41,7 +41,10 @@ def job(name: str) -> tuple[Any, Callable[..., Any], Any]:
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
         return model, F.cross_entropy, (torch.randn(16, 32), torch.randint(0, 4, (16,)))
     if name == "alexnet":
-        from paceline.registry import find
+        try:
+            from paceline.registry import find
+        except ModuleNotFoundError:  # a version from before it had that name
+            from paceline.find import find
 
         return find("models", "alexnet", 3), F.cross_entropy, (torch.randn(32, 3, 224, 224), torch.randint(0, 3, (32,)))
     rows, length, width = (2, 4, 16) if name == "thin" else (8, 32, 64)

@@ -28,8 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def no_handler_is_left() -> Iterator[None]:
     """Story: a run that a test had not closed took the Ctrl-C of another test, which waited for its end in vain."""
     yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    left = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert left == (signal.default_int_handler, signal.SIG_DFL)
 
 
 MISSED = pytest.StashKey[list[str]]()

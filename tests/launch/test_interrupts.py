@@ -256,3 +256,16 @@ def test_a_full_disk_is_one_clear_error_for_all_and_costs_nothing_kept(tmp_path)
         found = checkpoint.read_newest(run)
         assert (found.step, found.damaged) == (int(told[2]), ())
         assert not [path for path in run.rglob("*") if path.suffix in (".part", ".old")]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_whichever_of_two_runs_ends_first_nobody_hears_afterwards(order):
+    """Story: the one that had ended first was put back by the other, and took the script's next Ctrl-C."""
+    before, heard = signal.getsignal(signal.SIGINT), []
+    both = [Interrupt(lambda number, i=i: heard.append(i)) for i in range(2)]
+    for i in order:
+        both[i].close()
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not heard

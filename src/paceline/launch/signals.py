@@ -33,6 +33,9 @@ class Resume(Stopped):
         self.number = 0
 
 
+OPEN: set[Interrupt] = set()
+
+
 class Interrupt:
     """Calls ``note(number)`` at the first of ``signals``; a second one acts as if this were not here. One that comes
     within AGAIN_S is no second one: what ends a service or a machine reaches every process, and the launcher passes it
@@ -43,6 +46,7 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():
             wanted = [n for n in signals if n != HANGUP or signal.getsignal(n) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._heard) for number in wanted}
+            OPEN.add(self)
 
     def _heard(self, number: int, _: FrameType | None) -> None:
         if number == HANGUP:
@@ -59,4 +63,8 @@ class Interrupt:
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, handler)
+            for later in OPEN:  # which would put this one back
+                if later._before.get(number) == self._heard:
+                    later._before[number] = handler
         self._before = {}
+        OPEN.discard(self)
