@@ -1,4 +1,4 @@
-"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it. Imports nothing of ours.
+"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it.
 
 Sums whose order is fixed: those of a binary tree over shares 0 to n, whoever has added up which part of it.
 
@@ -19,41 +19,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
+
+__all__ = [
+    "DENSE",
+    "FACTORS",
+    "FIDELITY",
+    "Agreement",
+    "Ballot",
+    "CheckpointError",
+    "Coming",
+    "Cost",
+    "Guest",
+    "LinkError",
+    "NeverStepped",
+    "NoGradient",
+    "NotFinite",
+    "Piece",
+    "Regroup",
+    "Rule",
+    "Span",
+    "Spec",
+    "UnlikeOptions",
+    "Verdict",
+    "Window",
+    "add_up",
+    "framed",
+    "spans",
+    "unframed",
+]
+
 FIDELITY = ("exact", "rounded", "approximate")
 DENSE, FACTORS = "dense", "factors"
 
 Window = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
-
-
-class LinkError(ConnectionError):
-    """A link is dead: rebuild it or end. Names the peer, where known.
-
-    ``resumes``: this process may not continue from its own state; the run resumes from its newest checkpoint.
-    """
-
-    def __init__(self, message: str, peer: int | None = None, resumes: bool = False):
-        super().__init__(message)
-        self.peer, self.resumes = peer, resumes
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written, or is not whole. ``errno`` is the system's, where it has one."""
-
-
-class NotFinite(FloatingPointError):
-    """Raised by every process, with the same words: a step's loss or gradient has no value."""
-
-
-class NoGradient(RuntimeError):
-    """Raised by every process, with the same words: a step's loss trains nothing."""
-
-
-class UnlikeOptions(ValueError):
-    """Raised by every process, with the same words: their optimizers have unlike numbers, as a learning rate."""
-
-
-class NeverStepped(RuntimeError):
-    """Raised by every process at the end: they joined, and then each trained alone."""
 
 
 class Verdict(enum.Enum):

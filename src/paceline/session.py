@@ -18,13 +18,13 @@ import torch
 
 from paceline import contract
 from paceline.checkpoint import auto_resume
-from paceline.contract import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.data import load_balance
 from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
 from paceline.engine.node import affinity
 from paceline.environment import World
+from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.launch.signals import RESUME_CODE

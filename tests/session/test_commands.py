@@ -172,3 +172,10 @@ def test_verify_says_why_batch_norm_differs(tmp_path):
     assert "local batch norm" in said
     assert "join(batch_norm='sync')" in said
     assert "NOT the same" in said
+
+
+def test_commands_begin_without_torch():
+    """Story: an error's name was defined beside tensors, and `paceline list` took seconds."""
+    words = "import sys, paceline.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.checkpoint.checkpoint import Checkpoint
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 Said = Mapping[int, Mapping[str, Any]]  # by each rank that has something
 

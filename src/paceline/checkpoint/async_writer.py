@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 PATIENCE_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6  # of a disk that is still waited for

@@ -29,7 +29,7 @@ from torch import Tensor
 from paceline.checkpoint import atomic_write, tensor_file
 from paceline.checkpoint.async_writer import Copies
 from paceline.checkpoint.state_tree import pack, unpack
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 FORMAT = 1
 WEIGHTS, STATE, TREE = "weights.safetensors", "state.safetensors", "checkpoint.json"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.checkpoint import atomic_write, tensor_file
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 
 def export(path: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.run_lock import claim
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 from paceline.report.record import Record
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import os
 import socket
 from pathlib import Path
 
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 NAME = "lock"
 

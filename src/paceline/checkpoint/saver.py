@@ -21,7 +21,7 @@ from paceline.checkpoint import checkpoint, run_state
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.async_writer import Copies, Writer
 from paceline.checkpoint.transfer import Others, Post
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 from paceline.exchange.flow.control import alone
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState

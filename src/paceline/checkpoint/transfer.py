@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.checkpoint import STATE, TREE, WEIGHTS, Checkpoint, read
-from paceline.contract import CheckpointError
+from paceline.errors import CheckpointError
 
 FILES = WEIGHTS, STATE, TREE
 PART_BYTES = 1 << 23

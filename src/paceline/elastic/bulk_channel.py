@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, Veil, exactly, prove, same
 from paceline.link.net.framing import alone
 from paceline.link.net.store_client import LATE, knock

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from weakref import ReferenceType, finalize, ref
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net.store_client import Meeting
 
 HANG_UP_S = 1.0  # after it was seen that nobody listens there any more: files are closed one after the other

@@ -20,11 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.contract import Link
 from paceline.environment import World
 from paceline.report.activity import Whereabouts
+
+if TYPE_CHECKING:
+    from paceline.contract import Link
 
 PREFIX = "paceline-live-"
 LIMIT_S, SOON_S = 3.0, 1.0

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import LinkError
 from paceline.environment import join_s
+from paceline.errors import LinkError
 from paceline.report.activity import Whereabouts
 
 PATIENCE_S = 1800.0  # for a process that computes

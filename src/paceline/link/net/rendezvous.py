@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from paceline.contract import LinkError
 from paceline.environment import join_s
+from paceline.errors import LinkError
 from paceline.link.net import route
 from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.route import Door, Member

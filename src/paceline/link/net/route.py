@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 
 REACH_S = 10.0
 KNOCK_S = 5.0  # a first packet that is lost is sent again after 1 and 3 s

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net.auth import (
     GUEST,
     HEADER,

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net.auth import (
     GUEST,
     HEADER,

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net.auth import exactly
 from paceline.link.net.framing import alone
 from paceline.link.net.route import Member
