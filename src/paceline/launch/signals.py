@@ -63,7 +63,7 @@ class Interrupt:
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._heard:
                 signal.signal(number, handler)
-            for later in OPEN:  # which would put this one back
+            for later in tuple(OPEN):  # which would put this one back
                 if later._before.get(number) == self._heard:
                     later._before[number] = handler
         self._before = {}
