@@ -39,6 +39,7 @@ from paceline.messages import (
     Regroup,
     Rule,
     Spec,
+    Tally,
     UnlikeOptions,
     Verdict,
     Window,
@@ -52,17 +53,23 @@ __all__ = [
     "FIDELITY",
     "Agreement",
     "Ballot",
+    "Board",
     "CheckpointError",
     "Codec",
+    "Collectives",
     "Coming",
+    "Control",
     "Cost",
+    "Detect",
     "Engine",
     "Exchange",
+    "FailureDetector",
     "GlobalBatch",
     "Guest",
     "Handle",
     "Link",
     "LinkError",
+    "Membership",
     "NeverStepped",
     "NoGradient",
     "NotFinite",
@@ -73,9 +80,12 @@ __all__ = [
     "Spec",
     "StepObserver",
     "StepSummary",
+    "Tally",
     "Threads",
     "UnlikeOptions",
     "Verdict",
+    "View",
+    "Waits",
     "Window",
     "framed",
     "unframed",
@@ -206,9 +216,12 @@ class Engine:
         """What forward and backward compute in: fp32, bf16 or fp16."""
         return "fp32"
 
-    def relay(self, exchange: Exchange) -> Exchange:
-        """The exchange as this process sees it: itself, or a stand-in where another holds the link."""
-        return exchange
+    def relay(self, exchange: Exchange, control: Control, alone: bool, activity: Waits) -> tuple[Exchange, Control]:
+        """Both as this process sees them: themselves, or stand-ins where another process holds the link.
+
+        ``alone``: there is no other node, and none comes later.
+        """
+        return exchange, control
 
     def place(self, seat: Share, step: int) -> None:
         """Told before each gradient: whose rows these will be, and of which step."""
@@ -327,29 +340,67 @@ def ticks() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-class Link:
-    """How bytes move. Collectives are MPI's, on one lane in one order; handles are asynchronous."""
+class FailureDetector(Protocol):
+    """Who of a link's ranks is lost, and what each of them is at.
+
+    ``dead``: how each was lost; ``left``: who has ended in peace.
+    """
+
+    dead: dict[int, str]
+    left: set[int]
+
+    def verdict(self, grace_s: float) -> int | None:
+        """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
+
+    def confirms(self, since: float) -> bool:
+        """Whether the others have not given this process up, as far as it stood still ``since`` then, by `ticks`."""
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        """What each rank is at, as it said last."""
+
+    def ask(self, rank: int) -> str:
+        """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
+
+    def abandon(self) -> None:
+        """Ends without a word, so that whoever is still in an operation of this link learns that it is dead."""
+
+    def close(self) -> None:
+        """Leaves in peace."""
+
+
+class Board(Protocol):
+    """Where ranks leave words for each other by a key, before they are connected."""
+
+    def set(self, key: str, word: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+
+# rank, size, board, this rank's address, the run's secret; what is called while it waits, and may raise
+Detect = Callable[[int, int, Board, str, bytes, Callable[[], None]], FailureDetector]
+
+
+class Waits(Protocol):
+    """Where this process notes what it is at, and for whom it waits (`report.activity.Whereabouts`)."""
+
+    host: str
+    step: int
+    notice: Callable[[str], None]
+    siblings: Callable[[], str]
+
+    @property
+    def limit_s(self) -> float: ...
+
+    def waiting(self, what: str) -> AbstractContextManager[None]: ...
+
+    def at(self, what: str) -> AbstractContextManager[None]: ...
+
+
+class Collectives:
+    """MPI's collectives and messages, on one lane in one order; handles are asynchronous."""
 
     rank: int = 0
     size: int = 1
-    generation: int = 0
-    hosts: Sequence[str] = ("",)
-    sent_bytes: int = 0
-    threads: Threads = Threads()
-    origin: tuple[int, ...] = ()  # of a rebuilt link: the rank that each of its ranks had before, the new ones left out
-    came: tuple[Guest, ...] = ()  # of a rebuilt link: who is new in it, and has its last ranks
-    grows: bool = False  # others come later, though it has one rank now
-    wide: bool = False  # 16-bit floats are added in 32 bits
-    quick: bool = False  # a byte costs more on processors than on the wire
-    whereabouts: Any = None  # what this process is at, as others are told of it
-
-    def lane(self, name: str) -> Link:
-        """The same ranks with an order of their own."""
-        raise NotImplementedError
-
-    def hurry(self, quick: bool) -> None:
-        """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
-        self.quick = quick
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         """Adds all ranks' tensors into each, in the tensor's own type. Result: the tensor."""
@@ -375,9 +426,26 @@ class Link:
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         raise NotImplementedError
 
-    def certain(self, since: float) -> None:
-        """Called when an operation has ended, with when the one before did, by `ticks`. Raises LinkError where this
-        process stood still in between, and the others went on without it: what it heard, they may not have."""
+
+class Link(Collectives):
+    """How bytes move among a fixed group of ranks. Who they are is for `Membership` to say."""
+
+    generation: int = 0
+    hosts: Sequence[str] = ("",)
+    sent_bytes: int = 0
+    threads: Threads = Threads()
+    wide: bool = False  # 16-bit floats are added in 32 bits
+    quick: bool = False  # a byte costs more on processors than on the wire
+    whereabouts: Waits | None = None  # told of every wait
+    detector: FailureDetector | None = None
+
+    def lane(self, name: str) -> Link:
+        """The same ranks with an order of their own."""
+        raise NotImplementedError
+
+    def hurry(self, quick: bool) -> None:
+        """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
+        self.quick = quick
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
@@ -385,8 +453,49 @@ class Link:
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Within, this process waits for others."""
-        within: AbstractContextManager[None] = self.whereabouts.waiting(what) if self.whereabouts else nullcontext()
-        return within
+        return self.whereabouts.waiting(what) if self.whereabouts else nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class View:
+    """Who takes part from now on. ``previous``: the rank that each had before, the new ones left out, who have the last
+    ranks."""
+
+    link: Link
+    previous: tuple[int, ...]
+    joined: tuple[Guest, ...] = ()
+
+
+class Membership:
+    """Who takes part in a training, and the link between them, which is made anew when that changes.
+
+    ``grows``: others come later, though there is one rank now.
+    """
+
+    link: Link
+    grows: bool = False
+
+    def stand_by(self, least: int = 1) -> None:
+        """From now on a loss can be survived by `reconfigure`, with ``least`` ranks or more. Every rank calls it.
+
+        Raises ValueError where it cannot.
+        """
+
+    def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
+        """Those who are left, in the old order, over a link of the next generation. Whoever waits on the old one fails.
+
+        ``admits``, of rank 0: who is taken in. None of them is where a member is lost at the same time.
+
+        Raises LinkError where this rank, or nobody, may go on.
+        """
+        raise LinkError("this link ends with the first node that it loses")
+
+    def certain(self, since: float) -> None:
+        """Called when an operation has ended, with when the one before did, by `ticks`. Raises LinkError where this
+        process stood still in between, and the others went on without it: what it heard, they may not have."""
 
     def everyone(self) -> dict[int, dict[str, Any]]:
         """What each rank is at, as it said last; nothing where ranks do not tell each other."""
@@ -396,29 +505,60 @@ class Link:
         """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
         return ""
 
-    def stand_by(self, least: int = 1) -> None:
-        """From now on a loss can be survived by `rebuild`, with ``least`` ranks or more. Every rank calls it.
-
-        Raises ValueError for a link that cannot.
-        """
-        raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=torch")
-
     @property
     def porter(self) -> Porter | None:
         """Who answers the nodes that come late; None where none can. Rank 0's has the say."""
         return None
 
-    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
-        """Those who are left, in the old order, as a link of the next generation. Whoever waits on the old one fails.
 
-        ``admits``, of rank 0: who is taken in. None of them is where a member is lost at the same time.
+class Control:
+    """Small words of all processes, in one order, besides the gradients: votes, sums, texts, rank 0's tensors.
 
-        Raises LinkError where this rank, or nobody, may go on.
+    ``rank``, ``size``: of nodes. ``regroups``: losses so far after which something was done again.
+    """
+
+    rank: int
+    size: int
+    generation: int
+    survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
+    regroups: int = 0
+    regrouped: Callable[[Regroup], None] | None = None  # told of each loss before anything is done again
+
+    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+        """The vote on a step, once all its pieces are here. ``finish`` is called where it came through, even if for
+        others alone. REDO where it came through for nobody."""
+        raise NotImplementedError
+
+    def recover(self, error: LinkError) -> Agreement:
+        """Instead of `commit`, after the link broke before it: REDO, or raises ``error``."""
+        raise error
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Sums of a few numbers over all processes, for evaluation and reports."""
+        raise NotImplementedError
+
+    def gather(self, *words: bytes) -> list[bytes]:
+        """What every process has to say, in the order of nodes and their processes, to everyone.
+
+        Between nodes it is given the words of all processes of a node; nodes may have unlike numbers of them.
         """
         raise NotImplementedError
 
-    def close(self) -> None:
-        pass
+    def spread(self, tensors: Sequence[Tensor]) -> None:
+        """Rank 0's tensors into everyone's."""
+        raise NotImplementedError
+
+    def hand(self, words: bytes | bytearray) -> bytes | bytearray:
+        """What the process that holds the link has for all processes of this node."""
+        return words
+
+    def admit(self, guests: Sequence[Guest] = ()) -> None:
+        """Between two steps: takes those in whom rank 0 names. Every process of every member must call it."""
+        raise NotImplementedError
+
+    def enter(self) -> None:
+        """As one of those: from here on this process is one of all. Every process of the node must call it."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -537,12 +677,9 @@ class Exchange:
     thin: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
-    survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
     # how a node adds a product to a gradient, (into, left, right), and the processes that share in it
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     hands: int = 1
-    regroups: int = 0  # losses so far after which something was done again
-    regrouped: Callable[[Regroup], None] | None = None  # told of each loss before anything is done again
     link: Link
 
     def open(
@@ -572,19 +709,12 @@ class Exchange:
         """Takes a piece, in any order; pieces leave in the order of their specs."""
         raise NotImplementedError
 
-    def agree(self, ballot: Ballot) -> Agreement:
+    def collect(self, ballot: Ballot) -> Ballot:
+        """Waits until every piece of the step is here: who votes has them all. What this node votes."""
         raise NotImplementedError
 
-    def recover(self, error: LinkError) -> Agreement:
-        """Instead of `agree`, after the link broke in the middle of a gradient: REDO, or raises ``error``."""
-        raise error
-
-    def voted(self) -> bytes:
-        """The last vote that came through here, for `finish` elsewhere."""
-        raise NotImplementedError
-
-    def finish(self, voted: bytes) -> Agreement:
-        """Ends the step whose vote broke off here, as those did for whom it came through: all its pieces are here."""
+    def finish(self, tally: Tally) -> Agreement:
+        """What has come of the step, with its vote. Only here a codec's memory moves."""
         raise NotImplementedError
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
@@ -596,21 +726,6 @@ class Exchange:
     def dealt(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Sums of a few numbers over all processes, for evaluation and reports."""
-        raise NotImplementedError
-
-    def gather(self, *words: bytes) -> list[bytes]:
-        """What every process has to say, in the order of nodes and their processes, to everyone.
-
-        An exchange between nodes is given the words of all processes of a node; nodes may have unlike numbers of them.
-        """
-        raise NotImplementedError
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's tensors into everyone's."""
-        raise NotImplementedError
-
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
         raise NotImplementedError
 
@@ -621,20 +736,8 @@ class Exchange:
         pass
 
     def rebuild(self, link: Link) -> None:
-        """Goes on over another link: other ranks, next generation. Memory of this rank is kept."""
+        """Over another link from now on: other ranks, next generation. Memory of this rank is kept."""
         raise NotImplementedError
-
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
-        """Between two steps: takes those in whom rank 0 names. Every process of every member must call it."""
-        raise NotImplementedError
-
-    def enter(self) -> None:
-        """As one of those: from here on the exchange is that of all. Every process of the node must call it."""
-        raise NotImplementedError
-
-    def hand(self, words: bytes | bytearray) -> bytes | bytearray:
-        """What the process that holds the link has for all processes of this node."""
-        return words
 
     def close(self) -> None:
         pass

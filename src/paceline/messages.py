@@ -11,7 +11,7 @@ import enum
 import itertools
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -159,13 +159,14 @@ class Ballot:
     ready: tuple[float, ...] = ()  # per spec: seconds after the first in which it was offered
     took: tuple[float, ...] = ()  # per spec: seconds on the wire, its wait in line left out; 0 with another
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
-    shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its sums; not packed
+    shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its loss, metric and weight
 
     # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
     MOST_TERMS = 32
     NOBODY = (1 << 32) - 1  # in ``source``
 
     _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
+    _SHARE = struct.Struct("<ddd")
 
     def pack(self) -> bytes:
         head = self._HEAD.pack(
@@ -202,7 +203,8 @@ class Ballot:
         paces = itertools.chain.from_iterable(self.paces)
         shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
         numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
-        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MOST_TERMS - len(self.terms)))
+        shares = b"".join(self._SHARE.pack(*share) for share in self.shares)
+        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MOST_TERMS - len(self.terms))) + shares
 
     @classmethod
     def unpack(cls, data: bytes) -> Ballot:
@@ -212,6 +214,7 @@ class Ballot:
         c = b + num_dense
         shape = f"<{num_rows}I{num_ready + num_took}f{num_terms + 2 * num_nodes}d"
         numbers = iter(struct.unpack_from(shape, data, c))
+        end = c + struct.calcsize(shape) + 8 * max(0, cls.MOST_TERMS - num_terms)
 
         def take(count: int) -> tuple[Any, ...]:
             return tuple(itertools.islice(numbers, count))
@@ -224,6 +227,7 @@ class Ballot:
             "took": take(num_took),
             "terms": take(num_terms),
             "paces": tuple(take(2) for _ in range(num_nodes)),
+            "shares": tuple(cls._SHARE.iter_unpack(data[end:])),
         }
         return cls(*scalars, **tail)
 
@@ -240,7 +244,7 @@ class Ballot:
                 f"the same step; give each process the whole dataset, from which pace.batches deals, or its own rows "
                 f"of one global batch to pace.step"
             )
-        return Ballot(
+        merged = Ballot(
             ok=all(b.ok for b in ballots),
             finite=all(b.finite for b in ballots),
             constant=any(b.constant for b in ballots),
@@ -272,11 +276,30 @@ class Ballot:
             # the last to come to a meeting waits for nobody: its time is that of the wire
             took=tuple(min(column) for column in zip(*(b.took for b in ballots), strict=True)),
         )
+        if first.shares:  # each is somebody's, and nothing everywhere else: losses are added up in their order, too
+            everyone = zip(*(b.shares for b in ballots), strict=True)
+            merged.shares = tuple(_added_up(said) for said in everyone)
+            merged.loss_sum, merged.metric_sum, merged.weight = _added_up(merged.shares)
+        return merged
 
     @property
     def trains_nothing(self) -> bool:
         """Of one process: what it found of its whole share."""
         return bool(self.weight and self.loss_sum) and 1 not in self.used
+
+
+def _added_up(shares: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
+    loss, metric, weight = (sum(column) for column in zip(*shares, strict=True))
+    return loss, metric, weight
+
+
+@dataclass
+class Tally:
+    """A vote that is over: all ballots as one, each node's, and whether the replicas' hashes differ."""
+
+    ballot: Ballot
+    ballots: list[Ballot]
+    drift: bool = False
 
 
 class Coming:
@@ -294,7 +317,7 @@ class Coming:
 
 @dataclass
 class Agreement:
-    """What everyone holds after `agree`: the verdict, all pieces in order, and all ballots as one.
+    """What everyone holds after a vote: the verdict, all pieces in order, and all ballots as one.
 
     ``coming``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
     """

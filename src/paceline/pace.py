@@ -56,7 +56,7 @@ class Pace:
     @property
     def link(self) -> contract.Link | None:
         """To other nodes, of local rank 0."""
-        return self.training.link
+        return self.run.link if self.training.linked else None
 
     @property
     def job(self) -> Job:
@@ -73,6 +73,10 @@ class Pace:
     @property
     def exchange(self) -> contract.Exchange:
         return self.run.exchange
+
+    @property
+    def control(self) -> contract.Control:
+        return self.run.control
 
     @property
     def record(self) -> Record:
@@ -142,7 +146,7 @@ class Pace:
             process_status.report(joined=True)
         elif first:
             with self.training.among_all("comparing datasets"):
-                compare_data(run.exchange, cursor.facts)
+                compare_data(run.control, cursor.facts)
         last = (
             sys.maxsize if self.training.stopwatch else cursor.began + epochs
         )  # a trial ends when it has enough steps
@@ -240,7 +244,7 @@ class Pace:
         if work is None:
             return chosen
         with self.training.among_all("waiting for what one process does once"):
-            return alone(self.exchange, lambda: chosen, lambda: work(*args))
+            return alone(self.control, lambda: chosen, lambda: work(*args))
 
     def evaluate(self, dataset: Any, metric: Callable[..., Any] | None = None, rows: int | None = None) -> Any:
         """Mean of ``metric`` (the job's by default) over a dataset, every sample once, shared out among all.
@@ -259,9 +263,9 @@ class Pace:
         with self.training.among_all("evaluating"):
             self.exchange.level(self.engine.weights)
             for _ in range(MOST_LOSSES):
-                buffer_broadcast.spread(self.job.model, self.engine, self.exchange)
+                buffer_broadcast.spread(self.job.model, self.engine, self.control)
                 found = evaluate(
-                    self.job.model, self.engine, self.exchange, self.run.seat, dataset, metric, rows, self._seen
+                    self.job.model, self.engine, self.control, self.run.seat, dataset, metric, rows, self._seen
                 )
                 if found is not None:
                     if self.training.witness:
@@ -323,8 +327,8 @@ class Pace:
         self.settle()
         with self.training.among_all("exporting"):
             self.exchange.level(self.engine.weights)
-            buffer_broadcast.spread(self.job.model, self.engine, self.exchange)
-            alone(self.exchange, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
+            buffer_broadcast.spread(self.job.model, self.engine, self.control)
+            alone(self.control, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:
         if folder is None and self.folder is None:

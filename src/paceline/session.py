@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from paceline import contract
 from paceline.checkpoint import auto_resume
 from paceline.data import load_balance
+from paceline.elastic.membership import Members, connect
 from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
@@ -29,8 +29,8 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.launch.signals import RESUME_CODE
 from paceline.launch.supervise import process_status
+from paceline.link import memory
 from paceline.link.net.auth import secret_of_environment
-from paceline.link.net.collective_override import choose
 from paceline.link.net.collective_run import Collective
 from paceline.pace import Pace
 from paceline.planner import plan_cache
@@ -150,7 +150,7 @@ def join(
     affinity.keep()
     if adding := os.environ.get("PACELINE_COLLECTIVE", ""):
         Collective(adding)  # a name that is not known is told before the others are called
-    link: contract.Link | None = None
+    members: Members | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
     if parts[0].num_shares and exchange == "allreduce":
         exchange, parts = "tree", (parts[0], find("exchange", "tree"), parts[2])
@@ -170,7 +170,8 @@ def join(
 
         if (kind := _link(world, model, hidden)) == "mpi":
             raise ValueError("nobody comes late over MPI, which PACELINE_LINK asks for; start the run again")
-        link = late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
+        late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
+        members = Members(memory.world(1)[0], late.activity, adding, late.join)
     elif world.num_nodes > 1:
         if (kind := _link(world, model, hidden)) != "mpi" and not world.host:
             raise ValueError(
@@ -179,12 +180,10 @@ def join(
                 f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
             )
         if world.local_rank == 0:
-            link = find("link", kind, world.node, world.num_nodes, world.host, world.port, next(_joins))
-    if link:
-        link = choose(link, adding)
+            members = connect(kind, world.node, world.num_nodes, world.host, world.port, next(_joins), adding)
     wrappers = wrapped_models.Wrappers(given)
     try:
-        training = Training(job, *parts, link, world, _folder(folder), keep, late)
+        training = Training(job, *parts, members, world, _folder(folder), keep, late)
     except BaseException:
         wrappers.restore()
         raise
@@ -209,7 +208,7 @@ def join(
         num_nodes=pace.world.num_nodes,
         batch_size=batch_size,
         shares=pace.shares,
-        **({"encrypted": True} if link and hidden else {}),
+        **({"encrypted": True} if members and hidden else {}),
         **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
         **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
     )

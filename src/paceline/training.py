@@ -17,7 +17,9 @@ from paceline.checkpoint.saver import FAILED, Saver
 from paceline.contract import GlobalBatch, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.elastic.admission import Admission
 from paceline.elastic.joiner import Joiner
-from paceline.elastic.membership import Membership
+from paceline.elastic.membership import Members
+from paceline.elastic.membership import alone as alone_members
+from paceline.elastic.roles import Roles
 from paceline.elastic.start import start
 from paceline.engine import sequential
 from paceline.engine.checks.own_steps import OwnSteps
@@ -41,6 +43,7 @@ from paceline.step.forward_state_sync import ForwardStateSync
 from paceline.step.hints import Hints
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
+from paceline.step.run_state import RunState
 from paceline.step.step import Gradient, step
 
 if TYPE_CHECKING:
@@ -64,41 +67,42 @@ class Training:
         engine: contract.Engine,
         exchange: contract.Exchange,
         codec: contract.Codec,
-        link: contract.Link | None,
+        members: Members | None,
         world: World,
         folder: Path | None,
         keep: int = 2,
         late: Late | None = None,
     ):
-        self.link, self.witness = link, Witness.of_environment()
+        self.linked, self.members = members is not None, members or alone_members()
+        self.witness = Witness.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
             job.loss = self.witness.cast_loss(job.loss)
         form = os.environ.get("PACELINE_PROFILE")
         # a trial, a profile or a comparison: the user's run is neither read nor written
         watched = bool(form or self.witness or os.environ.get("PACELINE_TRIAL"))
-        met = start(job, engine, exchange, codec, link, world, watched)
-        run, self.ledger, self._met = met.run, met.ledger, met.met
+        met = start(job, engine, exchange, codec, self.members, self.linked, world, watched)
+        run, self._met = met.run, met.met
         self.run, run.folder = run, folder
         if self.witness and run.leader:
             self.witness.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(run.leader)
         self.home = RunFolder(None if watched else folder, run.record)
         if not world.late:  # who is refused ends all, and is no lost node that the others go on without
-            alone(run.exchange, lambda: run.leader, self.home.open)
+            alone(run.control, lambda: run.leader, self.home.open)
         self._hints = Hints(run)
         self._warn(codec)
         if engine.precision == "fp16":
             run.scaler = Scaler(moves=True)
         self.saver = Saver(run, keep)
-        self._membership = Membership(run, self.home)
+        self._roles = Roles(run, self.home)
         self.admission = Admission(run, met.said, self.end, self._give_up) if met.surviving else None
-        self._membership.admission = self.admission
+        self._roles.admission = self.admission
         if met.surviving:
             met.surviving.rows = lambda: run.shares[run.world.node]
         self.joiner = Joiner(run, late, met.said, self._glance) if world.late else None
-        self._stragglers = Stragglers(run.record, self.ledger.everyone, job.shares == "measured") if link else None
-        self.steps = StepRecord(run.record, engine, run.exchange)
+        self._stragglers = Stragglers(run.record, run.members.everyone, job.shares == "measured") if members else None
+        self.steps = StepRecord(run.record, engine, run.exchange, run.control)
         run.observers = self._observers(met.several, Path(form) if form else None)
         self._report()
         self._interrupt = self._listen()
@@ -108,28 +112,27 @@ class Training:
         if world.size > 1 and not world.late and not watched:  # who comes late follows the others' steps
             self._unstepped = True
             atexit.register(self._say_unstepped)
-        if link:
-            atexit.register(_leave, self.ledger)
+        if members:
+            atexit.register(_leave, run)
             if run.exchange.overlap == "forward":
                 atexit.register(self._settle_at_exit)
         if self.joiner:
             self.joiner.hello()
         for news in self._met:
-            self._membership.move(news)
-        run.exchange.regrouped = self._membership.on_view_change
+            self._roles.move(news)
+        run.control.regrouped = self._roles.on_view_change
 
     def announce_met(self) -> None:
         """Who was lost while all joined; once the record has told who did."""
         for news in self._met:
-            self._membership.announce(news)
+            self._roles.announce(news)
 
     def _warn(self, codec: contract.Codec) -> None:
         run = self.run
         if run.leader and (stale := plan_cache.confirm(run.job)):
             print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
             run.record.write("hint", text=stale)
-        wide = self.link is not None and self.link.wide
-        if run.leader and run.world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not wide:
+        if run.leader and run.world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not run.link.wide:
             text = (
                 f"the wire adds in {codec.wire}: among {run.world.num_nodes} nodes a sum is rounded once more by each"
             )
@@ -150,8 +153,8 @@ class Training:
             broadcast = job.buffers == "broadcast"
             found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))
         found += [Rebalance(run, None if run.watched else self._stragglers), self._hints]
-        if not run.watched and not run.world.late and (steps := trace.asked(run.exchange)):
-            found.append(trace.Tracer(run, self.ledger, *steps))
+        if not run.watched and not run.world.late and (steps := trace.asked(run.control)):
+            found.append(trace.Tracer(run, self.members.link, *steps))
         if form or self.stopwatch:
             from paceline.planner.measure.profile_job import ProfileJob  # what it needs, training does not
 
@@ -166,7 +169,7 @@ class Training:
         """What others are told of this process while it trains."""
         run, engine = self.run, self.run.engine
         run.activity.notice = self._notice
-        seen = self.link is not None and not run.watched
+        seen = self.linked and not run.watched
         self._signs = Signs(run.activity, lambda: engine.pids).start() if seen else None
         asked = (run.folder or os.environ.get("PACELINE_RUN")) and not run.watched
         self._live = Live(partial(tell, run)) if asked else None
@@ -278,7 +281,7 @@ class Training:
 
     def heed(self) -> None:
         """Signals end this process also while it is cut off from the others."""
-        if porter := self.ledger.porter:
+        if porter := self.run.members.porter:
             porter.glance = self._glance
 
     def close(self, reason: str = "finished") -> None:
@@ -288,16 +291,16 @@ class Training:
         try:
             with self.among_all("leaving"):
                 self.run.exchange.level(self.run.engine.weights)
-                if self.run.exchange.survives:
-                    self.run.exchange.gather(b"")  # nobody leaves before all know what became of the last step
+                if self.run.control.survives:
+                    self.run.control.gather(b"")  # nobody leaves before all know what became of the last step
         except LinkError as error:
             self.leave(f"LinkError: {error}")
             raise
         unwritten = self.leave(reason)
         self.run.exchange.close()
         self.run.engine.close()
-        if self.link:
-            self.ledger.close()
+        if self.linked:
+            self.run.link.close()
         if unwritten:
             raise unwritten
         if text := self._say_unstepped():
@@ -331,7 +334,7 @@ class Training:
                 self.run.settle()
 
 
-def _leave(link: contract.Link) -> None:
+def _leave(run: RunState) -> None:
     """A script that simply ends has left; one that ends by an error has died, and its peers should know."""
     if not getattr(sys.excepthook, "failed", False):
-        link.close()
+        run.link.close()

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.contract import LinkError
 from paceline.elastic.quorum import Found, decide
+from paceline.link.memory import Members
 from paceline_bench.simulated.__main__ import main
 from paceline_bench.simulated.fault_link import CLASSES, LONG, PARTITION, Net
 from paceline_bench.simulated.scenarios import WAYS
@@ -134,7 +135,7 @@ def met(net, size):
 
     def one(link):
         try:
-            said[link.rank] = link.rebuild().size
+            said[link.rank] = Members(link).reconfigure().link.size
         except LinkError as error:
             said[link.rank] = str(error)
 

@@ -11,6 +11,7 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.elastic.quorum import Decision, Found, Roll, Verdict
 from paceline.exchange import allreduce
+from paceline.exchange.flow.control import Control, counted
 from paceline.step.rebalance import Rebalance
 from paceline_bench.simulated import assembly
 from paceline_bench.simulated.fault_link import DEATH, DELAY, PARTITION, STALL
@@ -75,15 +76,15 @@ def test_a_refused_step_that_is_not_taken_back(monkeypatch):
 
 def test_a_step_that_is_applied_before_it_is_agreed_on(monkeypatch):
     """Planted: whoever misses a vote counts its own alone."""
-    vote = allreduce.Exchange.vote
+    commit = Control.commit
 
-    def hasty(self, ballot):
+    def hasty(self, ballot, finish):
         try:
-            return vote(self, ballot)
+            return commit(self, ballot, finish)
         except LinkError:
-            return self._counted([self._words(ballot)])
+            return finish(counted([ballot.pack()]))
 
-    monkeypatch.setattr(allreduce.Exchange, "vote", hasty)
+    monkeypatch.setattr(Control, "commit", hasty)
     assert found(struck(DEATH))
 
 
@@ -146,7 +147,7 @@ def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
     def alone(self, tensors):
         while True:
             try:
-                self.exchange.spread(tensors)
+                self.control.spread(tensors)
             except LinkError as error:
                 self.regroups += 1
                 if self._again(error, bytes) is not None:

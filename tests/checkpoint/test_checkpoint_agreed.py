@@ -13,13 +13,12 @@ from paceline.checkpoint import transfer
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.checkpoint import WEIGHTS, CheckpointError, read, read_newest, write
 from paceline.checkpoint.transfer import Post
-from paceline.exchange.flow.control import Meeting
+from paceline.exchange.flow.control import Control
+from paceline.link.memory import Members
 
 
 def gathering(link):
-    meeting = Meeting()
-    meeting.link = link
-    return meeting.gather
+    return Control(Members(link)).gather
 
 
 def choose(*runs):

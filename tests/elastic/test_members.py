@@ -14,10 +14,11 @@ import paceline
 import ranks
 from nodes import OPTIMIZERS, build
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Codec, Link, LinkError, Regroup
+from paceline.contract import Codec, Control, LinkError, Membership, Regroup
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Seat
-from paceline.elastic import consistency, membership, reconfigure
+from paceline.elastic import consistency, reconfigure, roles
+from paceline.elastic.membership import connect
 from paceline.elastic.quorum import HERE, SILENT
 from paceline.elastic.reconfigure import Place, Survivors
 from paceline.engine.sequential import Engine
@@ -25,7 +26,6 @@ from paceline.environment import World
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
-from paceline.link import torch as gloo
 from paceline.link.net import rendezvous, route
 from paceline.link.net.rendezvous import Unreached
 from paceline.link.net.store_server import MeetingPoint
@@ -160,11 +160,11 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
     port = free_port()
 
     def begin(rank):
-        link = gloo.Link(rank, 3, "127.0.0.1", port)
-        link.stand_by()
-        return link
+        members = connect("torch", rank, 3, "127.0.0.1", port)
+        members.stand_by()
+        return members
 
-    links = together(*(lambda rank=rank: begin(rank) for rank in range(3)))
+    all_members = together(*(lambda rank=rank: begin(rank) for rank in range(3)))
     complaint = route.complaint
 
     def cut(me, members, *more):
@@ -174,34 +174,37 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
 
     monkeypatch.setattr(route, "complaint", cut)
 
-    def again(link):
+    def again(members):
         try:
-            return link.rebuild()
+            return members.reconfigure()
         except LinkError:
-            link._survivors.point.close()  # as at the end of its process
+            members.porter.point.close()  # as at the end of its process
             raise
 
-    first, second, third = together(*(lambda link=link: again(link) for link in links))
+    first, second, third = together(*(lambda members=members: again(members) for members in all_members))
     assert isinstance(third, Unreached)
     assert "does not reach" in str(third)
-    assert [(link.rank, link.size, link.origin) for link in (first, second)] == [(0, 2, (0, 1)), (1, 2, (0, 1))]
-    together(first.close, second.close)
+    assert [(view.link.rank, view.link.size, view.previous) for view in (first, second)] == [
+        (0, 2, (0, 1)),
+        (1, 2, (0, 1)),
+    ]
+    together(first.link.close, second.link.close)
 
 
 def run_of(world, seat, **options):
     """As much of a training as knows who is in it."""
     model = build()
     job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
-    return RunState(job, world, Engine(), Exchange(), Codec(), Link(), seat)
+    return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), seat)
 
 
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
     """Who comes late has never known another."""
     seat, limits = Seat(0, 2), Limits((1, 1), (8, 8))
     run = run_of(World(0, 1, 0, 3, local_sizes=(1, 1, 2)), seat, batch_size=8)
-    membership.assume(run, seat, limits, (1, 1))
+    roles.assume(run, seat, limits, (1, 1))
     assert run.world.sizes == (1, 1)
-    membership.assume(run, seat, limits, (1, 2))
+    roles.assume(run, seat, limits, (1, 2))
     assert run.world.sizes == (1, 2)
 
 
@@ -212,10 +215,10 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
     """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
     run = run_of(World(num_nodes=3), Seat(0, 3), batch_size=96, batch_norm=batch_norm)
-    membership.assume(run, Seat(0, 2), Limits((1, 1), (40, 50)), (1, 1))
+    roles.assume(run, Seat(0, 2), Limits((1, 1), (40, 50)), (1, 1))
     assert run.engine.accumulate == times
     run.leader, run.num_steps = True, 7
-    members = membership.Membership(run, RunFolder(None, run.record))
+    members = roles.Roles(run, RunFolder(None, run.record))
     members.announce(Regroup(origin=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48)))
     said = capsys.readouterr().err
     assert "lost three at step 7" in said

@@ -14,7 +14,8 @@ from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
 from paceline.contract import DENSE, FACTORS, Spec
 from paceline.exchange.allreduce import Exchange
-from paceline.exchange.flow.control import Meeting
+from paceline.exchange.flow.control import Control
+from paceline.link.memory import Members
 from paceline.registry import names, parse
 from scripts import owed
 
@@ -72,9 +73,7 @@ def test_rank_0_has_every_nodes_and_nobody_else_has_any(size):
         return {0: (None, None), 1: (odd, [torch.ones(rank).bfloat16(), rank]), 2: (torch.tensor(rank > 0), ())}
 
     def work(link):
-        meeting = Meeting()
-        meeting.link = link
-        return codec_state.collect(meeting, True, mine(link.rank))
+        return codec_state.collect(Control(Members(link)), lambda: link, mine(link.rank))
 
     first, *others = ranks.run(size, work)
     assert others == [[]] * (size - 1)
@@ -152,7 +151,7 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
         leader=False,
         shares=(4, 4),
         world=SimpleNamespace(num_nodes=2, node=0),
-        exchange=SimpleNamespace(gather=lambda words: [words, words]),
+        control=SimpleNamespace(gather=lambda words: [words, words]),
         methods={"exchange": "allreduce", "codec": "none"},
         engine=SimpleNamespace(weights=[torch.zeros(1)]),
     )

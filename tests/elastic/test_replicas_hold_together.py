@@ -200,11 +200,11 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
             rank.engine.backward.parameters[rank.engine.names[0]].data = turned.copy_(weight + 1)
             assert not turned.is_contiguous()
         drift._begin(0)
-        before = rank.exchange.link.sent_bytes
+        before = rank.run.link.sent_bytes
         for part in drift.parts:
             drift._spread(part)
         assert (drift._divergence > 0.1) == (link.rank == 1)
-        return rank.engine.weights, rank.exchange.link.sent_bytes - before
+        return rank.engine.weights, rank.run.link.sent_bytes - before
 
     (one, num_bytes), (other, _) = ranks.run(2, work)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -18,6 +18,8 @@ from paceline.elastic.fault_tolerant import Surviving
 from paceline.engine.compute.evaluate import evaluate
 from paceline.engine.sequential import Engine
 from paceline.exchange import allreduce
+from paceline.exchange.flow.control import Control
+from paceline.link import memory
 
 BATCHES = [rows(24, seed) for seed in range(6)]
 
@@ -48,15 +50,10 @@ class Mortal(contract.Link):
     def __init__(self, link, fate):
         self.link, self.fate = link, fate
         self.rank, self.size, self.generation = link.rank, link.size, link.generation
-        self.hosts, self.origin = link.hosts, link.origin
+        self.hosts = link.hosts
 
     def lane(self, name):
         return Mortal(self.link.lane(name), self.fate)
-
-    def rebuild(self):
-        if (self.generation, self.rank) in self.fate.fired:
-            raise Killed  # in one thread; another may have seen the death first, as a loss like anybody's
-        return Mortal(self.link.rebuild(), self.fate)
 
     def _do(self, begin):
         dies = self.fate.begins(self.generation, self.rank)
@@ -95,6 +92,19 @@ class Mortal(contract.Link):
         return self.link.cost(operation, num_bytes)
 
 
+class Mortals(contract.Membership):
+    def __init__(self, link, fate):
+        self.members, self.fate = memory.Members(link), fate
+        self.link = Mortal(link, fate)
+
+    def reconfigure(self, admits=()):
+        if (self.link.generation, self.link.rank) in self.fate.fired:
+            raise Killed  # in one thread; another may have seen the death first, as a loss like anybody's
+        view = self.members.reconfigure()
+        self.link = Mortal(view.link, self.fate)
+        return contract.View(self.link, view.previous)
+
+
 class Heard(contract.Handle):
     def __init__(self, link, handle):
         self.link, self.handle = link, handle
@@ -114,13 +124,15 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
 
     def work(link):
         engine, news = Engine(), []
-        exchange = Surviving(allreduce.Exchange(forms), engine.relink)
-        mortal = Mortal(link, fate)
+        exchange, members = allreduce.Exchange(forms), Mortals(link, fate)
+        control = Surviving(Control(members), [exchange.rebuild, engine.relink])
         rank = Rank(
-            mortal,
+            members.link,
             model,
             OPTIMIZERS[optimizer],
             exchange=exchange,
+            members=members,
+            control=control,
             codec=codec,
             shares=shares,
             engine=engine,
@@ -132,11 +144,11 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
             news.append(what)
             rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
 
-        exchange.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
-        exchange.regrouped = regrouped
+        control.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
+        control.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
-            return rank.train(BATCHES), rank.state(), news, exchange.regroups
+            return rank.train(BATCHES), rank.state(), news, control.regroups
         except Killed:
             return None
         finally:
@@ -236,13 +248,13 @@ def test_one_after_another_until_one_is_left():
 def test_words_are_those_of_who_is_left_and_a_refused_step_is_no_loss():
     def work(link):
         fate = fates[0]
-        exchange = Surviving(allreduce.Exchange(), lambda link: None)
-        rank = Rank(Mortal(link, fate), build(Plain), exchange=exchange)
-        exchange.regrouped = lambda news: None
+        exchange, members = allreduce.Exchange(), Mortals(link, fate)
+        control = Surviving(Control(members), [exchange.rebuild])
+        rank = Rank(members.link, build(Plain), exchange=exchange, members=members, control=control)
         fate.counts.pop((0, link.rank), None)
         try:
-            said = exchange.gather(f"rank {link.rank}".encode())
-            return said, exchange.total([1.0]), exchange.regroups
+            said = control.gather(f"rank {link.rank}".encode())
+            return said, control.total([1.0]), control.regroups
         except Killed:
             return None
         finally:
@@ -265,22 +277,22 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def whatever(size, fate, does):
-    """What ``does(exchange, rank)`` gives to those who are left."""
+    """What ``does(control, rank)`` gives to those who are left."""
 
     def work(link):
-        engine = Engine()
-        exchange = Surviving(allreduce.Exchange(), engine.relink)
-        rank = Rank(Mortal(link, fate), build(Plain), exchange=exchange, engine=engine)
+        engine, exchange, members = Engine(), allreduce.Exchange(), Mortals(link, fate)
+        control = Surviving(Control(members), [exchange.rebuild, engine.relink])
+        rank = Rank(members.link, build(Plain), exchange=exchange, engine=engine, members=members, control=control)
         limits = [Limits((1,) * size, (24,) * size)]
 
         def regrouped(what):
             rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
 
-        exchange.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
-        exchange.regrouped = regrouped
+        control.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
+        control.regrouped = regrouped
         fate.counts.pop((0, link.rank), None)
         try:
-            return does(exchange, rank)
+            return does(control, rank)
         except Killed:
             return None
         finally:
@@ -291,14 +303,12 @@ def whatever(size, fate, does):
 
 @pytest.mark.parametrize(("victim", "deaf"), [(0, None), (1, 0), (1, 2), (2, 1)])
 def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
-    def does(exchange, rank):
+    def does(control, rank):
         said = []
         while len(said) < 5:  # who is deaf must not be the last to hear
-            exchange.spread(rank.engine.buffers)
+            control.spread(rank.engine.buffers)
             seat = rank.run.seat
-            found = evaluate(
-                rank.model, rank.engine, exchange, seat, Numbered(), lambda _, y: (y.sum(), len(y) / 24), 3
-            )
+            found = evaluate(rank.model, rank.engine, control, seat, Numbered(), lambda _, y: (y.sum(), len(y) / 24), 3)
             if found is not None:
                 said.append(round(found))
         return said
@@ -316,18 +326,18 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
     monkeypatch.setattr(transfer, "PART_BYTES", 1000)
     run, fired, ends = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0, {}
 
-    def does(exchange, rank):
-        exchange.gather(b"before")
-        seat, team = rank.run.seat, exchange.link.generation
+    def does(control, rank):
+        control.gather(b"before")
+        seat, team = rank.run.seat, control.generation
         said = "sent"
         try:
-            Post(seat.node, range(seat.num_nodes), exchange.gather, team).send(None if seat.node else read(run), (1, 2))
+            Post(seat.node, range(seat.num_nodes), control.gather, team).send(None if seat.node else read(run), (1, 2))
         except Others:
             said = "again"
         except CheckpointError as error:
             said = str(error)
         for _ in range(3):  # who is deaf must not be the last to hear
-            exchange.gather(b"after")
+            control.gather(b"after")
         return said
 
     for number in range(3, 12):
@@ -346,16 +356,16 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
 def test_who_enters_takes_part_in_all_that_the_others_do():
     """Also where one of these has not heard the end of the operation before: all others make sure that it has now."""
 
-    class Rebuilt(contract.Exchange):
-        def rebuild(self, link):
+    class Same(contract.Membership):
+        def __init__(self, link):
             self.link = link
 
+        def reconfigure(self, admits=()):
+            return contract.View(self.link, (0, 1))
+
     def work(link):
-        surviving = Surviving(Rebuilt(), lambda link: None)
+        surviving = Surviving(Control(Same(link)), [])
         surviving.turn, surviving.result = ((5, b"five"), (4, b"four"), (0, b""))[link.rank]
-        link.rebuild = lambda: link
-        link.origin, link.came = (0, 1), ()
-        surviving.link = link
         found = []
         if link.rank == 2:
             surviving.enter()
@@ -375,12 +385,12 @@ def test_wherever_one_dies_what_the_others_codecs_remember_is_brought_together(v
     for number in range(1, 10):
         fate, had = Fate((0, victim, number), after=after), []
 
-        def does(exchange, rank, had=had):
+        def does(control, rank, had=had):
             mine = {0: torch.full((3,), float(rank.run.seat.node)), 1: torch.ones(2)}
-            found = codec_state.collect(exchange, True, mine)
+            found = codec_state.collect(control, lambda: rank.run.link, mine)
             had += [[float(each[0][0]) for each in found]] if found else []
-            generation = exchange.link.generation
-            exchange.gather(b"")
+            generation = control.generation
+            control.gather(b"")
             return generation
 
         results = [each for each in whatever(3, fate, does) if each is not None]

@@ -11,11 +11,11 @@ import pytest
 
 from paceline.contract import LinkError
 from paceline.elastic import reconfigure
+from paceline.elastic.membership import alone
 from paceline.elastic.quorum import HERE, SILENT, Found, decide
 from paceline.elastic.reconfigure import REFUSED, Place, Survivors
-from paceline.link import torch as gloo
 from paceline.link.net.store_server import MeetingPoint
-from paceline.report.activity import BACK_S, Whereabouts
+from paceline.report.activity import BACK_S
 
 SECRET = b"of this run"
 WITHOUT = decide([Found.AHEAD]).why
@@ -227,13 +227,12 @@ def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_
 
 
 def test_a_link_that_outlives_its_nodes_waits_less_for_who_may_come_back(team):
-    link = object.__new__(gloo.Link)
-    link.whereabouts = Whereabouts()
-    assert link.whereabouts.limit_s > BACK_S
-    link.whereabouts.begin(0)
-    link.whereabouts.end(0.1, 0.0)
-    link.survive(team(1)[0])
-    assert link.whereabouts.limit_s == BACK_S
+    members = alone()
+    assert members.activity.limit_s > BACK_S
+    members.activity.begin(0)
+    members.activity.end(0.1, 0.0)
+    members._survive(team(1)[0])
+    assert members.activity.limit_s == BACK_S
 
 
 def test_what_can_be_told_of_a_place(team):

@@ -32,7 +32,7 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
     pace = paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential")
     with pace:
         door = Doorkeeper(pace)
-        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "porter", door)
         welcome = admission(pace, {})
 
         def full(*given, **more):
@@ -56,7 +56,7 @@ def test_who_has_other_samples_is_refused(monkeypatch):
         next(pace.batches(torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))))
         door = Doorkeeper(pace)
         door.asked["late"]["data"]["numbers of samples"] = 9
-        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "porter", door)
         admission(pace, {})._look()
         assert "different numbers of samples (8, 9)" in door.told["late"]["refused"]
 
@@ -87,7 +87,7 @@ def welcoming(pace, monkeypatch):
     door = Doorkeeper(pace)
     door.lines = []
     door.line = lambda name: door.lines.append(Noted()) or door.lines[-1]
-    monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+    monkeypatch.setattr(type(pace.run.members), "porter", door)
     return door, admission(pace, {})
 
 
@@ -207,7 +207,7 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
         door = Doorkeeper(pace)
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
-        monkeypatch.setattr(type(pace.training.ledger), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "porter", door)
         welcome = admission(pace, {"files of paceline": "mine"})
         welcome._own = own
         until(lambda: welcome._look() or door.told)

@@ -84,8 +84,8 @@ def test_what_differs_by_rounding_alone_is_left_out_from_then_on():
 
     def work(link):
         rank = Rank(Ledger(link), build(), OPTIMIZERS["adam"])
-        gathers, gather = [], rank.exchange.gather
-        rank.exchange.gather = lambda *words: gathers.append(1) or gather(*words)
+        gathers, gather = [], rank.control.gather
+        rank.control.gather = lambda *words: gathers.append(1) or gather(*words)
         for i in range(4):
             rank.optimizer.param_groups[0]["lr"] = 0.01 / (i + 1) * (1 + 1e-12 * link.rank)
             rank.train([rows(24, i)])

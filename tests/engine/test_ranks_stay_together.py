@@ -12,6 +12,7 @@ from nodes import OPTIMIZERS, Rank, Whole, build, gap, reference, rows
 from paceline import contract
 from paceline.contract import DENSE, FACTORS, Ballot, LinkError, NotFinite
 from paceline.elastic.consistency import compare
+from paceline.elastic.membership import connect
 from paceline.engine.compute.batch import judged
 from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
@@ -162,7 +163,7 @@ def test_a_peer_that_has_left_is_not_waited_for(monkeypatch):
             pass
 
     def work(seat):
-        link = gloo.Link(seat.rank, 2, "127.0.0.1", port)
+        link = connect("torch", seat.rank, 2, "127.0.0.1", port).link
         link.sum(torch.ones(1)).wait(10)
         if seat.rank:
             link.close()

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import ranks
+from paceline import contract
 from paceline.contract import DENSE, FACTORS, Regroup
+from paceline.engine.node.local_control import FollowerControl, LeaderControl
 from paceline.engine.node.local_exchange import Follower, Leader
 from paceline.report.activity import Whereabouts
 
@@ -38,21 +40,17 @@ class Crew:
         self.swap(b"", what)
 
 
-class Exchange:
-    """Its next operation finds a node lost, and then has other forms."""
+class Control(contract.Control):
+    """Its next operation finds a node lost, and then the exchange has other forms."""
 
-    fidelity, consensus, survives, regroups = "exact", "step", True, 0
+    survives, rank, size, generation = True, 0, 3, 0
 
-    def __init__(self):
-        self.link = SimpleNamespace(size=3, grows=False, whereabouts=None, generation=0)
-        self.now = [FACTORS, DENSE]
-
-    def forms(self):
-        return self.now
+    def __init__(self, exchange):
+        self.exchange = exchange
 
     def _lose(self):
-        self.now = [DENSE, FACTORS]
-        self.link = SimpleNamespace(size=2, grows=False, whereabouts=None, generation=1)
+        self.exchange.forms = lambda: [DENSE, FACTORS]
+        self.size, self.generation = 2, 1
         self.regrouped(Regroup(1, (0, 1), (4, 4), ("gone",), 0.1, "a test", ()))
 
     def gather(self, *words):
@@ -73,11 +71,13 @@ def test_whatever_finds_a_node_lost_tells_the_forms(operation):
     places = SimpleNamespace(twins=lambda tensors: [])
 
     def work(link):
-        exchange = Exchange()
-        relay = (Leader, Follower)[link.rank](exchange, Crew(link.rank, lines), places, [None, None])
+        exchange = SimpleNamespace(fidelity="exact", consensus="step", forms=lambda: [FACTORS, DENSE])
+        crew, own = Crew(link.rank, lines), Control(exchange)
+        relay = (Leader, Follower)[link.rank](exchange, crew, places, [None, None], alone=False, keeps=True)
+        control = (LeaderControl, FollowerControl)[link.rank](own, relay)
         before, heard = list(relay.forms()), []
-        relay.regrouped = heard.append
-        getattr(relay, operation)(given)
-        return before, list(relay.forms()), [news.lost for news in heard]
+        control.regrouped = heard.append
+        getattr(control, operation)(given)
+        return before, list(relay.forms()), [news.lost for news in heard], control.size, control.generation
 
-    assert ranks.run(2, work) == [([FACTORS, DENSE], [DENSE, FACTORS], [("gone",)])] * 2
+    assert ranks.run(2, work) == [([FACTORS, DENSE], [DENSE, FACTORS], [("gone",)], 2, 1)] * 2

@@ -11,7 +11,7 @@ from launching import launch, small
 from nodes import gap
 from paceline.checkpoint import export, tensor_file
 from paceline.elastic import state_transfer
-from paceline.exchange import allreduce
+from paceline.exchange.flow.control import Control
 from paceline.link import memory
 from paceline.step import buffer_broadcast
 
@@ -71,11 +71,9 @@ def test_everyone_has_rank_0s(size):
         model = Graph(10 * link.rank)
         if link.rank == 1:
             model.edges = adjacency(5, 0)  # none at all
-        exchange = allreduce.Exchange()
-        exchange.link = link
         engine = type("Engine", (), {"seat": (0, 1)})
         kept = model.edges
-        buffer_broadcast.spread_sparse(model, engine, exchange)
+        buffer_broadcast.spread_sparse(model, engine, Control(memory.Members(link)))
         assert model.edges is kept
         return model
 

@@ -256,9 +256,9 @@ def test_only_what_changed_is_sent():
     def work(link):
         rank = Rank(link, model, buffers="broadcast")
         rank.train(data[:3])
-        before = rank.exchange.link.sent_bytes
+        before = rank.run.link.sent_bytes
         rank.train(data[3:])
-        after = rank.exchange.link.sent_bytes
+        after = rank.run.link.sent_bytes
         rank.exchange.close()
         return after - before, rank.model
 

@@ -160,11 +160,12 @@ class Told(Exchange):
 
     per_byte, per_flop = SLOW, 0.0
 
-    def vote(self, ballot):
+    def collect(self, ballot):
+        ballot = super().collect(ballot)
         costs = self.choice.costs(self._flight.groups, self.choice.most)
         ballot.took = tuple(1e-4 * cost.steps + self.per_byte * cost.bytes for cost in costs)
         ballot.multiply = self.per_flop
-        return super().vote(ballot)
+        return ballot
 
 
 def test_forms_hold_soon_after_the_link_changes_and_the_training_stays_exact():

@@ -13,7 +13,9 @@ from paceline.codec.lossless import HEAD, SLOW_S, WHOLE, fits, joined, pack, unp
 from paceline.contract import DENSE, FACTORS, Ballot, Cost, Piece, Spec, Verdict
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import QUICK_S, Choice
+from paceline.exchange.flow.control import Control
 from paceline.exchange.flow.wire_rates import SPAN
+from paceline.link.memory import Members
 from paceline.registry import parse
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -227,7 +229,7 @@ def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
         for spec in specs:
             exchange.offer(Piece(spec, flat=torch.full((spec.numel,), (1.0, 2.0**-14)[link.rank])))
         said = {"used": b"\1\1", "dense": b"\0\0", "rows": (0, 0), "weight": 0.5, "expected": 1.0}
-        agreement = exchange.agree(Ballot(**said))
+        agreement = Control(Members(link)).commit(exchange.collect(Ballot(**said)), exchange.finish)
         assert agreement.verdict is Verdict.APPLY
         return [piece.flat for piece in agreement.pieces]
 

@@ -88,8 +88,8 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_not_a_nodes_own_time():
             return F.cross_entropy(output, target)
 
         rank = Rank(link, build(Normed), optimizer, shares=(16, 16), batch=32, batch_norm="sync", loss=loss)
-        agree = rank.exchange.agree
-        rank.exchange.agree = lambda ballot: seen.append((link.rank, ballot.seconds, ballot.busy)) or agree(ballot)
+        collect = rank.exchange.collect
+        rank.exchange.collect = lambda ballot: seen.append((link.rank, ballot.seconds, ballot.busy)) or collect(ballot)
         rank.train(WHOLE)
         rank.exchange.close()
 

@@ -219,15 +219,15 @@ def test_what_periodic_was_asked_is_told_once():
         rank = Rank(link, build(), exchange="periodic:2", optimizer=OPTIMIZERS["sgd"])
         asks = {(0, 0): 255, (1, 6): 15, (1, 7): 15, (1, 8): 15}
         told = []
-        agree = rank.exchange.agree
+        finish = rank.exchange.finish
 
-        def heard(ballot):
-            ballot.stop = asks.get((link.rank, len(told)), 0)
-            agreement = agree(ballot)
+        def heard(tally):
+            tally.ballot.stop = asks.get((link.rank, len(told)), 0)
+            agreement = finish(tally)
             told.append(agreement.ballot.stop)
             return agreement
 
-        rank.exchange.agree = heard
+        rank.exchange.finish = heard
         rank.train([BATCHES[0]] * 9)
         return told
 

@@ -63,10 +63,10 @@ class Refusing(Exchange):
 
     votes = 0
 
-    def agree(self, ballot):
+    def collect(self, ballot):
         self.votes += 1
         ballot.ok = ballot.ok and self.votes != 2
-        return super().agree(ballot)
+        return super().collect(ballot)
 
 
 def observed(link, observers, batches=BATCHES, exchange="allreduce"):

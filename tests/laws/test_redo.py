@@ -28,11 +28,14 @@ class Refusing(allreduce.Exchange):
     def __init__(self, steps, rank):
         self.refuse, self.by, self.refused, self.tried = set(steps), rank, [], 0
 
-    def agree(self, ballot):
+    def collect(self, ballot):
         if self.link.rank == self.by and self.tried in self.refuse:
             self.refuse.remove(self.tried)
             ballot.ok = False
-        agreement = super().agree(ballot)
+        return super().collect(ballot)
+
+    def finish(self, tally):
+        agreement = super().finish(tally)
         if agreement.verdict is Verdict.REDO:
             self.refused.append(self.tried)
         else:
@@ -140,7 +143,8 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
                 left.append((generation, exchange.tried))
                 raise Gone
             rank_now = exchange.link.rank - (exchange.link.rank > leaver)
-            exchange.rebuild(memory.Link(generations[generation], rank_now, generation))
+            rank.members.link = memory.Link(generations[generation], rank_now, generation)
+            exchange.rebuild(rank.members.link)
             run.seat = Seat(rank_now, exchange.link.size)
             run.world = World(node=rank_now, num_nodes=exchange.link.size)
 

@@ -17,7 +17,7 @@ import ranks
 from launching import environment
 from paceline.contract import LinkError
 from paceline.launch import local
-from paceline.link.net.collective_override import Chosen, choose
+from paceline.link.net.collective_override import Chosen, agree_on
 from paceline.link.net.collective_run import Collective
 from paceline.registry import find
 
@@ -185,7 +185,7 @@ def test_a_collective_that_is_not_known_is_told_before_anyone_is_called(monkeypa
 def test_ranks_that_choose_differently_are_told_before_anything_is_added_up(told):
     def one(link):
         with pytest.raises(ValueError, match=r"PACELINE_COLLECTIVE is .*set it alike on all") as error:
-            choose(link, told[link.rank])
+            agree_on(link, told[link.rank])
         return str(error.value)
 
     (said,) = set(ranks.run(len(told), one))

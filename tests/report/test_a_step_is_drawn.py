@@ -202,7 +202,7 @@ def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step
     with paceline.join(model, optimizer, F.cross_entropy, batch_size=12, engine="sequential", folder=tmp_path) as pace:
         for number in range(4):
             if number == step:
-                pace.exchange.link.generation += 1  # as when nodes were lost, or came
+                pace.run.link.generation += 1  # as when nodes were lost, or came
             pace.step(rows(12, number))
     assert not (tmp_path / "trace.json").exists()
     assert capsys.readouterr().err.count("nodes were lost or came since training began, so no step is drawn") == 1

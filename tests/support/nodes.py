@@ -16,7 +16,9 @@ from paceline.contract import Exchange, GlobalBatch, Link
 from paceline.data.sampler import Seat
 from paceline.engine.sequential import Engine
 from paceline.environment import World
+from paceline.exchange.flow.control import Control
 from paceline.job import Job
+from paceline.link.memory import Members
 from paceline.registry import parse
 from paceline.report.record import Record
 from paceline.report.step_record import StepRecord
@@ -195,6 +197,8 @@ class Rank:
         batch_norm: str = "local",
         buffers: str = "own",
         record: Record | None = None,
+        members: contract.Membership | None = None,
+        control: contract.Control | None = None,
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
@@ -211,9 +215,12 @@ class Rank:
         world = World(node=link.rank, num_nodes=link.size)
         who = f"rank {link.rank}"
         record = record or Record()
-        self.run = RunState(job, world, self.engine, self.exchange, made, link, seat, who=who, clip=clip, record=record)
+        self.members = members or Members(link)
+        self.control = control or Control(self.members, self.exchange.consensus == "step")
+        kept = self.control, made, self.members
+        self.run = RunState(job, world, self.engine, self.exchange, *kept, seat, who=who, clip=clip, record=record)
         self.run.leader = not link.rank
-        self.run.observers = [StepRecord(record, self.engine, self.exchange), Rejoins(self.run, rejoin)]
+        self.run.observers = [StepRecord(record, self.engine, self.exchange, self.control), Rejoins(self.run, rejoin)]
         if self.exchange.consensus == "step":
             answered = self.engine.answered if batch_norm == "sync" else None
             passes = self.engine.accumulate

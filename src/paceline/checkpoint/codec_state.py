@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,45 +15,46 @@ from torch import Tensor
 
 from paceline.checkpoint.state_tree import pack, unpack
 from paceline.checkpoint.tensor_file import as_bytes
-from paceline.contract import Codec, Exchange, LinkError
+from paceline.contract import Codec, Control, Link, LinkError
 from paceline.engine.compute.batch import mapped
 
 MOST_LOSSES = 16  # while they are brought together, before something else is to blame
 
 
-def collect(exchange: Exchange, holds_link: bool, memory: Any) -> list[Any]:
+def collect(control: Control, link: Callable[[], Link] | None, memory: Any) -> list[Any]:
     """Every node's, in the process that holds rank 0's link; elsewhere nothing. Every process must call it.
 
-    Where a node is lost meanwhile, once more, by those who are left. Raises LinkError.
+    ``link``: the present one, where this process holds its node's. Where a node is lost meanwhile, once more, by those
+    who are left. Raises LinkError.
     """
     tensors: dict[str, Tensor] = {}
     tree = pack(memory, "memory", tensors)
     forms = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
-    words = json.dumps([tree, forms]).encode() if holds_link else b""
+    words = json.dumps([tree, forms]).encode() if link else b""
     for _ in range(MOST_LOSSES):
-        heard = [json.loads(each) for each in exchange.gather(words) if each]
-        team, found, lost = [exchange.link.generation, exchange.link.size], list[Any](), False
+        heard = [json.loads(each) for each in control.gather(words) if each]
+        team, found, lost = [control.generation, control.size], list[Any](), False
         try:
-            found = _carry(exchange, tensors, memory, heard) if holds_link else []
+            found = _carry(link(), tensors, memory, heard) if link else []
         except LinkError:
-            if not exchange.survives:
+            if not control.survives:
                 raise
             lost = True
-        if not exchange.survives or not any(forms for _, forms in heard):
+        if not control.survives or not any(forms for _, forms in heard):
             return found
         # everyone is told the same, also of whoever was lost in this very operation
-        ended = json.dumps([team, lost]).encode() if holds_link else b""
-        ends = [json.loads(each) for each in exchange.gather(ended) if each]
+        ended = json.dumps([team, lost]).encode() if link else b""
+        ends = [json.loads(each) for each in control.gather(ended) if each]
         if all(end == [team, False] for end in ends) and len(ends) == team[1]:
             return found
     raise LinkError(f"what the codec remembers could not be brought together in {MOST_LOSSES} attempts")
 
 
-def _carry(exchange: Exchange, tensors: dict[str, Tensor], memory: Any, heard: Sequence[Any]) -> list[Any]:
-    if exchange.link.rank:
+def _carry(link: Link, tensors: dict[str, Tensor], memory: Any, heard: Sequence[Any]) -> list[Any]:
+    if link.rank:
         for tensor in tensors.values():
             if tensor.nbytes:
-                exchange.link.send(as_bytes(tensor), 0).wait()
+                link.send(as_bytes(tensor), 0).wait()
         return []
     memories = [memory]
     for peer, (its_tree, its_forms) in enumerate(heard[1:], 1):
@@ -61,7 +62,7 @@ def _carry(exchange: Exchange, tensors: dict[str, Tensor], memory: Any, heard: S
         for name, dtype, shape in its_forms:
             place = torch.empty(shape, dtype=getattr(torch, dtype))
             if place.nbytes:
-                exchange.link.recv(as_bytes(place), peer).wait()
+                link.recv(as_bytes(place), peer).wait()
             its_tensors[name] = place
         memories.append(unpack(its_tree, its_tensors))
     return memories

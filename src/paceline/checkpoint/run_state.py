@@ -41,8 +41,8 @@ def state(run: RunState) -> dict[str, Any]:
         "scaler": dict(vars(run.scaler)),
         "exchange": exchange,
         "specs": _names(run),
-        "random": [json.loads(words) for words in run.exchange.gather(mine)],
-        "memories": codec_state.collect(run.exchange, run.world.local_rank == 0, memory),
+        "random": [json.loads(words) for words in run.control.gather(mine)],
+        "memories": codec_state.collect(run.control, (lambda: run.link) if run.world.local_rank == 0 else None, memory),
         "methods": run.methods,
         "plan": run.row,
         "facts": run.facts,
@@ -77,14 +77,14 @@ def restore(run: RunState, kept: Checkpoint) -> None:
     shares = tuple(said.get("shares", ()))
     if run.balance and run.balance.allows(shares):
         run.seat = dataclasses.replace(run.seat, shares=shares)
-    run.exchange.spread(run.engine.weights)
-    buffer_broadcast.spread(job.model, run.engine, run.exchange)
+    run.control.spread(run.engine.weights)
+    buffer_broadcast.spread(job.model, run.engine, run.control)
 
 
 def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
     """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
     # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
-    same = json.loads(run.exchange.gather(json.dumps(said["plan"] == run.row).encode())[0])
+    same = json.loads(run.control.gather(json.dumps(said["plan"] == run.row).encode())[0])
     methods, world, exchange = said.get("methods", run.methods), run.world, dict(said["exchange"])
     remembered = said.get("memories") or [exchange.get("memory")]
     exchange.pop("memory", None)

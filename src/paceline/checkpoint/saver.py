@@ -43,9 +43,9 @@ class Saver:
         run, begin = self.run, time.perf_counter()
         run.settle()
         run.exchange.level(run.engine.weights)
-        buffer_broadcast.spread(run.job.model, run.engine, run.exchange)
+        buffer_broadcast.spread(run.job.model, run.engine, run.control)
         state = run_state.state(run)
-        return alone(run.exchange, lambda: run.leader, lambda: self._put(folder, state, wait, begin))
+        return alone(run.control, lambda: run.leader, lambda: self._put(folder, state, wait, begin))
 
     def _put(self, folder: Path, state: Any, wait: bool, begin: float) -> Path:
         run, step = self.run, self.run.num_steps
@@ -75,7 +75,7 @@ class Saver:
 
     def tell(self) -> None:
         """After a vote of `FAILED`: every process raises what the writer met."""
-        alone(self.run.exchange, lambda: self.run.leader, self.finish)
+        alone(self.run.control, lambda: self.run.leader, self.finish)
 
     def finish(self) -> None:
         """Nothing is being written any more. Raises what went wrong, once."""
@@ -114,8 +114,8 @@ class Saver:
 
         sends = False
         while True:
-            world, team = run.world, run.exchange.link.generation  # as they are before all agree
-            choice = agreed(find, run.exchange.gather, folder)
+            world, team = run.world, run.control.generation  # as they are before all agree
+            choice = agreed(find, run.control.gather, folder)
             if choice is None and sends:
                 raise CheckpointError(
                     f"all who have the checkpoint in {folder} were lost while they sent it; start there"
@@ -127,7 +127,7 @@ class Saver:
                 break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
             with contextlib.suppress(Others):
-                kept = Post(world.rank, nodes, run.exchange.gather, team).send(kept, choice.lacking)
+                kept = Post(world.rank, nodes, run.control.gather, team).send(kept, choice.lacking)
                 self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
                 break
         assert kept

@@ -60,7 +60,7 @@ class Admission(StepObserver, Door):
         run = self.run
         self._own = own or batch.epoch is None
         # whoever comes is in the same call of `batches`, so that it ends with the others
-        if run.last.ballot.guests > run.exchange.link.generation and run.cursor.began == self._began and not own:
+        if run.last.ballot.guests > run.control.generation and run.cursor.began == self._began and not own:
             self._admit()
         self._began = run.cursor.began
         if self._follows(run.last):
@@ -69,7 +69,7 @@ class Admission(StepObserver, Door):
             self._look()
         self._hold()
         # of a step that is computed again among others, this names a generation that has been
-        self._flags = (run.exchange.link.generation + 1 if self._ready else 0, bool(self._following))
+        self._flags = (run.control.generation + 1 if self._ready else 0, bool(self._following))
 
     def votes(self, ballot: Ballot) -> None:
         ballot.guests, ballot.follows = self._flags
@@ -101,7 +101,7 @@ class Admission(StepObserver, Door):
             sys.stderr.write(f"paceline: {text}\n")
         run.record.write("wait", step=run.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
         with run.activity.at(f"waiting for {self._who} to come back"):
-            wait(self, run.exchange, time.sleep)
+            wait(self, run.control, time.sleep)
         run.record.write("waited", step=run.num_steps, seconds=time.monotonic() - self._waits_s)
 
     @property
@@ -125,7 +125,7 @@ class Admission(StepObserver, Door):
         admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
         in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
         return {
-            "guests": run.exchange.link.generation + 1 if admits else 0,
+            "guests": run.control.generation + 1 if admits else 0,
             "follows": bool(self._following),
             "stop": run.stop,
             "hung": run.hung,
@@ -161,7 +161,7 @@ class Admission(StepObserver, Door):
         run = self.run
         takers = [each for each in self._following.values() if each.placed]
         wanted = json.dumps([each.next for each in takers]).encode()
-        parts = json.loads(bytes(run.exchange.hand(wanted)))
+        parts = json.loads(bytes(run.control.hand(wanted)))
         for i, rows in enumerate(parts):
             part = state_transfer.part(run, rows)
             if run.leader:
@@ -169,7 +169,7 @@ class Admission(StepObserver, Door):
         return bool(parts)
 
     def _look(self) -> None:
-        porter = self.run.link.porter
+        porter = self.run.members.porter
         asked = porter.waiting() if porter else {}
         self._ready = []
         self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
@@ -220,7 +220,7 @@ class Admission(StepObserver, Door):
     def applies(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
         applied = [following.before(agreement, rule) for following in self._following.values()]
         if self._follows(agreement):
-            self.run.exchange.hand(b"")  # no process's update changes sums that are not copied yet
+            self.run.control.hand(b"")  # no process's update changes sums that are not copied yet
 
         def all_applied() -> None:
             for each in applied:
@@ -243,7 +243,7 @@ class Admission(StepObserver, Door):
 
     def _meet(self) -> tuple[Guest, ...]:
         self.came = ()
-        self.run.exchange.admit(self._ready)
+        self.run.control.admit(self._ready)
         return self.came
 
     def _admit(self) -> None:
@@ -256,7 +256,7 @@ class Admission(StepObserver, Door):
         following = {guest.name: self._following.pop(guest.name, None) for guest in came}
         level = {name: each is not None and each.end(not each.hopeless) for name, each in following.items()}
         all_level = b"level" if all(level.values()) else b""
-        rest, large = state_transfer.rest(run), {} if run.exchange.hand(all_level) else state_transfer.copy(run)
+        rest, large = state_transfer.rest(run), {} if run.control.hand(all_level) else state_transfer.copy(run)
         if not run.leader:
             return
         for guest in came:
@@ -279,5 +279,5 @@ class Admission(StepObserver, Door):
 
 
 def _porter(run: RunState) -> Porter:
-    assert run.link.porter
-    return run.link.porter
+    assert run.members.porter
+    return run.members.porter

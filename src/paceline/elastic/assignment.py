@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from paceline.contract import Engine, Exchange, Regroup
+from paceline.contract import Control, Engine, Regroup
 from paceline.data.load_balance import Balance, Limits, fair
 from paceline.data.sampler import Seat
 from paceline.engine.checks.norm_layers import over_batches
@@ -30,13 +30,13 @@ def place(job: Job, world: World, virtual: int = 0) -> Seat:
     return Seat(world.node, world.num_nodes, world.local_rank, world.local_size, shares, virtual, least, job.batch_size)
 
 
-def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Seat, Balance | None, Limits]:
+def settle(seat: Seat, job: Job, engine: Engine, control: Control) -> tuple[Seat, Balance | None, Limits]:
     """With what every node can take, which all tell each other: the seat to begin with, and what moves it, if anything.
 
     Every process must call it. Raises ValueError, everywhere, where the batch does not fit."""
     count, nodes = job.batch_size, seat.num_nodes
     mine = json.dumps([seat.node, _least(seat, job, engine), job.most_rows or count]).encode()
-    said = [json.loads(words) for words in exchange.gather(mine)]
+    said = [json.loads(words) for words in control.gather(mine)]
     # who was lost meanwhile says nothing, and has its seat until all are told of it
     crews = [[each for each in said if each[0] == node] or [[node, 1, count]] for node in range(nodes)]
     most = [min(count, *(each for _, _, each in crew)) for crew in crews]
@@ -58,10 +58,10 @@ def settle(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> tuple[Se
     return seat, Balance(count, least, most) if follows else None, Limits(tuple(least), tuple(most))
 
 
-def alone(seat: Seat, job: Job, engine: Engine, exchange: Exchange) -> Limits:
+def alone(seat: Seat, job: Job, engine: Engine, control: Control) -> Limits:
     """Of a node that comes late. Every process of it must call it."""
     mine = json.dumps([_least(seat, job, engine), job.most_rows or job.batch_size]).encode()
-    least, most = zip(*(json.loads(words) for words in exchange.gather(mine)), strict=True)
+    least, most = zip(*(json.loads(words) for words in control.gather(mine)), strict=True)
     return Limits((least[0],), (min(job.batch_size, *most),))
 
 

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Exchange
+from paceline.contract import Control
 from paceline.elastic.quorum import Found, Verdict, decide
 from paceline.launch.signals import HANGUP
 
@@ -56,10 +56,10 @@ def enough(num_nodes: int, minimum: int) -> bool:
     return decide([Found.CAME] * num_nodes, minimum).verdict is Verdict.GO_ON
 
 
-def wait(door: Door, exchange: Exchange, pause: Callable[[float], None]) -> None:
+def wait(door: Door, control: Control, pause: Callable[[float], None]) -> None:
     """Until there are enough. Every process of every member must call it. Raises what `Door.end` raises."""
     while not enough(door.num_nodes, door.minimum):
-        said = [json.loads(words) for words in exchange.gather(json.dumps(door.look()).encode())]
+        said = [json.loads(words) for words in control.gather(json.dumps(door.look()).encode())]
         leader = said[0]
         if stop := max(each["stop"] for each in said):
             door.end(stop)
@@ -69,7 +69,7 @@ def wait(door: Door, exchange: Exchange, pause: Callable[[float], None]) -> None
             door.end(0)
         copied = leader["follows"] and door.copy()
         # a leader that was lost while it said so names a generation that has been
-        if leader["guests"] > exchange.link.generation:
+        if leader["guests"] > control.generation:
             door.admit()
         elif not copied:
             pause(SHORT_S if leader["follows"] else PAUSE_S)

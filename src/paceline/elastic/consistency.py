@@ -100,9 +100,9 @@ def unlike(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> st
     return ""
 
 
-def compare_data(exchange: contract.Exchange, mine: Mapping[str, Any]) -> None:
+def compare_data(control: contract.Control, mine: Mapping[str, Any]) -> None:
     """Every process must call it, with its `data_facts`. Raises ValueError, in all, where they differ."""
-    everyone = [json.loads(words) for words in exchange.gather(json.dumps(mine).encode()) if words]
+    everyone = [json.loads(words) for words in control.gather(json.dumps(mine).encode()) if words]
     # each looks at what somebody says, also where it has nothing of the kind
     if why := next(filter(None, (unlike(one, everyone) for one in (mine, *everyone))), ""):
         raise ValueError(why)

@@ -1,4 +1,4 @@
-"""An exchange that outlives its nodes: a broken operation is ended, or done again, by those who are left.
+"""Control that outlives its nodes: a broken operation is ended, or done again, by those who are left.
 
 Operations among all are counted: votes, sums of a few numbers, words, spreads. When one breaks, those who are left meet
 over a new link and tell each other how far they have come, which differs by one at most: nobody ends an operation that
@@ -20,52 +20,55 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Codec, Cost, Guest, Link, LinkError, Piece, Regroup, Spec, Verdict
+from paceline.contract import Agreement, Ballot, Guest, Link, LinkError, Regroup, Tally, Verdict
+from paceline.exchange.flow.control import Control, counted
 
 NUMBERS = struct.Struct("<qq")
 NEW = -1  # of who has taken part in nothing yet
 Result = TypeVar("Result")
 
 
-class Surviving(contract.Exchange):
-    """``exchange`` over a link that can be rebuilt. ``relink`` is told of each new link, on every node alike."""
+class Surviving(contract.Control):
+    """``control`` of members who may change. ``follow``: each is given every new link, on every node alike."""
 
     survives = True
 
-    def __init__(self, exchange: contract.Exchange, relink: Callable[[Link], None]):
-        self.exchange, self.relink = exchange, relink
-        self.consensus, self.overlap = exchange.consensus, exchange.overlap
+    def __init__(self, control: Control, follow: Sequence[Callable[[Link], None]]):
+        self.control, self.members, self.follow = control, control.members, follow
         self.turn, self.result = 0, b""  # operations that have ended here, and what the last one gave
         self.regroups = 0
         self.rows: Callable[[], int] = lambda: 1  # of the global batch, that this node has at present
 
-    def open(
-        self,
-        specs: Sequence[Spec],
-        link: Link,
-        codec: Codec,
-        rows: int = 1,
-        seed: int = 0,
-        absorbs: bool = False,
-    ) -> None:
-        self.exchange.open(specs, link, codec, rows, seed, absorbs)
-        self.link, self.fidelity = link, self.exchange.fidelity
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.control.rank
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.control.size
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.control.generation
 
     # operations among all
 
-    def agree(self, ballot: Ballot) -> Agreement:
+    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+        def ended(votes: bytes) -> Agreement:
+            return finish(counted(contract.unframed(votes)))
+
         try:
-            agreement = self.exchange.agree(ballot)
+            agreement = self.control.commit(ballot, finish)
         except LinkError as error:
-            return self._again(error, self.exchange.finish) or self._redo()
-        if self.link.size > 1:
-            self._end(self.exchange.voted())
+            return self._again(error, ended) or self._redo()
+        if self.size > 1:
+            self._end(contract.framed(self.control.ballots))
             self._all_know()
         else:
             self._end(b"")
@@ -79,7 +82,8 @@ class Surviving(contract.Exchange):
             self._again(error, _impossible)
 
     def _hear_all(self) -> None:
-        self.link.all_gather(torch.zeros(1, dtype=torch.uint8), "making sure that all know", even=True).wait()
+        zero = torch.zeros(1, dtype=torch.uint8)
+        self.members.link.all_gather(zero, "making sure that all know", even=True).wait()
 
     def recover(self, error: LinkError) -> Agreement:
         return self._again(error, _impossible) or self._redo()
@@ -90,10 +94,10 @@ class Surviving(contract.Exchange):
 
     def total(self, values: Sequence[float]) -> list[float]:
         shape = f"<{len(values)}d"
-        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.exchange.total(values)))))
+        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.control.total(values)))))
 
     def gather(self, *words: bytes) -> list[bytes]:
-        return contract.unframed(self._surely(lambda: contract.framed(self.exchange.gather(*words))))
+        return contract.unframed(self._surely(lambda: contract.framed(self.control.gather(*words))))
 
     def _surely(self, operation: Callable[[], bytes]) -> bytes:
         while True:
@@ -114,8 +118,8 @@ class Surviving(contract.Exchange):
         """
 
         def once() -> bytes:
-            self.exchange.spread(tensors)
-            self.exchange.gather(b"")
+            self.control.spread(tensors)
+            self.control.gather(b"")
             return b""
 
         self._surely(once)
@@ -136,12 +140,12 @@ class Surviving(contract.Exchange):
         self._meet("they met to take a node in", _impossible, guests)
 
     def _meet(self, why: str, finish: Callable[[bytes], Result], guests: Sequence[Guest] = ()) -> Result | None:
-        begin, before = time.perf_counter(), list(self.link.hosts)
+        begin, before = time.perf_counter(), list(self.members.link.hosts)
         who: list[int | Guest] = list(range(len(before)))
         found: Result | None = None
         while True:
-            self.link = self.link.rebuild(guests) if guests else self.link.rebuild()
-            who, guests = [*(who[rank] for rank in self.link.origin), *self.link.came], ()
+            view = self.members.reconfigure(guests)
+            who, guests = [*(who[rank] for rank in view.previous), *view.joined], ()
             try:
                 told, rows, some_lacked = self._compare()
                 if told is not None:
@@ -149,8 +153,7 @@ class Surviving(contract.Exchange):
                     found = finish(told)
                 if some_lacked:
                     self._hear_all()
-                self.exchange.rebuild(self.link)
-                self.relink(self.link)
+                self._reopen()
             except LinkError as another:  # lost while they met: once more
                 why = str(another)
                 continue
@@ -160,8 +163,12 @@ class Surviving(contract.Exchange):
         lost = tuple(host for rank, host in enumerate(before) if rank not in origin)
         seconds = time.perf_counter() - begin
         if self.regrouped:
-            self.regrouped(Regroup(self.link.generation, origin, rows[: len(origin)], lost, seconds, why, came))
+            self.regrouped(Regroup(self.generation, origin, rows[: len(origin)], lost, seconds, why, came))
         return found
+
+    def _reopen(self) -> None:
+        for each in self.follow:
+            each(self.members.link)
 
     def _compare(self) -> tuple[bytes | None, tuple[int, ...], bool]:
         """(the result that others have and this process has not, each one's rows, whether anybody had not)."""
@@ -175,55 +182,19 @@ class Surviving(contract.Exchange):
         """Each one's (operations that have ended, what the last one gave, rows)."""
         mine = contract.framed([NUMBERS.pack(turn, rows), self.result])
         words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everyone = self.link.all_gather(words, "comparing how far all are").wait()
+        everyone = self.members.link.all_gather(words, "comparing how far all are").wait()
         said = [contract.unframed(bytes(part.numpy())) for part in everyone]
         numbers = [NUMBERS.unpack(head) for head, _ in said]
         return [(turn, result, rows) for (turn, rows), (_, result) in zip(numbers, said, strict=True)]
 
     def enter(self) -> None:
         """Where they are, all others are; what they have ended, nobody asks of this one."""
-        self.link = self.link.rebuild()
+        self.members.reconfigure()
         told = self._tell(NEW, 0)
         self.turn, self.result, _ = max(told)
         if _some_lacked(told):
             self._hear_all()
-        self.exchange.rebuild(self.link)
-        self.relink(self.link)
-
-    # all else is the exchange's own
-
-    def forms(self) -> Sequence[str]:
-        return self.exchange.forms()
-
-    def why(self) -> Sequence[str]:
-        return self.exchange.why()
-
-    def before(self) -> None:
-        self.exchange.before()
-
-    def offer(self, piece: Piece) -> None:
-        self.exchange.offer(piece)
-
-    def reconcile(self, weights: Sequence[Tensor]) -> None:
-        self.exchange.reconcile(weights)
-
-    def level(self, weights: Sequence[Tensor]) -> None:
-        self.exchange.level(weights)
-
-    def dealt(self, largest: float) -> None:
-        self.exchange.dealt(largest)
-
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        return self.exchange.cost(specs, rows, size)
-
-    def state(self) -> dict[str, Any]:
-        return self.exchange.state()
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.exchange.load(state)
-
-    def close(self) -> None:
-        self.exchange.close()
+        self._reopen()
 
 
 def _some_lacked(told: Sequence[tuple[int, bytes, int]]) -> bool:

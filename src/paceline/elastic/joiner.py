@@ -36,10 +36,10 @@ from paceline.contract import Guest, LinkError
 from paceline.elastic import state_transfer
 from paceline.elastic.bulk_channel import Bulk, reach
 from paceline.elastic.catch_up import follow
+from paceline.elastic.membership import Joined
 from paceline.elastic.quorum import HERE, SILENT
 from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
 from paceline.environment import wait_s
-from paceline.link import memory
 from paceline.link.net import route
 from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.store_client import LATE, Meeting
@@ -56,15 +56,14 @@ NOTICE_S = 10.0  # before people are told of a wait for an answer
 OVER = "none of those who trained answers any more; the run has ended, or look there"
 
 
-class Late(memory.Link):
+class Late:
     """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before. ``kind``: of the link
     that the members have. Raises ValueError where the run is encrypted and that link is not, or the reverse."""
 
     def __init__(self, ticket: Path, node: str = "", kind: type[Link] = Link):
-        super().__init__(memory.Hub(1), 0)
-        self.whereabouts = Whereabouts(BACK_S)  # all others have measured their steps
+        self.activity = Whereabouts(BACK_S)  # all others have measured their steps
         self._link: Link | None = None
-        self.grows, self._ticket, found, self._kind = True, ticket, _awaited(ticket), kind
+        self._ticket, found, self._kind = ticket, _awaited(ticket), kind
         if found.hides != kind.hides:
             theirs, mine = ("with", "without") if found.hides else ("without", "with")
             raise ValueError(
@@ -82,9 +81,6 @@ class Late(memory.Link):
         self._bulk: Bulk | None = None
         self._turn, self._told = 0, dict[str, Any]()
         self.glance: Callable[[], None] = lambda: None  # while waiting: raises where waiting is to end
-
-    def stand_by(self, least: int = 1) -> None:
-        """Those whom it comes to do."""
 
     def request(
         self, who: dict[str, Any], more: dict[str, Any] | None = None, hear: Callable[[bytearray], None] | None = None
@@ -183,7 +179,7 @@ class Late(memory.Link):
             self.glance()
             if time.monotonic() > notice_s:
                 notice_s = math.inf
-                self.whereabouts.notice(
+                self.activity.notice(
                     f"this node, {self._host}, has waited {NOTICE_S:.0f} s to be taken in by those who train at "
                     f"{line.host}:{line.port}: they answer between two of their steps"
                 )
@@ -219,7 +215,7 @@ class Late(memory.Link):
             self._bulk.close()
         self._line = self._bulk = None
 
-    def rebuild(self, admits: Any = ()) -> contract.Link:
+    def join(self, detect: contract.Detect, activity: Whereabouts) -> Joined:
         """With what the last answer said: everyone, this one included."""
         decided, members = self._told["decided"], self._told["members"]
         host = Place.read(members[0].encode())
@@ -230,11 +226,9 @@ class Late(memory.Link):
         assert self._point
         meeting = Meeting(host.address, host.port, self._secret, rank, len(names), TURN_S)
         meeting.patience_s = JOIN_S
-        link = self._kind.of(meeting, generation, self.whereabouts)
-        link.survive(Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"])))
-        link.origin, link.came = tuple(range(len(members))), tuple(guest for _, guest in guests)
-        self._link = link
-        return link
+        self._link = self._kind.of(meeting, generation, detect, activity)
+        survivors = Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"]))
+        return Joined(self._link, survivors, len(members), tuple(guest for _, guest in guests))
 
     def leave(self) -> None:
         """What it asked is forgotten: it is a member, or gives up."""
@@ -289,7 +283,7 @@ class Joiner:
 
     def _ask(self, more: dict[str, Any]) -> dict[str, Any]:
         """Every process of the node calls it, and hears what comes before the answer."""
-        words, hand = b"", self.run.exchange.hand
+        words, hand = b"", self.run.control.hand
         if self.late:
             limits = self.run.limits
             own = {"size": self.run.world.local_size, "least": limits.least[0], "most": limits.most[0]}
@@ -302,7 +296,7 @@ class Joiner:
         return told
 
     def _pass_on(self, message: bytearray) -> None:
-        self._hear(self.run.exchange.hand(message))
+        self._hear(self.run.control.hand(message))
 
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""
@@ -312,20 +306,17 @@ class Joiner:
             if self.late:
                 self.late.leave()  # nobody reads here until it asks again, by another line
             return False
-        run.exchange.enter()
-        link = run.exchange.link
-        where = json.dumps([link.rank, link.size, link.generation]).encode()
-        link.rank, link.size, link.generation = json.loads(bytes(run.exchange.hand(where)))
+        run.control.enter()
         if not self.late:
             run.engine.relink(None)
-        while not self._hear(run.exchange.hand(self.late.take() if self.late else b"")):
+        while not self._hear(run.control.hand(self.late.take() if self.late else b"")):
             pass
         if self.late:
             self.late.leave()
-            if porter := run.link.porter:
+            if porter := run.members.porter:
                 porter.glance = self.glance
         # other masks than anybody has drawn before
-        torch.manual_seed(run.job.seed * 100_003 + 1_009 * link.generation + run.world.rank)
+        torch.manual_seed(run.job.seed * 100_003 + 1_009 * run.control.generation + run.world.rank)
         return True
 
     def _hear(self, message: bytes | bytearray) -> bool:
@@ -338,5 +329,5 @@ class Joiner:
         if "weights" in said:
             state_transfer.take(self.run, said)
         if "sizes" in said:
-            state_transfer.adopt(self.run, said, self.run.exchange.link.rank)
+            state_transfer.adopt(self.run, said, self.run.control.rank)
         return "sizes" in said

@@ -1,100 +1,150 @@
-"""Who trains: after a loss, or when a node has joined, a process has another rank, or leads."""
+"""Who takes part in a run over a network: the link between its nodes, made anew when some are lost or have joined.
+
+stand_by       each node leaves for the others where it can be met again, if losses are to end nothing
+reconfigure    those who are left meet there, and decide who continues (`reconfigure`); over a link of theirs they do
+joining        a node that comes late has no link but its own, until `reconfigure` gives it that of all
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from typing import Protocol
+import atexit
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Regroup
-from paceline.data.load_balance import Limits
-from paceline.data.sampler import Seat
-from paceline.elastic import assignment
-from paceline.elastic.below_minimum import enough
-from paceline.step.run_state import RunState
+from paceline import contract
+from paceline.contract import Guest, Link, LinkError, Porter, View
+from paceline.elastic.heartbeat import Pulse
+from paceline.elastic.reconfigure import Place, Survivors
+from paceline.link import memory, torch
+from paceline.link.net.collective_override import agree_on, override
+from paceline.link.net.metered import Ledger
+from paceline.link.net.rendezvous import Unreached
+from paceline.link.net.store_server import MeetingPoint
+from paceline.registry import find
+from paceline.report.activity import BACK_S, Whereabouts
 
-
-class Notes(Protocol):
-    """What is told of other members (`admission.Admission`)."""
-
-    def note(self, news: Regroup) -> None: ...
-
-
-class Membership:
-    """``folder``: what this process writes once it leads."""
-
-    def __init__(self, run: RunState, folder: RunFolder):
-        self.run, self.folder = run, folder
-        self.admission: Notes | None = None
-
-    def on_view_change(self, news: Regroup) -> None:
-        self.move(news)
-        self.announce(news)
-
-    def move(self, news: Regroup) -> None:
-        """This process has another rank from now on."""
-        run, before = self.run, self.run.world
-        sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
-        seat, _, limits = assignment.regroup(run.seat, run.balance, run.job.batch_size, run.limits, news)
-        assume(run, seat, limits, sizes)
-        if before.local_rank:
-            run.engine.relink(None)
-        elif run.world.node == 0 and not run.leader:
-            run.leader = run.speaks = True  # the leader was lost
-            self.folder.take_over()
-        if self.admission:
-            self.admission.note(news)
-
-    def announce(self, news: Regroup) -> None:
-        """On the screen and in the record, where this process leads."""
-        run, num_nodes, words = self.run, len(news.origin) + len(news.came), []
-        if news.lost or not news.came:
-            how = "go on" if enough(num_nodes, run.world.least) else "are left"
-            left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes {how} ({news.why})"
-            words.append(f"lost {', '.join(news.lost) or 'no node'} at step {run.num_steps}; {left}")
-        if news.came:
-            came = ", ".join(guest.host for guest in news.came)
-            words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {_do(run, num_nodes)}")
-        words += _too_many(run)
-        if run.leader:
-            print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
-        run.record.write(
-            "regroup",
-            step=run.num_steps,
-            generation=news.generation,
-            lost=news.lost,
-            came=[guest.host for guest in news.came],
-            num_nodes=num_nodes,
-            shares=run.shares,
-            seconds=news.seconds,
-            why=news.why,
-        )
+MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 
 
-def _do(run: RunState, num_nodes: int) -> str:
-    return "train" if enough(num_nodes, run.world.least) else f"are here, of at least {run.world.least}"
+@dataclass(frozen=True)
+class Joined:
+    """What a node has once it was taken in. ``num_before``: of nodes that were there already."""
+
+    link: torch.Link
+    survivors: Survivors
+    num_before: int
+    guests: tuple[Guest, ...]
 
 
-def _too_many(run: RunState) -> list[str]:
-    """Of the nodes that are left, whose most_rows is not kept."""
-    if run.job.batch_norm != "sync" or run.seat.virtual:
-        return []
-    return [
-        f"node {node} computes {rows} rows at once, and its most_rows is {most}: batch_norm='sync' divides no batch"
-        for node, (rows, most) in enumerate(zip(run.shares, run.limits.most, strict=True))
-        if rows > most
-    ]
+def detect(activity: Whereabouts) -> contract.Detect:
+    """By a heartbeat, which also tells the others what this process is at."""
+    return lambda rank, size, board, address, secret, alert: Pulse(rank, size, board, address, secret, activity, alert)
 
 
-def assume(run: RunState, seat: Seat, limits: Limits, sizes: tuple[int, ...]) -> None:
-    """From now on in this seat, among nodes of so many processes each."""
-    unlike = sizes if len(set(sizes)) > 1 else ()
-    run.world = dataclasses.replace(run.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
-    run.seat, run.who, run.limits = seat, run.world.who, limits
-    follows = run.balances and len(sizes) > 1
-    run.balance = assignment.follow(run.job.batch_size, limits) if follows else None
-    # virtual shares are cut into micro-batches, which must stay the same ones, and a norm over all has none
-    whole = seat.virtual or run.job.batch_norm == "sync"
-    times = 1 if whole else max(1, -(-run.shares[seat.node] // limits.most[seat.node]))
-    run.engine.accumulate = run.job.accumulate * times
+def connect(
+    link: str, rank: int, size: int, host: str, port: int, generation: int = 0, collective: str = ""
+) -> Members:
+    """Of nodes that start together. Raises ValueError, LinkError, on all of them."""
+    activity = Whereabouts()
+    made: Link = find("link", link, rank, size, host, port, generation, detect(activity), activity)
+    agree_on(made, collective)
+    return Members(made, activity, collective)
+
+
+def alone() -> Members:
+    """A process without a link to other nodes."""
+    return Members(memory.world(1)[0], Whereabouts())
+
+
+class Members(contract.Membership):
+    """``link``, given: of the first members. ``collective``: by which all add up, where it is not the link's own.
+
+    ``join``: of a node that comes late, waits until it is taken in.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        activity: Whereabouts,
+        collective: str = "",
+        join: Callable[[contract.Detect, Whereabouts], Joined] | None = None,
+    ):
+        self.activity, self._collective, self._join = activity, collective, join
+        self.grows = join is not None
+        self._survivors: Survivors | None = None
+        self.link: Ledger
+        self._take(link, 0)
+
+    def _take(self, link: Link, spent: int) -> None:
+        self.bare = link
+        self.link = Ledger(override(link, self._collective), spent=spent)
+        self.link.whereabouts = self.activity
+
+    def stand_by(self, least: int = 1) -> None:
+        link = self.bare
+        if self._join or link.size == 1:
+            return
+        if not isinstance(link, torch.Link):
+            super().stand_by(least)
+            return
+        address = link.members[link.rank].address
+        point = MeetingPoint(address, 0, link.meeting.secret)
+        atexit.register(point.close)
+        mine = Place(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, point.port)
+        link.store.set(f"place/{link.rank}", mine.write())
+        told = link.store.multi_get([f"place/{rank}" for rank in range(link.size)])
+        places = [Place.read(text) for text in told]
+        self._survive(Survivors(link.rank, places, link.generation, point, link.meeting.secret, least))
+
+    def _survive(self, survivors: Survivors) -> None:
+        """From now on they decide who continues after a loss, and who is taken in."""
+        self._survivors = survivors
+        survivors.notice = self._notice
+        self.activity.between_s = BACK_S
+
+    def _notice(self, text: str) -> None:
+        self.activity.notice(text)  # which is another's to say once all have joined
+
+    def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
+        if self._join:
+            joined, self._join, self.grows = self._join(detect(self.activity), self.activity), None, False
+            self._survive(joined.survivors)
+            self._take(joined.link, self.link.sent_bytes)
+            return View(self.link, tuple(range(joined.num_before)), joined.guests)
+        link = self.bare
+        if self._survivors is None or not isinstance(link, torch.Link):
+            raise LinkError("this link was not told to stand by for a loss")
+        link.abandon()
+        for _ in range(MAX_MEETINGS):
+            meeting, generation, ranks = self._survivors.meet(admits, self.activity.doubtful_s)
+            admits = ()
+            try:
+                new = type(link).of(meeting, generation, detect(self.activity), self.activity)
+            except LinkError as error:  # another one was lost meanwhile
+                # where somebody new is there, it may be the one that nobody reaches: they meet without it first
+                if isinstance(error, Unreached) and error.peer == meeting.rank and not self._survivors.came:
+                    raise  # the others see it go, and meet without it
+                failed = error
+                continue
+            guests = tuple(guest for _, guest in self._survivors.came)
+            self._survivors = self._survivors.among(ranks, generation)
+            self._take(new, self.link.sent_bytes)
+            return View(self.link, tuple(ranks), guests)
+        raise failed
+
+    def certain(self, since: float) -> None:
+        link = self.bare
+        if isinstance(link, torch.Link) and link.detector and not link.detector.confirms(since):
+            raise link.lost("making sure that the others are still there", contract.ticks() - since, None)
+
+    def everyone(self) -> dict[int, dict[str, Any]]:
+        return self.bare.detector.everyone() if self.bare.detector else {}
+
+    def ask(self, rank: int) -> str:
+        return self.bare.detector.ask(rank) if self.bare.detector else ""
+
+    @property
+    def porter(self) -> Porter | None:
+        return self._survivors

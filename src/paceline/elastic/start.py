@@ -8,28 +8,25 @@ from typing import Any
 import torch
 
 from paceline import contract
-from paceline.contract import Codec, Engine, Exchange, Link, Regroup
+from paceline.contract import Codec, Engine, Exchange, Regroup
 from paceline.elastic import assignment
 from paceline.elastic.consistency import compare, digests, facts, thin
 from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.membership import Members
 from paceline.environment import World
 from paceline.exchange.flow.broadcast import marks, plant
+from paceline.exchange.flow.control import Control
 from paceline.job import Job
-from paceline.link import memory
-from paceline.link.net.metered import Ledger
-from paceline.report.activity import Whereabouts
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
 
 @dataclass
 class Start:
-    """``ledger``: the link with its bytes. ``surviving``: the exchange, where losses end nothing; ``said``: what a node
-    that joins late is compared with. ``met``: who was lost meanwhile, to be told. ``several``: parts of a batch are
-    computed apart."""
+    """``surviving``: the control, where losses end nothing; ``said``: what a node that joins late is compared with.
+    ``met``: who was lost meanwhile, to be told. ``several``: parts of a batch are computed apart."""
 
     run: RunState
-    ledger: Ledger
     surviving: Surviving | None
     several: bool
     said: dict[str, str] = field(default_factory=dict)
@@ -37,54 +34,59 @@ class Start:
 
 
 def start(
-    job: Job, engine: Engine, exchange: Exchange, codec: Codec, link: Link | None, world: World, watched: bool
+    job: Job,
+    engine: Engine,
+    exchange: Exchange,
+    codec: Codec,
+    members: Members,
+    linked: bool,
+    world: World,
+    watched: bool,
 ) -> Start:
-    """Every process must call it. Raises ValueError, everywhere, for what does not fit together; LinkError."""
+    """``linked``: this process holds the link of its node to others. Every process must call it.
+
+    Raises ValueError, everywhere, for what does not fit together; LinkError.
+    """
     methods = {"exchange": _kind(exchange), "codec": _kind(codec)}
     several = bool(world.size > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1)
     _open(engine, job, several, bool(world.least))
     said: dict[str, str] = {}
-    if link:
-        compare(link, job, engine, exchange, codec)
-        exchange.thin = thin(link, engine)
+    if linked:
+        compare(members.link, job, engine, exchange, codec)
+        exchange.thin = thin(members.link, engine)
         if world.least:
             said = digests(facts(job, engine, exchange, codec), exchange.thin)
-    ledger = Ledger(link or memory.world(1)[0])
-    activity = ledger.whereabouts = ledger.whereabouts or Whereabouts()
     seat = assignment.place(job, world, engine.num_shares)
     exchange.multiply, exchange.hands = engine.multiply, world.local_size
     surviving: Surviving | None = None
+    plain = Control(members, votes=exchange.consensus == "step")
+    own: contract.Control = plain
     if world.least:
-        if link:
-            ledger.stand_by(world.least)
-        surviving = exchange = Surviving(exchange, engine.relink)
+        members.stand_by(world.least)
+        surviving = own = Surviving(plain, [exchange.rebuild, engine.relink])
         surviving.rows = lambda: seat.dealt(job.batch_size)[world.node]
     if world.local_rank == 0:
-        exchange.open(engine.specs, ledger, codec, max(seat.dealt(job.batch_size)), job.seed, engine.absorbs)
-    else:
-        exchange.link = contract.Link()
-        exchange.link.size, exchange.link.grows = world.num_nodes, bool(world.late)
-        exchange.link.whereabouts = activity
-    seen, met = engine.relay(exchange), list[Regroup]()
-    seen.regrouped = met.append
-    generation = seen.hand(str(exchange.link.generation).encode())
-    if world.local_rank:
-        seen.link.generation = int(bytes(generation))
+        exchange.open(engine.specs, members.link, codec, max(seat.dealt(job.batch_size)), job.seed, engine.absorbs)
+    apart = world.num_nodes > 1 or bool(world.late)
+    seen, control = engine.relay(exchange, own, not apart, members.activity)
+    met = list[Regroup]()
+    control.regrouped = met.append
     if job.batch_norm == "sync":
-        engine.sync_norm(ledger if link else None)
-    _spread(job, engine, exchange, seen, world)
+        engine.sync_norm(members.link if linked else None)
+    _spread(job, engine, own, control, world)
     leader = world.node == 0 and world.local_rank == 0 and not world.late
     run = RunState(
         job,
         world,
         engine,
         seen,
+        control,
         codec,
-        ledger,
+        members,
         seat,
         who=world.who,
         clip=job.clip,
-        activity=activity,
+        activity=members.activity,
         methods=methods,
         leader=leader,
         # with the same words from everyone, one process says them
@@ -92,15 +94,15 @@ def start(
         watched=watched,
     )
     if world.late:
-        run.limits = assignment.alone(seat, job, engine, seen)
+        run.limits = assignment.alone(seat, job, engine, control)
     else:
-        run.seat, run.balance, run.limits = assignment.settle(seat, job, engine, seen)
+        run.seat, run.balance, run.limits = assignment.settle(seat, job, engine, control)
     run.balances = job.shares == "measured" and not run.seat.virtual and not watched
     run.balance = run.balance if run.balances else None
     if world.size > 1:
         # dropout masks of different processes must differ, and those of two equal runs must not
         torch.manual_seed(job.seed * 100_003 + world.rank)
-    return Start(run, ledger, surviving, several, said, met)
+    return Start(run, surviving, several, said, met)
 
 
 def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
@@ -112,13 +114,13 @@ def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
         job.check_norms()
 
 
-def _spread(job: Job, engine: Engine, exchange: Exchange, seen: Exchange, world: World) -> None:
+def _spread(job: Job, engine: Engine, own: contract.Control, control: contract.Control, world: World) -> None:
     """Rank 0's weights and buffers, and marks by which all see that they stay who they are."""
-    seen.spread(engine.weights)
-    seen.spread(engine.buffers)
+    control.spread(engine.weights)
+    control.spread(engine.buffers)
     if world.size > 1:
-        buffer_broadcast.spread_sparse(job.model, engine, seen)
-        plant(job.model, seen, exchange, engine.seat)
+        buffer_broadcast.spread_sparse(job.model, engine, control)
+        plant(job.model, control, own, engine.seat)
         engine.still = marks(job.model)
 
 

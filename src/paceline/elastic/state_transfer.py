@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import run_state, tensor_file
 from paceline.checkpoint.state_tree import pack, unpack
 from paceline.data.load_balance import Limits
-from paceline.elastic import membership
+from paceline.elastic import roles
 from paceline.engine.compute import state_store
 from paceline.engine.compute.batch import mapped
 from paceline.engine.compute.input_snapshot import sparse
@@ -138,7 +138,7 @@ def take_part(run: RunState, said: dict[str, Any]) -> None:
         (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
     known = {name: window for name, window in windows.items() if name in run.engine.numbers}
     run.engine.take_optimizer_rows(said["states"], known)
-    run.exchange.hand(b"")  # nobody updates what another still takes
+    run.control.hand(b"")  # nobody updates what another still takes
 
 
 def rest(run: RunState) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def adopt(run: RunState, said: dict[str, Any], node: int) -> None:
     shares = tuple(said["shares"]) if said["shares"] else None
     seat = dataclasses.replace(run.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
     run.world = dataclasses.replace(run.world, least=said["minimum"])
-    membership.assume(run, seat, limits, tuple(said["sizes"]))
+    roles.assume(run, seat, limits, tuple(said["sizes"]))
     for each in run.observers:
         if each.key in said["observers"]:
             each.load(said["observers"][each.key])

@@ -28,6 +28,7 @@ from paceline.engine import sequential
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import Everyone
+from paceline.engine.node.local_control import FollowerControl, LeaderControl
 from paceline.engine.node.local_exchange import Follower, Leader
 from paceline.engine.node.local_group import Crew
 from paceline.engine.node.optimizer_shards import Shares
@@ -114,10 +115,18 @@ class Engine(sequential.Engine):
         crew.doubts = self.crew.doubts
         self._sum_norms(Everyone(crew, link))
 
-    def relay(self, exchange: contract.Exchange) -> contract.Exchange:
-        self.alone, self.redoes = exchange.link.size == 1 and not exchange.link.grows, exchange.survives
-        kind = Leader if self.seat[0] == 0 else Follower
-        return kind(exchange, self.crew, self.places, self.specs)
+    def relay(
+        self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
+    ) -> tuple[contract.Exchange, contract.Control]:
+        self.alone, self.redoes, (rank, _) = alone, control.survives, self.seat
+        self.crew.doubts.whereabouts = activity
+        self.crew.doubts.tells = rank == 0 or (alone and rank == 1)  # else it waits for who waits itself
+        parts = self.crew, self.places, self.specs, alone, self.redoes
+        if rank:
+            follower = Follower(exchange, *parts)
+            return follower, FollowerControl(control, follower)
+        leader = Leader(exchange, *parts)
+        return leader, LeaderControl(control, leader)
 
     def update(self, agreement: Agreement, rule: Rule) -> bool:
         used = dict(zip(self.names, agreement.ballot.used, strict=True))

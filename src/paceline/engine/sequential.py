@@ -120,13 +120,14 @@ class Engine(contract.Engine):
     def buffers(self) -> Sequence[Tensor]:
         return dense(self.model)
 
-    def relay(self, exchange: contract.Exchange) -> contract.Exchange:
-        self.redoes = exchange.survives
-        alone = exchange.link.size == 1 and not exchange.link.grows
+    def relay(
+        self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
+    ) -> tuple[contract.Exchange, contract.Control]:
+        self.redoes = control.survives
         self.backward.watch(early=not alone)
         if alone:
             self._looks = [[]]  # nobody has weights to compare with
-        return exchange
+        return exchange, control
 
     def place(self, seat: Share, step: int) -> None:
         self._turn = step

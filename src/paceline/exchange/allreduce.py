@@ -17,14 +17,13 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.codec.lossless import LEAST_BYTES, Added, Gathered, fits, joined, pack
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Tally, Verdict
 from paceline.exchange.flow.autotuner import ASKED, PACKED, Choice
-from paceline.exchange.flow.control import Meeting
 from paceline.exchange.flow.cost_model import choose, dense_cost, factor_cost, toll
 from paceline.exchange.flow.send_queue import Flight, Lane, Sent
 
 
-class Exchange(Meeting):
+class Exchange(contract.Exchange):
     """``forms``: "measured", "bytes" as long as training lasts, or always one of "dense" and "factors" where possible.
 
     ``packed``: "measured", where the wire is slow enough for it; "always"; "never". It changes no bit of any sum.
@@ -188,21 +187,20 @@ class Exchange(Meeting):
             if not here
         ]
 
-    def agree(self, ballot: Ballot) -> Agreement:
+    def collect(self, ballot: Ballot) -> Ballot:
         if self._flow is None:
-            return self._alone(ballot)
+            return ballot
         flight, later = self._flight, self.overlap == "forward"
-        got = [] if later else [self.receive(flight, spec) for spec in self.specs]
-        self._got = got  # until the vote is over, which may have come through for others alone
+        self._got = [] if later else [self.receive(flight, spec) for spec in self.specs]
         measured = self._before[0] if later and self._before else flight
         ballot.ready, ballot.took = flight.ready(), measured.took()
         ballot.multiply = self.choice.multiplication()
-        return self._decide(*self.vote(ballot))
+        return ballot
 
-    def finish(self, voted: bytes) -> Agreement:
-        return self._decide(*self._counted(contract.unframed(voted)))
-
-    def _decide(self, merged: Ballot, ballots: list[Ballot], drift: bool) -> Agreement:
+    def finish(self, tally: Tally) -> Agreement:
+        merged, ballots = tally.ballot, tally.ballots
+        if self._flow is None:
+            return self._alone(merged)
         flight, later, got = self._flight, self.overlap == "forward", self._got
         self._got = []
         coming: list[contract.Coming] = [
@@ -217,13 +215,13 @@ class Exchange(Meeting):
         if not merged.ok or redo:
             for spec in self.specs if later else ():
                 self.receive(flight, spec)  # they lie in gradients that the step begins with again
-            return Agreement(Verdict.REDO, ballot=merged, drift=drift)
+            return Agreement(Verdict.REDO, ballot=merged, drift=tally.drift)
         self.step += 1
         if later:
-            return Agreement(Verdict.APPLY, [], merged, drift, coming)
+            return Agreement(Verdict.APPLY, [], merged, tally.drift, coming)
         if merged.finite:
             self.remember(got, merged)
-        return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, drift)
+        return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, tally.drift)
 
     def _moved(self, flight: Flight, costs: list[Cost]) -> list[Cost]:
         """With the bytes that were sent, where they were packed: everyone has seen the same messages."""

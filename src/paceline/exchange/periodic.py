@@ -13,18 +13,18 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Verdict
-from paceline.exchange.flow.control import Meeting
+from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Tally, Verdict
 from paceline.exchange.flow.cost_model import dense_cost, toll
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
 SAID = struct.Struct("<dBdd")
 
 
-class Exchange(Meeting):
+class Exchange(contract.Exchange):
     """The average is weighted by the samples each rank has seen since the last one."""
 
     fidelity = "approximate"
@@ -61,7 +61,11 @@ class Exchange(Meeting):
     def offer(self, piece: Piece) -> None:
         self.pieces[piece.spec.index] = piece
 
-    def agree(self, ballot: Ballot) -> Agreement:
+    def collect(self, ballot: Ballot) -> Ballot:
+        return ballot
+
+    def finish(self, tally: Tally) -> Agreement:
+        ballot = tally.ballot
         pieces, self.pieces = [self.pieces[spec.index] for spec in self.specs], {}
         if not ballot.ok:
             return Agreement(Verdict.REDO, ballot=ballot)
@@ -82,7 +86,9 @@ class Exchange(Meeting):
         if self.link.size == 1 or not self._spent:
             return
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
-        said = [SAID.unpack(words) for words in self.gather(SAID.pack(self.samples, self._asked, *pace))]
+        words = torch.frombuffer(bytearray(SAID.pack(self.samples, self._asked, *pace)), dtype=torch.uint8)
+        parts = self.link.all_gather(words, "who has how many samples", even=True).wait()
+        said = [SAID.unpack(bytes(part.numpy())) for part in parts]
         everyone, self._told = sum(samples for samples, *_ in said), max(asked for _, asked, *_ in said)
         self._forget()
         self._asked = 0  # it is told; who still asks does so with its next ballot

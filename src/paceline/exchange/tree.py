@@ -10,14 +10,12 @@ parts of 8 are, up to 2 log2(shares) times that where not; 2 (N - 1) / N n is wh
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline import contract
 from paceline.contract import DENSE, Ballot, Cost, Piece, Spec
 from paceline.exchange import allreduce
 from paceline.exchange.flow.cost_model import gathered, toll
@@ -25,7 +23,6 @@ from paceline.exchange.flow.send_queue import Flight, Sent
 from paceline.messages import Span, add_up, spans
 
 HEAD = 3  # values before the sums: how many shares there are, the first and the last + 1 that are here
-SHARE = struct.Struct("<ddd")
 
 
 class Exchange(allreduce.Exchange):
@@ -73,29 +70,6 @@ class Exchange(allreduce.Exchange):
 
     def remember(self, got: Sequence[tuple[Piece, Any]], ballot: Ballot) -> None:
         """No codec has seen it."""
-
-    def _words(self, ballot: Ballot) -> bytes:
-        """With what each virtual share has to say, so that losses and weights are added up in one order, too."""
-        shares = b"".join(SHARE.pack(*share) for share in ballot.shares)
-        return ballot.pack() + shares + struct.pack("<I", len(ballot.shares))
-
-    def _counted(self, votes: Sequence[bytes]) -> tuple[Ballot, list[Ballot], bool]:
-        merged, ballots, drift = super()._counted(votes)
-        (num_shares,) = struct.unpack_from("<I", votes[0], len(votes[0]) - 4)
-        if num_shares:
-            everyone = [list(SHARE.iter_unpack(vote[-4 - SHARE.size * num_shares : -4])) for vote in votes]
-            # a share is somebody's, and nothing everywhere else
-            shares = [[sum(values) for values in zip(*said, strict=True)] for said in zip(*everyone, strict=True)]
-            totals = [sum(column) for column in zip(*shares, strict=True)]
-            merged.loss_sum, merged.metric_sum, merged.weight = totals
-        return merged, ballots, drift
-
-    def _alone(self, ballot: Ballot) -> contract.Agreement:
-        agreement = super()._alone(ballot)
-        if ballot.shares:
-            totals = [sum(column) for column in zip(*ballot.shares, strict=True)]
-            ballot.loss_sum, ballot.metric_sum, ballot.weight = totals
-        return agreement
 
     def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
         each = [gathered(4 * spec.numel, size, toll(self.link, size)) for spec in specs]

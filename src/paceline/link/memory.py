@@ -1,7 +1,7 @@
 """Ranks as threads of one process, for tests and simulation: every collective without a network.
 
     send      a rank's part of a collective goes to every other rank, each of which adds up for itself
-    rebuild   those who are left meet, and go on as the next generation without those who did not come
+    members   those who are left meet, and go on as the next generation without those who did not come
 
 A broadcast is over for its root as soon as it has been sent, as on a network.
 *Cost*: each rank's tensor is read once by every other: 1 step, (N - 1) n bytes per rank.
@@ -137,16 +137,6 @@ class Link(contract.Link):
     def lane(self, name: str) -> Link:
         return Link(self.hub, self.rank, self.generation, f"{self.name}/{name}")
 
-    def rebuild(self, admits: Sequence[contract.Guest] = ()) -> contract.Link:
-        hub, rank = self.hub.meet(self.rank, admits)
-        link = Link(hub, rank, self.generation + 1)
-        link.origin = tuple(self.hub.ids.index(each) for each in hub.ids if each in self.hub.ids)
-        link.came = hub.came_late
-        return link
-
-    def stand_by(self, least: int = 1) -> None:
-        pass
-
     def _post(self, key: Key, kind: str, tensor: Tensor, receivers: Sequence[int]) -> None:
         sent = tensor.detach().clone()
 
@@ -213,6 +203,23 @@ class Link(contract.Link):
         """The others need not wait for this rank any more."""
         if not self.name:
             self.hub.leave(self.rank)
+
+
+class Members(contract.Membership):
+    """Who is left of a hub. ``link``: of the present generation."""
+
+    def __init__(self, link: Link):
+        self.link: Link = link
+
+    def stand_by(self, least: int = 1) -> None:
+        pass
+
+    def reconfigure(self, admits: Sequence[contract.Guest] = ()) -> contract.View:
+        before = self.link.hub
+        hub, rank = before.meet(self.link.rank, admits)
+        self.link = Link(hub, rank, self.link.generation + 1)
+        previous = tuple(before.ids.index(each) for each in hub.ids if each in before.ids)
+        return contract.View(self.link, previous, hub.came_late)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

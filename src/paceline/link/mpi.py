@@ -24,16 +24,14 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, LinkError
-from paceline.elastic.heartbeat import Pulse
+from paceline.contract import Cost, Detect, FailureDetector, LinkError, Waits
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
 from paceline.link.net.mpi_progress import Flight, library
 from paceline.link.net.route import is_loopback
-from paceline.report.activity import Whereabouts
 
 JOIN_S = 60.0
-PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
+PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 GLANCE_S = 0.2
 LEFT_S = 8.0  # in which what a peer sent before it left has arrived
 NAME_BYTES = 1024
@@ -46,7 +44,16 @@ class Link(contract.Link):
     not used.
     """
 
-    def __init__(self, rank: int, size: int, host: str = "", port: int = 0, generation: int = 0):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str = "",
+        port: int = 0,
+        generation: int = 0,
+        detect: Detect | None = None,
+        whereabouts: Waits | None = None,
+    ):
         self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
         started = os.environ.get("OMPI_COMM_WORLD_SIZE", str(size))
         if started != str(size):  # before MPI begins, which waits for every process
@@ -62,8 +69,8 @@ class Link(contract.Link):
                 f"the script by mpirun -n {size}, and by that of the library that mpi4py loads "
                 f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=torch"
             )
-        self.pulse: Pulse | None = None
-        self.whereabouts = Whereabouts()
+        self.detector: FailureDetector | None = None
+        self.whereabouts = whereabouts
         self.hosts = [f"the node of rank {r}" for r in range(size)]
         self._library.unclosed.add(self)
         self._comm = self._duplicate(world, "joining the others")
@@ -71,10 +78,11 @@ class Link(contract.Link):
         self.hosts = self._tell(os.environ.get("PACELINE_HOST", socket.gethostname()))
         places = [words.split() for words in self._tell(" ".join(addresses()))]
         self._addresses = {each for its in places for each in its}
-        if size > 1:
+        if size > 1 and detect:
             try:
                 address = _address(host, names, places) if rank == 0 else ""
-                self.pulse = Pulse(rank, size, _Bulletin(self), address, secret_of_environment(), self.whereabouts)
+                secret = secret_of_environment()
+                self.detector = detect(rank, size, _Bulletin(self), address, secret, lambda: None)
             except OSError as error:
                 if isinstance(error, LinkError):
                     raise
@@ -198,13 +206,13 @@ class Link(contract.Link):
 
     def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
-        pulse = self.pulse
-        peer = pulse.verdict(2.5 if error else 0.0) if pulse else None
-        if pulse and peer is not None:
+        detector = self.detector
+        peer = detector.verdict(2.5 if error else 0.0) if detector else None
+        if detector and peer is not None:
             who = f"rank {peer} on {self.hosts[peer]}"
-            return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {pulse.dead[peer]}", peer)
-        if pulse and pulse.left:
-            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(pulse.left))
+            return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
+        if detector and detector.left:
+            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(detector.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
         return LinkError(
             f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}"
@@ -212,7 +220,7 @@ class Link(contract.Link):
 
     def cut_off(self, what: str, waited_s: float, address: str) -> LinkError:
         """The error for a node that does not answer this one any more, though rank 0 may hear both."""
-        peer = self.pulse.verdict(1.0) if self.pulse else None
+        peer = self.detector.verdict(1.0) if self.detector else None
         if peer is not None:
             return self.lost(what, waited_s)
         return LinkError(
@@ -220,17 +228,11 @@ class Link(contract.Link):
             f"hear it; look at the network between the two"
         )
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        return self.pulse.everyone() if self.pulse else {}
-
-    def ask(self, rank: int) -> str:
-        return self.pulse.ask(rank) if self.pulse else ""
-
     def close(self) -> None:
-        if self.pulse and self.pulse.dead:
+        if self.detector and self.detector.dead:
             return
-        if self.pulse:
-            self.pulse.close()
+        if self.detector:
+            self.detector.close()
         self._library.unclosed.discard(self)
 
 
@@ -244,16 +246,16 @@ class _Handle(contract.Handle):
         return self.flight is None or self.flight.ended.is_set()
 
     def wait(self, deadline_s: float | None = None) -> Any:
-        with self.link.whereabouts.waiting(self.what):
+        with self.link.waiting(self.what):
             return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
 
     def _wait(self, patience_s: float) -> Any:
-        start, flight, pulse = time.monotonic(), self.flight, self.link.pulse
+        start, flight, detector = time.monotonic(), self.flight, self.link.detector
         while flight and not self.link._library.progress.wait(flight, min(GLANCE_S, patience_s)):
             waited_s = time.monotonic() - start
             if waited_s > SILENT_S and (address := unanswered(self.link._addresses)) and not self.done():
                 raise self.link.cut_off(self.what, waited_s, address)
-            if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)) and not self.done():
+            if detector and (detector.dead or (detector.left and waited_s > LEFT_S)) and not self.done():
                 raise self.link.lost(self.what, waited_s)
             if waited_s >= patience_s and not self.done():
                 raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; no peer is known to be dead")

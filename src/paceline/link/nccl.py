@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline.contract import Guest
+from paceline.contract import Detect, Waits
 from paceline.link import torch as plain
 
 GLANCE_S = 5e-5  # a step's messages are some: the host looks often
@@ -31,9 +31,18 @@ class Link(plain.Link):
 
     carrier = "NCCL"
 
-    def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        generation: int = 0,
+        detect: Detect | None = None,
+        whereabouts: Waits | None = None,
+    ):
         self.check()
-        super().__init__(rank, size, host, port, generation)
+        super().__init__(rank, size, host, port, generation, detect, whereabouts)
 
     @staticmethod
     def check() -> None:
@@ -52,10 +61,10 @@ class Link(plain.Link):
         options._timeout = timedelta(seconds=plain.PATIENCE_S)
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
-    def rebuild(self, admits: Sequence[Guest] = ()) -> plain.Link:
+    def abandon(self) -> None:
         for group in self._groups:
             group.abandon()
-        return super().rebuild(admits)
+        super().abandon()
 
 
 class Group:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline.contract import Guest
 from paceline.link import torch as plain
 from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.collective_rounds import bounds
@@ -51,19 +50,19 @@ class Link(plain.Link):
 
     def _introduce(self) -> None:
         self._identity = Identity()
-        self._store.set(f"certificate/{self.rank}", self._identity.certificate)
+        self.store.set(f"certificate/{self.rank}", self._identity.certificate)
         keys = [f"certificate/{rank}" for rank in range(self.size)]
-        self._certificates = [bytes(told) for told in self._store.multi_get(keys)]
+        self._certificates = [bytes(told) for told in self.store.multi_get(keys)]
 
     def _connect(self, store: Any) -> Any:
         limit_s = REACH_S - MARGIN_S
         mesh = Mesh(self.rank, self.members, self._identity, self._certificates, store, limit_s)
         return _Group(mesh, {member.rank: member.address for member in self.members})
 
-    def rebuild(self, admits: Sequence[Guest] = ()) -> plain.Link:
+    def abandon(self) -> None:
         for group in self._groups:
             group.close()
-        return super().rebuild(admits)
+        super().abandon()
 
 
 class _Group:

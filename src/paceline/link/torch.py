@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import math
-import secrets
 import sys
 import threading
 import time
@@ -25,135 +24,104 @@ import torch.distributed
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, Guest, LinkError
-from paceline.elastic.heartbeat import Pulse
-from paceline.elastic.reconfigure import Place, Survivors
+from paceline.contract import Cost, Detect, FailureDetector, LinkError, Waits
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, shut_after, watched
-from paceline.link.net.rendezvous import Unreached, introduce, join
+from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
 from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MeetingPoint
-from paceline.report.activity import BACK_S, Whereabouts
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 LARGE_BYTES = 1 << 16  # of a gather, whose copies cost more than another message
 STRETCH_BYTES = 1 << 19  # of a gather: larger ones, which go both ways at once, take half as long again at 100 Mbit/s
-PATIENCE_S = 1800.0  # a lost peer is noticed by its pulse, not by this
+PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 GLANCE_S = 0.5
 AGAIN_S = 2.5  # in which each must reach each after a loss: a first packet that is lost is sent again after 1 s
 LEFT_S = 30.0  # in which what a peer sent before it left has arrived
-MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
 class Link(contract.Link):
-    """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does)."""
+    """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does).
+
+    ``detect``: makes what notices a lost rank; without it an operation ends at its own deadline. ``members``: of all
+    ranks, where each is; ``store``: where they have left words for each other.
+    """
 
     carrier, hides = "gloo", False
 
-    def __init__(self, rank: int, size: int, host: str, port: int, generation: int = 0):
-        self.whereabouts = Whereabouts()
-        self._begin(*join(rank, size, host, port, generation, secret=self.secret()), generation)
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        generation: int = 0,
+        detect: Detect | None = None,
+        whereabouts: Waits | None = None,
+    ):
+        self.whereabouts = whereabouts
+        self._begin(*join(rank, size, host, port, generation, secret=self.secret()), generation, detect)
 
     @staticmethod
     def secret() -> bytes:
         """What the ranks prove to each other."""
         return secret_of_environment()
 
-    def _begin(self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int) -> None:
+    def _begin(
+        self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int, detect: Detect | None
+    ) -> None:
         self.rank, self.size, self.generation, self.sent_bytes = meeting.rank, meeting.size, generation, 0
-        self._meeting, self._store, self.members = meeting, store, members
+        self.meeting, self.store, self.members = meeting, store, members
         self.hosts = [member.host for member in members]
         address = members[self.rank].address
-        self._survivors: Survivors | None = None
-        self.pulse: Pulse | None = None
-        if self.size > 1:
-            self.pulse = Pulse(self.rank, self.size, store, address, meeting.secret, self.whereabouts, meeting.alert)
-        self._meeting.alert = self._look_at_pulse
+        self.detector: FailureDetector | None = None
+        if self.size > 1 and detect:
+            self.detector = detect(self.rank, self.size, store, address, meeting.secret, meeting.alert)
+        self.meeting.alert = self._look_at_others
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
-        for thing in (self._store, self._meeting):
+        for thing in (self.store, self.meeting):
             _outlive(thing)
         self._introduce()
         self._group = self._make_group("control")
-        self._meeting.patience_s = PATIENCE_S  # from here on the pulse tells who is lost
+        self.meeting.patience_s = PATIENCE_S  # from here on the detector tells who is lost
 
     def _introduce(self) -> None:
         """What all must know of each other before they are connected."""
 
-    def stand_by(self, least: int = 1) -> None:
-        address = self.members[self.rank].address
-        point = MeetingPoint(address, 0, self._meeting.secret)
-        atexit.register(point.close)
-        mine = Place(f"{self.rank}-{secrets.token_hex(8)}", self.hosts[self.rank], address, point.port)
-        self._store.set(f"place/{self.rank}", mine.write())
-        told = self._store.multi_get([f"place/{rank}" for rank in range(self.size)])
-        places = [Place.read(text) for text in told]
-        self.survive(Survivors(self.rank, places, self.generation, point, self._meeting.secret, least))
-
-    def survive(self, survivors: Survivors) -> None:
-        """From now on they decide who goes on after a loss, and who is taken in."""
-        self._survivors = survivors
-        survivors.notice = self._notice
-        self.whereabouts.between_s = BACK_S
-
-    def _notice(self, text: str) -> None:
-        self.whereabouts.notice(text)  # which is another's to say once all have joined
-
     @classmethod
-    def of(cls, meeting: Meeting, generation: int, whereabouts: Whereabouts) -> Link:
+    def of(cls, meeting: Meeting, generation: int, detect: Detect | None, whereabouts: Waits | None) -> Link:
         """Of all who are at the meeting. Raises LinkError, and leaves it."""
         link = object.__new__(cls)
         link.whereabouts = whereabouts
         try:
             store = dist.PrefixStore(f"paceline/{generation}", meeting)
-            link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation)
+            link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation, detect)
         except LinkError:
             meeting.close()
-            if pulse := getattr(link, "pulse", None):
-                pulse.abandon()
+            if detector := getattr(link, "detector", None):
+                detector.abandon()
             raise
         return link
 
-    @property
-    def porter(self) -> contract.Porter | None:
-        return self._survivors
-
-    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
-        """The old groups are left alone: who waits in them learns from the pulse that they are dead."""
-        if self._survivors is None:
-            raise LinkError("this link was not told to stand by for a loss")
-        if self.pulse:
-            self.pulse.abandon()
-        for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.meet(admits, self.whereabouts.doubtful_s)
-            admits = ()
-            try:
-                link = type(self).of(meeting, generation, self.whereabouts)
-            except LinkError as error:  # another one was lost meanwhile
-                # where somebody new is there, it may be the one that nobody reaches: they meet without it first
-                if isinstance(error, Unreached) and error.peer == meeting.rank and not self._survivors.came:
-                    raise  # the others see it go, and meet without it
-                failed = error
-                continue
-            link.origin, link.came = tuple(ranks), tuple(guest for _, guest in self._survivors.came)
-            link._survivors = self._survivors.among(ranks, generation)
-            return link
-        raise failed
+    def abandon(self) -> None:
+        """Its groups are left alone: who waits in them learns from the detector that they are dead."""
+        if self.detector:
+            self.detector.abandon()
 
     def hears(self, peer: int, what: str) -> None:
         """Raises LinkError where that rank is known to be lost."""
-        if self.pulse and peer in self.pulse.dead:
+        if self.detector and peer in self.detector.dead:
             raise self.lost(what, 0.0, None)
 
-    def _look_at_pulse(self) -> None:
-        if self.pulse and (self.pulse.dead or self.pulse.left):
+    def _look_at_others(self) -> None:
+        if self.detector and (self.detector.dead or self.detector.left):
             raise self.lost("the making of a lane", 0.0, None)
 
     def _make_group(self, name: str) -> Any:
-        store = dist.PrefixStore(name, self._store)
+        store = dist.PrefixStore(name, self.store)
         store.set(f"here/{self.rank}", "")
         store.multi_get([f"here/{rank}" for rank in range(self.size)])
         try:
@@ -283,10 +251,6 @@ class Link(contract.Link):
         work = self._start(lambda: _Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
 
-    def certain(self, since: float) -> None:
-        if self.pulse and not self.pulse.confirms(since):
-            raise self.lost("making sure that the others are still there", contract.ticks() - since, None)
-
     def cost(self, operation: str, num_bytes: int) -> Cost:
         others = self.size - 1
         if operation in ("sum", "max", "reduce-scatter"):
@@ -301,17 +265,18 @@ class Link(contract.Link):
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
         cut = self._cut_off(error)
-        peer = self.pulse.verdict(2.5 if error and cut is None else 0.0) if self.pulse else None
+        detector = self.detector
+        peer = detector.verdict(2.5 if error and cut is None else 0.0) if detector else None
         if peer is None and cut is not None:
             text = f"lost {cut} during {what} (waited {waited_s:.1f} s): no answer from there for {SILENT_S} s"
             return LinkError(f"{text}, though rank 0 may hear it; look at the network between the two", cut.rank)
-        if peer is None and self.pulse and self.pulse.left:
-            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(self.pulse.left))
+        if peer is None and detector and detector.left:
+            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(detector.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
-        if peer is None or self.pulse is None:
+        if peer is None or detector is None:
             return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {_first_line(error)}")
         who = f"rank {peer} on {self.hosts[peer]}"
-        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {self.pulse.dead[peer]}", peer)
+        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
 
     def _cut_off(self, error: Exception | None) -> Member | None:
         """Whom gloo could not reach any more, as its words say: [address]:port and "timed out"."""
@@ -322,15 +287,9 @@ class Link(contract.Link):
             (each for each in self.members if f"[{each.address}]" in words or f" {each.address}:" in words), None
         )
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        return self.pulse.everyone() if self.pulse else {}
-
-    def ask(self, rank: int) -> str:
-        return self.pulse.ask(rank) if self.pulse else ""
-
     def close(self) -> None:
-        if self.pulse and not self.pulse.dead:
-            self.pulse.close()
+        if self.detector and not self.detector.dead:
+            self.detector.close()
         time.sleep(QUIET_S)
 
 
@@ -355,8 +314,8 @@ class _Handle(contract.Handle):
                 waited_s = time.monotonic() - start
                 if self.done():
                     return self._settled(waited_s)
-                pulse = self.link.pulse
-                if pulse and (pulse.dead or (pulse.left and waited_s > LEFT_S)):
+                detector = self.link.detector
+                if detector and (detector.dead or (detector.left and waited_s > LEFT_S)):
                     raise self.link.lost(self.what, waited_s, None) from None
                 if waited_s >= patience_s:
                     raise LinkError(f"gave up on {self.what} after {waited_s:.0f} s; every peer is alive") from None

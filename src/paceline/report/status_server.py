@@ -26,7 +26,7 @@ from paceline.environment import World
 from paceline.report.activity import Whereabouts
 
 if TYPE_CHECKING:
-    from paceline.contract import Link
+    from paceline.contract import Membership
 
 PREFIX = "paceline-live-"
 LIMIT_S, SOON_S = 3.0, 1.0
@@ -69,14 +69,17 @@ class Run(Protocol):
     world: World
     folder: Path | None
     activity: Whereabouts
-    link: Link
+
+    @property
+    def members(self) -> Membership: ...
+
     who: str
 
 
 def tell(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
     """What a process says of its training; asked for ``stacks``, with its own and those of the ranks that are named."""
     world, mine = run.world, run.activity.tell()
-    everyone = run.link.everyone() or {world.node: mine}
+    everyone = run.members.everyone() or {world.node: mine}
     said = {
         "run": os.environ.get("PACELINE_RUN", ""),
         "folder": str(run.folder.absolute().resolve()) if run.folder else "",
@@ -90,7 +93,7 @@ def tell(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
         "everyone": everyone,
     }
     if (ranks := question.get("stacks")) is not None:
-        others = {rank: run.link.ask(rank) for rank in everyone if rank in ranks}
+        others = {rank: run.members.ask(rank) for rank in everyone if rank in ranks}
         said["stacks"] = {
             run.who: run.activity.stack(),
             **{f"rank {rank} on {everyone[rank]['host']}": stack for rank, stack in others.items()},

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from paceline.contract import Agreement, Engine, Exchange, StepObserver, StepSummary
+from paceline.contract import Agreement, Control, Engine, Exchange, StepObserver, StepSummary
 from paceline.report.record import Record
 
 
 class StepRecord(StepObserver):
     """Of one process; ``terms``: each named part of the last step's loss, as a mean."""
 
-    def __init__(self, record: Record, engine: Engine, exchange: Exchange):
-        self.record, self.engine, self.exchange = record, engine, exchange
+    def __init__(self, record: Record, engine: Engine, exchange: Exchange, control: Control):
+        self.record, self.engine, self.exchange, self.control = record, engine, exchange, control
         self.terms: dict[str, float] = {}
         self._why: list[str] = []
 
@@ -31,7 +31,7 @@ class StepRecord(StepObserver):
             seconds=summary.seconds,
             compute_seconds=ballot.seconds,
             **summary.spent,
-            **({"sent_bytes": summary.sent_bytes} if self.exchange.link.size > 1 else {}),
+            **({"sent_bytes": summary.sent_bytes} if self.control.size > 1 else {}),
             verdict=agreement.verdict.value,
             drift=agreement.drift,
             norm=self.engine.norm,

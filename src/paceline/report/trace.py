@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.contract import Ballot, Engine, Exchange, GlobalBatch, Handle, Piece, StepObserver, StepSummary
+from paceline.contract import Ballot, Control, Engine, Exchange, GlobalBatch, Handle, Piece, StepObserver, StepSummary
 from paceline.environment import World
 from paceline.job import Job
 from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Whereabouts
@@ -78,6 +78,7 @@ class Run(Protocol):
     job: Job
     engine: Engine
     exchange: Exchange
+    control: Control
     world: World
     record: Record
     activity: Whereabouts
@@ -91,7 +92,7 @@ class Tracer(StepObserver):
     def __init__(self, run: Run, metered: Metered, first: int, last: int):
         self.run, self.metered = run, metered
         self.first, self.last = first, last
-        self._generation = run.exchange.link.generation
+        self._generation = run.control.generation
         self._tracks: dict[str, list[Row]] = {COMPUTE: [], WAITING: []}
         self._sent: list[_OnTheWire] = []
         self._zero: float | None = None
@@ -112,7 +113,7 @@ class Tracer(StepObserver):
         if not self.first <= number <= self.last or self._changed():
             return batch
         if self._zero is None:
-            self.run.exchange.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
+            self.run.control.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
             self._zero = now()
             self._eyes.start()
         self._draws, self._begin_s = True, now()
@@ -158,7 +159,7 @@ class Tracer(StepObserver):
 
     def _changed(self) -> bool:
         """Whether others are here than began, which all know alike between two steps: who came does not draw."""
-        if self.run.exchange.link.generation == self._generation:
+        if self.run.control.generation == self._generation:
             return False
         self.last = -1
         self._over.set()
@@ -195,7 +196,7 @@ class Tracer(StepObserver):
             self._add(COMPUTE, "backward", last_s, next_s)
         for name, first_s, last_s in passes.layers:
             self._add(COMPUTE, name, first_s, last_s)
-        if self.run.exchange.link.size == 1:
+        if self.run.control.size == 1:
             return  # nothing leaves early, so nobody looks when a piece is ready
         last_s = passes.whole[-1][1] if passes.whole else begin_s
         for ready_s, piece in sorted(ready, key=lambda pair: pair[0]):
@@ -222,7 +223,7 @@ class Tracer(StepObserver):
         self._tracks, self._sent = {COMPUTE: [], WAITING: []}, []
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", process {self.run.world.local_rank}" if self.run.world.local_size > 1 else ""
-        everyone = self.run.exchange.gather(json.dumps([self.run.world.node, f"{host}{part}", shifted]).encode())
+        everyone = self.run.control.gather(json.dumps([self.run.world.node, f"{host}{part}", shifted]).encode())
         if self.run.world.node or self.run.world.local_rank:
             return
         path = (self.run.folder or Path()) / NAME
@@ -242,9 +243,9 @@ class Tracer(StepObserver):
         )
 
 
-def asked(exchange: Exchange) -> tuple[int, int] | None:
+def asked(control: Control) -> tuple[int, int] | None:
     """The first and last step that rank 0 was asked to draw. Every process must call it. Raises ValueError alike."""
-    said = exchange.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
+    said = control.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
     return parse(said) if said else None
 
 

@@ -10,20 +10,20 @@ import json
 
 import torch
 
-from paceline.contract import Engine, Exchange, framed, unframed
+from paceline.contract import Control, Engine, framed, unframed
 from paceline.engine.compute.input_snapshot import sparse
 from paceline.exchange.flow import broadcast
 
 
-def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
+def spread(model: torch.nn.Module, engine: Engine, control: Control) -> None:
     """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
-    spread_sparse(model, engine, exchange)
-    broadcast.spread(model, engine.still, exchange, engine.seat)
+    spread_sparse(model, engine, control)
+    broadcast.spread(model, engine.still, control, engine.seat)
     if not engine.buffers:
         return
     buffers, names = engine.buffers, saved(model)
     mine = json.dumps([engine.seat[1], [(list(each.shape), str(each.dtype)) for each in buffers]]).encode()
-    said = [json.loads(words) for words in exchange.gather(mine) if words]  # who was lost meanwhile says nothing
+    said = [json.loads(words) for words in control.gather(mine) if words]  # who was lost meanwhile says nothing
     sizes, tables = zip(*said, strict=True)
     if len({len(table) for table in tables}) > 1:
         raise ValueError("the nodes' models have unlike numbers of buffers now; register all of them before join()")
@@ -35,17 +35,17 @@ def spread(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
             f"shared by the processes of a node: keep its shape, or register it with persistent=False and use one "
             f"process per node"
         )
-    exchange.spread([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
+    control.spread([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
 
 
 @torch.no_grad()
-def spread_sparse(model: torch.nn.Module, engine: Engine, exchange: Exchange) -> None:
+def spread_sparse(model: torch.nn.Module, engine: Engine, control: Control) -> None:
     """Rank 0's sparse buffers, which may have other numbers of values elsewhere. Every process must call it."""
     if not (mine := sparse(model)):
         return
-    first = engine.seat[0] == 0 and exchange.link.rank == 0
+    first = engine.seat[0] == 0 and control.rank == 0
     words = framed([_packed(each) for each in mine.values()]) if first else b""
-    said = next(filter(None, exchange.gather(words)), words)
+    said = next(filter(None, control.gather(words)), words)
     for buffer, part in zip(mine.values(), unframed(said), strict=True) if not first else ():
         buffer.copy_(_unpacked(part, buffer))
 

@@ -9,15 +9,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Agreement, Ballot, Engine, Exchange, NoGradient, NotFinite, UnlikeOptions, Verdict
+from paceline.contract import Agreement, Ballot, Control, Engine, NoGradient, NotFinite, UnlikeOptions, Verdict
 
 
-def refuse(agreement: Agreement, engine: Engine, exchange: Exchange, who: str, step: int) -> None:
-    """Raises NoGradient and UnlikeOptions, in every process that knows of it."""
-    ballot, together = agreement.ballot, exchange.consensus == "step"
+def refuse(agreement: Agreement, engine: Engine, control: Control, together: bool, who: str, step: int) -> None:
+    """Raises NoGradient and UnlikeOptions, in every process that knows of it. ``together``: all agree on every step."""
+    ballot = agreement.ballot
     if agreement.verdict is Verdict.APPLY and (nothing := _trains_nothing(ballot, together)):
         raise NoGradient(f"step {step} trains nothing: {nothing}. Weights are those before the step")
-    if ballot.unlike and together and (how := _unlike_options(engine, exchange, who)):
+    if ballot.unlike and together and (how := _unlike_options(engine, control, who)):
         raise UnlikeOptions(
             f"the optimizer's numbers differ between processes at step {step}: {how}. Change them on all "
             f"alike, as a scheduler does. Weights are those before the step"
@@ -42,10 +42,10 @@ def _trains_nothing(ballot: Ballot, together: bool) -> str:
     return ""
 
 
-def _unlike_options(engine: Engine, exchange: Exchange, who: str) -> str:
+def _unlike_options(engine: Engine, control: Control, who: str) -> str:
     """How, in the words of all."""
     words = json.dumps([who, engine.options()]).encode()
-    return engine.compare_options([json.loads(each) for each in exchange.gather(words) if each])
+    return engine.compare_options([json.loads(each) for each in control.gather(words) if each])
 
 
 def not_finite(
@@ -54,7 +54,8 @@ def not_finite(
     kept: Any,
     ballot: Ballot,
     engine: Engine,
-    exchange: Exchange,
+    control: Control,
+    together: bool,
     who: str,
     step: int,
 ) -> NotFinite:
@@ -66,7 +67,7 @@ def not_finite(
     found = engine.diagnose(rows(), backward=what == "gradient")
     engine.rollback(kept)
     mine = f"{found} ({who})".encode() if found else b""
-    said = exchange.gather(mine) if exchange.consensus == "step" else [mine]
+    said = control.gather(mine) if together else [mine]
     first = next((words.decode() for words in said if words), "")
     where = f"; the first number that is not finite: {first}" if first else ""
     given = [group.get("lr") for group in engine.optimizer.param_groups]

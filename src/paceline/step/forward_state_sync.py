@@ -41,7 +41,7 @@ class ForwardStateSync(StepObserver):
         answered: Callable[[], set[int]] | None = None,
         passes: int = 1,
     ):
-        self.run, self.exchange, self.moving = run, run.exchange, moving
+        self.run, self.control, self.moving = run, run.control, moving
         self.broadcast, self.answered, self.passes = broadcast, answered, passes
         self.moving.always = broadcast
         self.told = 0  # of how much everyone has been asked
@@ -104,7 +104,7 @@ class ForwardStateSync(StepObserver):
         tensors, found = self.moving.tensors(), self.moving.others
         sums = {name: _checksum(tensors[name]) for name in found if name in tensors}
         mine = {"own": self._own_statistics(), "differ": sorted(self.moving.differ & found), "sums": sums}
-        said = [json.loads(words) for words in self.exchange.gather(json.dumps(mine).encode()) if words]
+        said = [json.loads(words) for words in self.control.gather(json.dumps(mine).encode()) if words]
         if own := sorted({name for one in said for name in one["own"]}):
             error = ValueError(
                 f"batch_norm='sync': forward keeps {_listed(own)} from this process's samples alone, by other means "
@@ -138,7 +138,7 @@ class ForwardStateSync(StepObserver):
         """The first one's, to everyone or to those without samples; the next one's where it is lost meanwhile."""
         while True:
             words = self._pack(idle) if mine else HERE if self._had else b""
-            said = self.exchange.gather(words)
+            said = self.control.gather(words)
             if sent := next((each for each in said if len(each) > 1), b""):
                 if not mine:
                     self._take(sent)

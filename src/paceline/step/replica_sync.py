@@ -43,7 +43,7 @@ class ReplicaSync(StepObserver):
     def __init__(
         self, run: RunState, period: int = PERIOD, quiet_steps: int = QUIET_STEPS, min_values: int = MIN_VALUES
     ):
-        self.run, self.engine, self.exchange = run, run.engine, run.exchange
+        self.run, self.engine, self.control = run, run.engine, run.control
         self.period, self.quiet_steps, self.min_values = period, quiet_steps, min_values
         self.parts: list[Part] = []
         self._left = self._turn = self._sent_bytes = 0
@@ -70,9 +70,9 @@ class ReplicaSync(StepObserver):
 
     def _repair(self, step: int) -> None:
         self.engine.settle()
-        before = self.exchange.link.sent_bytes
+        before = self.run.link.sent_bytes
         self._spread(self.parts[self._turn])
-        self._sent_bytes += self.exchange.link.sent_bytes - before
+        self._sent_bytes += self.run.link.sent_bytes - before
         self._turn += 1
         if self._turn == len(self.parts):
             self._report(step)
@@ -103,7 +103,7 @@ class ReplicaSync(StepObserver):
 
     def _report(self, step: int) -> None:
         """At the end of a period: how far the nodes were apart, and what it took to bring them together."""
-        said = [json.loads(words) for words in self.exchange.gather(json.dumps(self._divergence).encode())]
+        said = [json.loads(words) for words in self.control.gather(json.dumps(self._divergence).encode())]
         self.run.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
         self._turn, self._sent_bytes, self._divergence = 0, 0, 0.0
 
@@ -114,7 +114,7 @@ class ReplicaSync(StepObserver):
         values = [_values(view) for view in weights]
         before = [each.clone() for each in values]
         if max(self.run.world.sizes) > 1:
-            self.exchange.spread(values)  # a node's shared memory itself: nobody has to put them back
+            self.control.spread(values)  # a node's shared memory itself: nobody has to put them back
             for view, new in zip(weights, values, strict=True):
                 if not view[0].is_contiguous():
                     _put(view, new)
@@ -124,7 +124,7 @@ class ReplicaSync(StepObserver):
                 v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])
             ]
             packed = torch.cat([_bytes(_values(view)).to(self.engine.weights[0].device) for view in views])
-            self.exchange.spread([packed])
+            self.control.spread([packed])
             _unpack(packed, views)
         for old, view in zip(before, weights, strict=True):
             new = _values(view).double()

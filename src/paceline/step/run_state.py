@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Agreement, Codec, Engine, Exchange, Link, NotFinite, StepObserver, Verdict
+from paceline.contract import (
+    Agreement,
+    Codec,
+    Control,
+    Engine,
+    Exchange,
+    Link,
+    Membership,
+    NotFinite,
+    StepObserver,
+    Verdict,
+)
 from paceline.data.batches import Cursor
 from paceline.data.load_balance import Balance, Limits
 from paceline.data.sampler import Seat
@@ -21,7 +32,7 @@ from paceline.report.record import Record
 class RunState:
     """A training between two steps: alike in all processes, but for who each of them is, and what it has to do.
 
-    ``link``: to other nodes, with the bytes of all its lanes. ``seat``: whose rows of a batch are this process's;
+    ``members``: of the nodes, with the link between them. ``seat``: whose rows of a batch are this process's;
     ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script.
     ``leader``: it does what one of all has to do; ``speaks``: it says what all are told. ``watched``: by a trial, a
     profile or a comparison, which leave the user's run alone. ``clip``: the global norm. ``stop``: a signal, and
@@ -32,8 +43,9 @@ class RunState:
     world: World
     engine: Engine
     exchange: Exchange
+    control: Control
     codec: Codec
-    link: Link
+    members: Membership
     seat: Seat
     limits: Limits = field(default_factory=lambda: Limits((), ()))
     balance: Balance | None = None
@@ -59,6 +71,11 @@ class RunState:
     last: Agreement = field(default_factory=lambda: Agreement(Verdict.APPLY))
     torn: bool = False  # a step began, and was not agreed on
     fixed_s: float = 0.0  # of the last step: what its rows do not change
+
+    @property
+    def link(self) -> Link:
+        """To the other nodes, with the bytes of all its lanes."""
+        return self.members.link
 
     @property
     def shares(self) -> tuple[int, ...]:

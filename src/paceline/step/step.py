@@ -2,7 +2,8 @@
 
 share      this process's rows of the global batch
 gradient   forward and backward; pieces reach the exchange as backward makes them
-agree      everyone's sums, and a verdict
+collect    everyone's sums are here
+commit     the one vote, and what has come of the step: all apply it, or nobody does
 update     APPLY: normalise once, clip, optimizer step, the schedule moves. REDO, SKIP: as if the step had never been
 reconcile  what the scheme does to weights after an update (averaging every k steps)
 
@@ -31,7 +32,7 @@ def step(run: RunState, batch: GlobalBatch, gradient: Gradient | None = None, /,
         batch = each.takes(batch, gradient is not None)
     for each in run.observers if gradient is None else ():
         batch = each.reads(batch, own=False)
-    start, spent, sent_bytes = time.perf_counter(), dict[str, float](), run.exchange.link.sent_bytes
+    start, spent, sent_bytes = time.perf_counter(), dict[str, float](), run.link.sent_bytes
     run.activity.begin(run.num_steps)
     try:
         agreement, kept = _agree(run, batch, gradient or run.engine.gradient, spent)
@@ -48,7 +49,7 @@ def step(run: RunState, batch: GlobalBatch, gradient: Gradient | None = None, /,
         raise LinkError(f"{run.who} at step {run.num_steps}: {error}", error.peer, error.resumes) from error
     seconds = time.perf_counter() - start
     run.activity.end(seconds, max(spent["wait_seconds"], batch.wait_s))
-    sent_bytes = run.exchange.link.sent_bytes - sent_bytes
+    sent_bytes = run.link.sent_bytes - sent_bytes
     run.last, run.num_steps = agreement, run.num_steps + 1
     summary = StepSummary(run.num_steps - 1, batch, agreement, seconds, spent, sent_bytes, facts)
     for each in run.observers:
@@ -58,8 +59,8 @@ def step(run: RunState, batch: GlobalBatch, gradient: Gradient | None = None, /,
 
 def _agree(run: RunState, batch: GlobalBatch, gradient: Gradient, spent: dict[str, float]) -> tuple[Agreement, Any]:
     """What all agreed on, and the engine's snapshot before it."""
-    engine, exchange = run.engine, run.exchange
-    if run.torn and (exchange.link.size > 1 or engine.seat[1] > 1):
+    engine, exchange, control = run.engine, run.exchange, run.control
+    if run.torn and (control.size > 1 or engine.seat[1] > 1):
         raise LinkError("the step before was interrupted here, and the others are still in it; join again")
     for _ in range(MAX_REDOS):
         run.torn, kept, begin = True, engine.snapshot(), time.perf_counter()
@@ -73,19 +74,10 @@ def _agree(run: RunState, batch: GlobalBatch, gradient: Gradient, spent: dict[st
         offer: Callable[[Piece], None] = exchange.offer
         for each in run.observers:
             offer = each.offering(offer)
+        begin = time.perf_counter()
         try:
             with run.activity.at(activity.GRADIENT):
                 ballot = gradient(share, run.scaler.scale / batch.weight, forms, offer)
-        except LinkError as error:
-            engine.rollback(kept)
-            begin = time.perf_counter()
-            with run.activity.at(activity.MEETING):
-                agreement = exchange.recover(error)
-        except BaseException as error:
-            engine.rollback(kept)
-            run.torn = not isinstance(error, NotFinite)  # which everyone raises
-            raise
-        else:
             ballot.stop, ballot.hung = run.stop, run.hung
             ballot.expected, ballot.samples = batch.weight, batch.held or 0
             for each in run.observers:
@@ -94,8 +86,19 @@ def _agree(run: RunState, batch: GlobalBatch, gradient: Gradient, spent: dict[st
             own_s = ballot.seconds - (engine.waited_s - waited_s)
             ballot.fixed, ballot.busy = run.fixed_s, run.fixed_s + batch.wait_s + max(0.0, own_s)
             with run.activity.at(activity.VOTE, waits=True):
-                agreement = exchange.agree(ballot)
-            run.torn = False
+                ballot = exchange.collect(ballot)
+        except LinkError as error:
+            engine.rollback(kept)
+            with run.activity.at(activity.MEETING):
+                agreement = control.recover(error)
+        except BaseException as error:
+            engine.rollback(kept)
+            run.torn = not isinstance(error, NotFinite)  # which everyone raises
+            raise
+        else:
+            with run.activity.at(activity.VOTE, waits=True):
+                agreement = control.commit(ballot, exchange.finish)
+        run.torn = False
         spent["exchange_seconds"] = time.perf_counter() - begin
         if agreement.verdict is not Verdict.REDO:
             return agreement, kept

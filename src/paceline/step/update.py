@@ -17,13 +17,13 @@ def update(run: RunState, batch: GlobalBatch, agreement: Agreement, kept: Any) -
 
     def without_value(what: str) -> NotFinite:
         return faults.not_finite(
-            what, lambda: batch.share(run.seat), kept, ballot, engine, run.exchange, run.who, run.num_steps
+            what, lambda: batch.share(run.seat), kept, ballot, engine, run.control, together, run.who, run.num_steps
         )
 
     if not ballot.finite and not run.scaler.can_shrink:
         raise without_value("loss")
     try:
-        faults.refuse(agreement, engine, run.exchange, run.who, run.num_steps)
+        faults.refuse(agreement, engine, run.control, together, run.who, run.num_steps)
     except Exception:
         engine.rollback(kept)
         raise

@@ -171,7 +171,7 @@ def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
         pace.restore()
         for batch in pace.batches(Samples(), epochs=int(epochs)):
             # also of a node that came late, which has counted nothing itself
-            journal.step, journal.generation = pace.num_steps, pace.exchange.link.generation
+            journal.step, journal.generation = pace.num_steps, pace.control.generation
             try:
                 with saved_or_told():  # the step was made, also where what is written beside it was not
                     pace.step(batch)
@@ -201,14 +201,14 @@ def note(pace: paceline.Pace, journal: Journal) -> None:
 
 def follow(pace: paceline.Pace, journal: Journal) -> None:
     """The journal knows of a new generation while a step is still being made."""
-    told = pace.exchange.regrouped
+    told = pace.control.regrouped
 
     def regrouped(news: Regroup) -> None:
         journal.generation = news.generation
         if told:
             told(news)
 
-    pace.exchange.regrouped = regrouped
+    pace.control.regrouped = regrouped
 
 
 @contextlib.contextmanager

@@ -24,10 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.contract import Link
+from paceline.elastic.membership import connect
 from paceline.launch import local
 from paceline.launch.machine import survey
 from paceline.link.net.collective_run import Collective, names, seconds
-from paceline.link.torch import Link
 from paceline.planner.cluster_model import FRAME
 from paceline.planner.teams import rate as bits_per_s
 from paceline_bench.cluster.driver import Desk, drive
@@ -150,7 +151,7 @@ def main(rounds: str, *words: str) -> None:
     *algorithms, folder = words
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    link = Link(rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    link = connect("torch", rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
     alpha_s, beta_s = fit(SIZES, [_ping(link, num_bytes) for num_bytes in SIZES])
     turns: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for num_bytes in SIZES:

@@ -96,7 +96,7 @@ def train(steps: int, pause_s: float, folder: Path | None = None) -> Iterator[di
         for pace, batch in zip(paces, batches, strict=True):
             pace.step(batch)
         time.sleep(pause_s)
-    while folder and any(pace.exchange.total([float((folder / "enough").exists())])[0] < NODES for pace in paces):
+    while folder and any(pace.control.total([float((folder / "enough").exists())])[0] < NODES for pace in paces):
         time.sleep(0.01)
     weights = (b"".join(p.detach().numpy().tobytes() for p in model.parameters()) for model in models)
     yield dict(zip(PLANTED, (hashlib.sha256(each).hexdigest() for each in weights), strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,8 +18,9 @@ from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.environment import World
 from paceline.exchange import allreduce, tree
+from paceline.exchange.flow.control import Control
 from paceline.job import Job
-from paceline.link.memory import Link
+from paceline.link.memory import Members
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
 from paceline.step.run_state import RunState
@@ -40,18 +41,20 @@ def shares(seed: int, size: int) -> tuple[float, ...]:
     return drawn if any(drawn) else (1.0,) * size
 
 
-class Noted(Surviving):
+class Noted(StepObserver):
     """Tells its rank what begins, and what is offered."""
 
-    rank: Rank
+    def __init__(self, rank: Rank):
+        self.rank = rank
 
-    def before(self) -> None:
+    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
         self.rank.attempt = self.rank.now()
-        super().before()
 
-    def offer(self, piece: Piece) -> None:
-        self.rank.offers(piece)
-        super().offer(piece)
+        def noted(piece: Piece) -> None:
+            self.rank.offers(piece)
+            offer(piece)
+
+        return noted
 
 
 class Held(StepObserver):
@@ -71,20 +74,19 @@ class Held(StepObserver):
 class Rank:
     """It is its own source of samples. ``codec``: its memory moves with each applied step."""
 
-    def __init__(self, link: Link, net: Net, schedule: Schedule, launcher: Launcher | None = None):
-        how = schedule.how
+    def __init__(self, members: Members, net: Net, schedule: Schedule, launcher: Launcher | None = None):
+        how, link = schedule.how, members.link
         _, self.x, self.y = given(how.normed)
         self.net, self.how, self.size = net, how, schedule.samples
-        self.link, self.launcher = link, launcher
-        self.id = link.who if isinstance(link, Coming) else link.rank
+        self.members, self.launcher = members, launcher
+        self.id = members.who if isinstance(members, Coming) else link.rank
         self.kit = take(how)
         self.model, self.engine, self.codec = self.kit.model, self.kit.engine, how.codec()
         if how.drifts and link.rank == link.size - 1:
             self.engine.weights[0].view(-1)[0] *= 1 + APART
         self.start = self.checksum() if how.drifts else 0
-        self.inner = tree.Exchange() if how.virtual else allreduce.Exchange(how.forms)
-        self.exchange = Noted(self.inner, self.engine.relink)
-        self.exchange.rank = self
+        self.exchange = tree.Exchange() if how.virtual else allreduce.Exchange(how.forms)
+        self.control = Surviving(Control(members), [self.exchange.rebuild, self.engine.relink])
         absorbs = self.engine.absorbs
         self.exchange.open(self.engine.specs, link, self.codec, -(-BATCH // link.size), absorbs=absorbs)
         dealt = shares(schedule.seed, link.size) if how.uneven else None
@@ -96,14 +98,15 @@ class Rank:
             World(node=link.rank, num_nodes=link.size),
             self.engine,
             self.exchange,
+            self.control,
             self.codec,
-            link,
+            members,
             seat,
             limits,
             Restless(BATCH, limits.least, limits.most) if moves else None,
             who=f"rank {self.id}",
         )
-        self.run.observers = [Rebalance(self.run)]
+        self.run.observers = [Noted(self), Rebalance(self.run)]
         if how.drifts:
             self.run.observers.insert(0, ReplicaSync(self.run, period=1, quiet_steps=QUIET))
         if how.normed:
@@ -112,8 +115,8 @@ class Rank:
         if launcher:
             self.run.clip = CLIP
             self.run.observers.insert(0, Held(self))
-        self.exchange.rows = lambda: self.run.seat.dealt(BATCH)[self.run.seat.node]
-        self.exchange.regrouped = self.regroup
+        self.control.rows = lambda: self.run.seat.dealt(BATCH)[self.run.seat.node]
+        self.control.regrouped = self.regroup
         self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
         self.taken: dict[Attempt, list[int]] = {}
@@ -160,7 +163,7 @@ class Rank:
         """As `admission.Admission.before`. ``guests``: the generation in which somebody is to be admitted, by the last
         vote."""
         assert self.hall
-        if guests > self.exchange.link.generation:
+        if guests > self.control.generation:
             self.hall.admit()
         self.hall.hold()
         self.guests = self.hall.next()
@@ -173,12 +176,12 @@ class Rank:
 
     def _enter(self) -> bool:
         """As `joiner.Joiner`. False where there is nothing to come to."""
-        assert isinstance(self.link, Coming)
-        if not self.link.admitted():
+        assert isinstance(self.members, Coming)
+        if not self.members.admitted():
             self.end = "over"
             return False
-        self.exchange.enter()
-        link = self.exchange.link
+        self.control.enter()
+        link = self.members.link
         state = torch.empty_like(self.state())
         link.lane("state").recv(state, 0).wait()
         self.load(state)
@@ -192,18 +195,18 @@ class Rank:
 
     def part(self) -> None:
         """Nobody leaves before all know what became of the last step, which one alone may have been told."""
-        self.exchange.gather(b"")
+        self.control.gather(b"")
 
     def train(self) -> None:
         torch.set_num_threads(self.engine.num_threads)  # a thread has its own number, and the bits depend on it
         try:
-            if not isinstance(self.link, Coming) or self._enter():
+            if not isinstance(self.members, Coming) or self._enter():
                 self._train()
         except LinkError as error:
             self.end = f"ended: {error}"
         self.net.tell(f"      rank {self.id} {self.end}")
         self.exchange.close()
-        self.exchange.link.close()
+        self.members.link.close()
         if self.end.startswith("ended"):
             self.net.lost(self.id)
 
@@ -221,10 +224,12 @@ class Rank:
     def _note(self) -> None:
         self.applied.append((self.attempt, self.checksum()))
         if self.how.owes:
-            self.owed.append({index: self._residual(memory[0], index) for index, memory in self.inner.memory.items()})
+            self.owed.append(
+                {index: self._residual(memory[0], index) for index, memory in self.exchange.memory.items()}
+            )
         step, number = self.attempt
         self.net.tell(f"      rank {self.id} has applied step {step} of generation {number}")
-        if self.launcher and self.exchange.link.rank == 0:
+        if self.launcher and self.control.rank == 0:
             self.launcher.keep(self.run.num_steps, self.state)
 
     def checksum(self) -> int:

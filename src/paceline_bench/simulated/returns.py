@@ -19,7 +19,7 @@ from paceline.contract import Guest, LinkError
 from paceline.elastic import below_minimum
 from paceline.elastic.quorum import HERE
 from paceline.link import memory
-from paceline.link.memory import Link
+from paceline.link.memory import Link, Members
 from paceline_bench.simulated.fault_link import Hub, Net
 
 RETURNS = 8  # of one node
@@ -33,7 +33,7 @@ PAUSE_S = 1.0
 class Launcher:
     """Of all nodes. ``begin(id, link)``: starts a joining process."""
 
-    def __init__(self, net: Net, num_nodes: int, begin: Callable[[int, Link], None]):
+    def __init__(self, net: Net, num_nodes: int, begin: Callable[[int, Members], None]):
         self.net, self.begin = net, begin
         self.node = {rank: rank for rank in range(num_nodes)}  # by process
         self.lives = dict.fromkeys(range(num_nodes), 1)
@@ -63,13 +63,13 @@ class Launcher:
             self.newest = step, state()
 
 
-class Coming(Link):
-    """A joining node's link: alone until it is admitted."""
+class Coming(Members):
+    """A joining node: alone until it is admitted."""
 
     def __init__(self, launcher: Launcher, who: int):
-        super().__init__(memory.Hub(1, (who,), launcher.net), 0)
+        super().__init__(Link(memory.Hub(1, (who,), launcher.net), 0))
         self.launcher, self.who = launcher, who
-        self.heir: Any = None
+        self.heir: Hub | None = None
 
     def admitted(self) -> bool:
         """Whether it was admitted."""
@@ -87,11 +87,11 @@ class Coming(Link):
         asking.discard(self.who)
         return self.heir is not None
 
-    def rebuild(self, admits: Sequence[Guest] = ()) -> contract.Link:
-        assert isinstance(self.heir, Hub)
-        link = Link(self.heir, self.heir.ids.index(self.who), self.heir.generation)
-        link.came = self.heir.came_late
-        return link
+    def reconfigure(self, admits: Sequence[Guest] = ()) -> contract.View:
+        if (heir := self.heir) is None:
+            return super().reconfigure(admits)
+        self.heir, self.link = None, Link(heir, heir.ids.index(self.who), heir.generation)
+        return contract.View(self.link, (), heir.came_late)
 
 
 class Hall(below_minimum.Door):
@@ -105,7 +105,7 @@ class Hall(below_minimum.Door):
     def hold(self) -> None:
         net = self.launcher.net
         self.since_s = net.clock
-        below_minimum.wait(self, self.rank.exchange, net.sleep)
+        below_minimum.wait(self, self.rank.control, net.sleep)
 
     @property
     def num_nodes(self) -> int:
@@ -114,14 +114,14 @@ class Hall(below_minimum.Door):
     def guests(self) -> list[Guest]:
         """Who asks the leader, and is reached."""
         net, me = self.launcher.net, self.rank.id
-        if self.rank.exchange.link.rank:
+        if self.rank.control.rank:
             return []
         here = [each for each in sorted(self.launcher.asking) if net.look(me, each) == HERE]
         return [Guest(str(each), f"node {self.launcher.node[each]}", most=self.most) for each in here]
 
     def next(self) -> int:
         """The generation in which somebody is to be admitted; 0 for none."""
-        return self.rank.exchange.link.generation + 1 if self.guests() else 0
+        return self.rank.control.generation + 1 if self.guests() else 0
 
     def look(self) -> dict[str, Any]:
         over = self.launcher.net.clock - self.since_s > WAIT_S
@@ -129,13 +129,13 @@ class Hall(below_minimum.Door):
 
     def admit(self) -> None:
         came = self._meet()
-        if (link := self.rank.exchange.link).rank == 0:
+        if (link := self.rank.members.link).rank == 0:
             for i in range(len(came)):
                 link.lane("state").send(self.rank.state(), link.size - len(came) + i).wait()
 
     def _meet(self) -> tuple[Guest, ...]:
         self.came = ()
-        self.rank.exchange.admit(self.guests())
+        self.rank.control.admit(self.guests())
         return self.came
 
     def end(self, number: int) -> None:

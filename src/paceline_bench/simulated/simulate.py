@@ -8,7 +8,7 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from paceline.link.memory import Link
+from paceline.link.memory import Members
 from paceline_bench.simulated import invariants
 from paceline_bench.simulated.fault_link import Net
 from paceline_bench.simulated.rank import Rank
@@ -44,13 +44,13 @@ def play(schedule: Schedule) -> Outcome:
 def _play(schedule: Schedule) -> Outcome:
     net, ranks = Net(schedule.seed, schedule.faults), list[Rank]()
 
-    def begin(link: Link) -> None:
-        rank = Rank(link, net, schedule)
+    def begin(members: Members) -> None:
+        rank = Rank(members, net, schedule)
         ranks.append(rank)
         rank.train()
 
     for link in net.links(schedule.size):
-        net.start(link.rank, partial(begin, link))
+        net.start(link.rank, partial(begin, Members(link)))
     failed = []
     try:
         net.run()
@@ -94,8 +94,8 @@ def _play_waiting(schedule: Schedule) -> Outcome:
 def _start(schedule: Schedule, start: int, newest: tuple[int, Tensor] | None) -> tuple[Net, Launcher, list[Rank]]:
     ranks = list[Rank]()
 
-    def begin(who: int, link: Link) -> None:
-        rank = Rank(link, net, schedule, launcher)
+    def begin(who: int, members: Members) -> None:
+        rank = Rank(members, net, schedule, launcher)
         ranks.append(rank)
         if newest and who < schedule.size:
             rank.load(newest[1])
@@ -110,7 +110,7 @@ def _start(schedule: Schedule, start: int, newest: tuple[int, Tensor] | None) ->
         for who, when_s in schedule.kills.items():
             net.after(when_s, partial(net.kill, who))
     for link in net.links(schedule.size):
-        net.start(link.rank, partial(begin, link.rank, link))
+        net.start(link.rank, partial(begin, link.rank, Members(link)))
     return net, launcher, ranks
 
 
@@ -124,7 +124,7 @@ def _alone(way: str, samples: int) -> int:
     net, done = Net(0, {}), list[Rank]()
 
     def train() -> None:
-        done.append(Rank(net.links(1)[0], net, Schedule(0, 1, {}, way, samples)))
+        done.append(Rank(Members(net.links(1)[0]), net, Schedule(0, 1, {}, way, samples)))
         done[0].train()
 
     net.start(0, train)

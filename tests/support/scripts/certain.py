@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 
 from paceline.contract import LinkError, ticks
-from paceline.registry import find
+from paceline.elastic.membership import connect
 
 folder, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])
-link = find("link", "torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+members = connect("torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+link = members.link
 pid = int(link.all_gather(torch.tensor([os.getpid()])).wait()[1])
 since = ticks()
 if rank:
@@ -25,7 +26,7 @@ if rank:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        link.certain(since)
+        members.certain(since)
         said = f"one of all {time.monotonic() - begin:.3f}"
     except LinkError as error:
         said = str(error)
@@ -33,7 +34,7 @@ if rank:
 elif seconds:
     time.sleep(1.0 + seconds / 2)
     if what == "go on":
-        link.pulse.abandon()
+        members.bare.detector.abandon()
     time.sleep(seconds / 2)
     os.kill(pid, signal.SIGCONT)
 end = time.monotonic() + 20.0

@@ -36,4 +36,4 @@ with paceline.join(
     for _ in range(5):
         pace.step(batch)
     assert not model._forward_hooks, "hooks were left behind"
-    assert pace.training.ledger.watch is None
+    assert pace.run.link.watch is None

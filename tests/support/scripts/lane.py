@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 from paceline.contract import LinkError
-from paceline.link.torch import Link
+from paceline.elastic.membership import connect
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
-link = Link(rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+link = connect("torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
 (folder / f"up{rank}").touch()
 while not (folder / "go").exists():
     time.sleep(0.01)

@@ -26,20 +26,22 @@ def data(dtype):
 
 def refuse(pace, steps):
     """This process votes against these steps, once each, if it is the last; returns the steps that were redone."""
-    world, agree = pace.world, pace.exchange.agree
+    world, collect, commit = pace.world, pace.exchange.collect, pace.control.commit
     last = (world.node, world.local_rank) == (world.num_nodes - 1, world.local_size - 1)
     waiting, redone = set(steps) if last else set(), []
 
-    def vote(ballot):
-        step = pace.num_steps
-        ballot.ok = step not in waiting
-        waiting.discard(step)
-        agreement = agree(ballot)
+    def refused(ballot):
+        ballot.ok = pace.num_steps not in waiting
+        waiting.discard(pace.num_steps)
+        return collect(ballot)
+
+    def heard(ballot, finish):
+        agreement = commit(ballot, finish)
         if agreement.verdict is Verdict.REDO:
-            redone.append(step)
+            redone.append(pace.num_steps)
         return agreement
 
-    pace.exchange.agree = vote
+    pace.exchange.collect, pace.control.commit = refused, heard
     return redone
 
 

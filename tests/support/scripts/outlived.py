@@ -81,7 +81,7 @@ def hold(pace, turns):
         all_ask = len(following) + pace.world.num_nodes == NODES
         if all_ask and all(each.level or each.lost or each.placed for each in following):
             return
-        asked = {name: said["turn"] for name, said in pace.training.ledger.porter.waiting().items()}
+        asked = {name: said["turn"] for name, said in pace.run.members.porter.waiting().items()}
         if asked.items() - turns.items():
             turns.update(asked)
             return
@@ -137,13 +137,13 @@ def main(folder, *words):
     with paceline.join(
         model, optimizer, loss, batch_size=BATCH, seed=3, folder=folder, scheduler=scheduler, **how
     ) as pace:
-        vote = getattr(pace.exchange, "exchange", pace.exchange).agree
+        vote = pace.control.commit
 
-        def agree(ballot):
+        def agree(*given):
             here("vote")
-            return vote(ballot)
+            return vote(*given)
 
-        getattr(pace.exchange, "exchange", pace.exchange).agree = agree
+        pace.control.commit = agree
         put = pace.training.saver._put
 
         def write(*given):

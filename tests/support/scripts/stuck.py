@@ -46,7 +46,7 @@ def main(folder, node="-1", at="0", local="0"):
                 aside.write_text(str(os.getpid()))
                 aside.replace(here)
             # all must end after the same step
-            if step % 8 == 7 and pace.exchange.total([float((Path(folder) / "enough").exists())])[0]:
+            if step % 8 == 7 and pace.control.total([float((Path(folder) / "enough").exists())])[0]:
                 break
 
 

@@ -26,7 +26,7 @@ for case in cases:
     optimizer = OPTIMIZERS["momentum"](model.parameters())
     dealt = range(int(os.environ["WORLD_SIZE"])) if shares == "unlike" else shares
     with paceline.join(model, optimizer, F.cross_entropy, batch_size=BATCH, codec=codec, shares=dealt) as pace:
-        assert isinstance(pace.link, mpi.Link)
+        assert isinstance(pace.run.members.bare, mpi.Link)
         for batch in pace.batches(data, shuffle=False):
             pace.step(batch)
         save_file(model.state_dict(), Path(folder, f"{case}.{pace.world.node}.safetensors"))

@@ -19,11 +19,11 @@ pace = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross
 batch = torch.randn(ROWS, 1024), torch.randint(0, 3, (ROWS,))
 pace.step(batch)
 lane = pace.exchange._lane
-pace.exchange.total([0.0])
+pace.control.total([0.0])
 before, link_before = sent_bytes(), lane.sent_bytes
 for _ in range(STEPS):
     pace.step(batch)
-pace.exchange.total([0.0])
+pace.control.total([0.0])
 said = {
     "declared": pace.exchange.cost(pace.engine.specs, ROWS, 2).bytes,
     "counted_by_link": (lane.sent_bytes - link_before) / STEPS,

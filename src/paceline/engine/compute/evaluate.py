@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.contract import Engine, Exchange
+from paceline.contract import Control, Engine
 from paceline.data import batches
 from paceline.data.sampler import Seat
 from paceline.engine.compute.batch import counted, samples, target
@@ -18,7 +18,7 @@ from paceline.engine.compute.batch import counted, samples, target
 def evaluate(
     model: torch.nn.Module,
     engine: Engine,
-    exchange: Exchange,
+    control: Control,
     seat: Seat,
     dataset: Any,
     metric: Callable[..., Any],
@@ -30,7 +30,7 @@ def evaluate(
 
     None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
     """
-    team = [exchange.link.generation, seat.num_nodes]
+    team = [control.generation, seat.num_nodes]
     source = batches.as_source(dataset)
     chosen = batches.samples(dataset, source)
     rows_here = seat.rows(len(chosen))
@@ -49,7 +49,7 @@ def evaluate(
         for module in training:
             module.training = True
     whole: dict[str, tuple[float, float]] = {}
-    said = [json.loads(words) for words in exchange.gather(json.dumps([team, seat.node, sums]).encode())]
+    said = [json.loads(words) for words in control.gather(json.dumps([team, seat.node, sums]).encode())]
     if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < seat.num_nodes:
         return None
     for _, _, its_sums in said:

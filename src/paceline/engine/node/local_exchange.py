@@ -1,8 +1,8 @@
-"""The exchange as the processes of a node see it: one of them holds the link, the others hear from it.
+"""The exchange as the processes of a node see it: one of them has the real one, the others hear from it.
 
-    Follower       pieces into its place; ballot to the Leader; verdict, forms and row counts from it
+    Follower       pieces into its place; verdict, forms and row counts from the Leader
     Leader         waits for everyone's part of a piece, offers the node's piece to the real exchange,
-                   merges the ballots into the node's, and passes on what was agreed
+                   merges the ballots into the node's, and says what was agreed (`local_control`)
 
 Where there is no other node, nothing is offered: each process adds up its own rows in the update.
 """
@@ -20,20 +20,29 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Guest, Piece, Regroup, Spec, Verdict, framed, unframed
-from paceline.engine.node.local_group import GLANCE_S, Crew, CrewError
+from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Tally, Verdict
+from paceline.engine.node.local_group import GLANCE_S, Crew
 from paceline.engine.node.shared_memory import Places
 
 
 class _Relay(contract.Exchange):
-    """What both kinds share: the forms, and places for what was agreed."""
+    """What both kinds share: the forms, and places for what was agreed.
 
-    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
-        self.exchange, self.crew, self.places, self.specs, self.link = exchange, crew, places, specs, exchange.link
-        self.fidelity, self.consensus, self.survives = exchange.fidelity, exchange.consensus, exchange.survives
-        crew.doubts.whereabouts = exchange.link.whereabouts or crew.doubts.whereabouts
-        self.alone = exchange.link.size == 1 and not exchange.link.grows
-        crew.doubts.tells = crew.rank == 0 or (self.alone and crew.rank == 1)  # else it waits for who waits itself
+    ``keeps``: a step may be computed again, so that its pieces stay as they are.
+    """
+
+    def __init__(
+        self,
+        exchange: contract.Exchange,
+        crew: Crew,
+        places: Places,
+        specs: Sequence[Spec],
+        alone: bool,
+        keeps: bool = False,
+    ):
+        self.exchange, self.crew, self.places, self.specs = exchange, crew, places, specs
+        self.fidelity, self.consensus = exchange.fidelity, exchange.consensus
+        self.alone, self.keeps = alone, keeps
         self._forms: list[str] = []
         self._overflow: set[int] = set()
 
@@ -58,40 +67,35 @@ class _Relay(contract.Exchange):
 
 
 class Leader(_Relay):
-    """Local rank 0's exchange: collects the crew's pieces, holds the link, and passes verdicts on."""
+    """Local rank 0's exchange: collects the crew's pieces, and passes on what was agreed."""
 
-    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
-        super().__init__(exchange, crew, places, specs)
+    def __init__(
+        self,
+        exchange: contract.Exchange,
+        crew: Crew,
+        places: Places,
+        specs: Sequence[Spec],
+        alone: bool,
+        keeps: bool = False,
+    ):
+        super().__init__(exchange, crew, places, specs, alone, keeps)
         if self.alone:  # measured: few rows in shared memory beat k whole gradients there, whatever the optimizer
             self._forms = [FACTORS if spec.linear else DENSE for spec in specs]
         else:
             self._forms = list(exchange.forms())
-        self._share_forms()
+        self.share_forms()
         self._inbox: _Inbox | None = None
-        self._news: list[bytes] = []  # of losses, that the crew has not been told
-        exchange.regrouped = self._note
+        self._ballots: list[Ballot] = []
 
-    def _note(self, news: Regroup) -> None:
-        self._news.append(news.pack())
-        if self.regrouped:
-            self.regrouped(news)
-
-    def _with_news(self, body: bytes) -> bytes:
-        """After a loss with the forms as well, which may be others now."""
-        forms = b""
-        if self._news and not self.alone:
-            self._forms = list(self.exchange.forms())
-            forms = _letters(self._forms)
-        news, self._news = framed(self._news), []
-        return framed([news, struct.pack("<I", self.regroups), forms, body])
-
-    @property
-    def regroups(self) -> int:  # type: ignore[override]
-        return self.exchange.regroups
-
-    def _share_forms(self) -> None:
+    def share_forms(self) -> None:
         for peer in self.crew.lines:
-            self.crew.send(peer, b"f", _letters(self._forms))
+            self.crew.send(peer, b"f", letters(self._forms))
+
+    def renew_forms(self) -> list[str]:
+        """Those of the exchange, after it may have changed them."""
+        if not self.alone:
+            self._forms = list(self.exchange.forms())
+        return self._forms
 
     def why(self) -> Sequence[str]:
         return self.exchange.why()
@@ -111,7 +115,7 @@ class Leader(_Relay):
         size = self.crew.size
         if self._forms[spec.index] == DENSE:
             flat = self.places.flat(spec)
-            if self.survives:
+            if self.keeps:
                 flat = flat.clone()  # a broken sum may still write into it while the step is computed again
             for local_rank in range(1, size):
                 flat += self.places.flat(spec, local_rank)
@@ -121,35 +125,23 @@ class Leader(_Relay):
         right = torch.cat([part.right for part in parts if part.right is not None])
         return Piece(spec, left=left, right=right)
 
-    def agree(self, ballot: Ballot) -> Agreement:
+    def collect(self, ballot: Ballot) -> Ballot:
         assert self._inbox
-        try:
-            with self.crew.doubts.whereabouts.at("waiting for the other processes of this node"):
-                ballots = [self._vote(ballot), *self._inbox.finish()]
-            agreement = self._alone(ballots) if self.alone else self.exchange.agree(Ballot.merge(ballots))
-        except contract.LinkError as error:
-            self.crew.say_why(error)
-            raise
-        self._pass_on(agreement)
-        return agreement
+        with self.crew.doubts.whereabouts.at("waiting for the other processes of this node"):
+            self._ballots = [self._vote(ballot), *self._inbox.finish()]
+        merged = Ballot.merge(self._ballots)
+        return merged if self.alone else self.exchange.collect(merged)
 
-    def recover(self, error: contract.LinkError) -> Agreement:
-        """After the crew has ended its step, or broken it off as well."""
+    def finish(self, tally: Tally) -> Agreement:
+        return self._alone(tally.ballot) if self.alone else self.exchange.finish(tally)
+
+    def end(self) -> None:
+        """The crew has ended its step, or broken it off as well."""
         assert self._inbox
-        try:
-            if isinstance(error, CrewError) or not self.survives:
-                raise error
-            self._inbox.finish()
-            agreement = self.exchange.recover(error)
-        except contract.LinkError as final:
-            self.crew.say_why(final)
-            raise
-        self._pass_on(agreement)
-        return agreement
+        self._inbox.finish()
 
-    def _alone(self, ballots: Sequence[Ballot]) -> Agreement:
+    def _alone(self, merged: Ballot) -> Agreement:
         """No other node: factors wherever all rows fit in place of the gradient, else dense."""
-        merged = Ballot.merge(ballots)
         lost = [
             self._forms[spec.index] == FACTORS
             and (bool(merged.dense[spec.index]) or not spec.fits(merged.rows[spec.index]))
@@ -161,25 +153,20 @@ class Leader(_Relay):
         pieces = [
             self.places.agreed(spec, -1)
             if self._forms[spec.index] == DENSE
-            else self.node_piece(spec, [ballot.rows[spec.index] for ballot in ballots])
+            else self.node_piece(spec, [ballot.rows[spec.index] for ballot in self._ballots])
             for spec in self.specs
         ]
         return Agreement(Verdict.APPLY, pieces, merged)
 
-    def _pass_on(self, agreement: Agreement) -> None:
-        """Pieces to where the crew can read them; then the verdict, the forms and the row counts."""
+    def settle(self, agreement: Agreement) -> bytes:
+        """Pieces to where the crew can read them; the verdict and the row counts, as the crew is told them."""
         settled = [self.places.settle(piece) for piece in agreement.pieces]
         agreement.pieces = [piece for piece, _ in settled]
         rows = [num_rows for _, num_rows in settled]
-        if not self.alone:
-            self._forms = list(self.exchange.forms())
+        self.renew_forms()
         counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
         word = agreement.verdict.value.encode()
-        body = bytes([agreement.drift, len(word)]) + word + counts + agreement.ballot.pack()
-        told = self._with_news(body)
-        for peer in self.crew.lines:
-            self.crew.send(peer, b"v", told)
-        self._share_forms()
+        return bytes([agreement.drift, len(word)]) + word + counts + agreement.ballot.pack()
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
@@ -194,46 +181,10 @@ class Leader(_Relay):
     def dealt(self, largest: float) -> None:
         self.exchange.dealt(largest)
         self._forms = list(self.exchange.forms())
-        self._share_forms()
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        node = [sum(column) for column in zip(*self.crew.gather(values, "adding up"), strict=True)]
-        whole = self.exchange.total(node)
-        self.crew.swap(self._with_news(b""), "adding up")
-        return self.crew.gather(whole, "adding up")[0]
-
-    def gather(self, *words: bytes) -> list[bytes]:
-        node = [word for part in self.crew.swap(framed(words), "gathering words") for word in unframed(part)]
-        whole = self.exchange.gather(*node)
-        self.crew.swap(self._with_news(framed(whole)), "gathering words")
-        return whole
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        self.exchange.spread(tensors)
-        for tensor, place in self.places.twins(tensors):
-            place.copy_(tensor)
-        self.crew.swap(self._with_news(b""), "spreading")
-        self.crew.barrier("spreading")
+        self.share_forms()
 
     def rebuild(self, link: contract.Link) -> None:
         self.exchange.rebuild(link)
-        self.link = link
-
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
-        try:
-            self.exchange.admit(guests)
-        except contract.LinkError as error:
-            self.crew.say_why(error)
-            raise
-        self.crew.swap(self._with_news(b""), "taking a node in")
-        self._forms = list(self.exchange.forms())
-        self._share_forms()
-
-    def enter(self) -> None:
-        self.exchange.enter()
-
-    def hand(self, words: bytes | bytearray) -> bytes:
-        return self.crew.swap(bytes(words), "handing on")[0]
 
     def state(self) -> dict[str, Any]:
         return {**self.exchange.state(), "forms": list(self._forms)}
@@ -241,7 +192,7 @@ class Leader(_Relay):
     def load(self, state: dict[str, Any]) -> None:
         self.exchange.load(state)
         self._forms = list(state.get("forms", self._forms) if self.alone else self.exchange.forms())
-        self._share_forms()
+        self.share_forms()
 
     def close(self) -> None:
         self.exchange.close()
@@ -250,46 +201,37 @@ class Leader(_Relay):
 class Follower(_Relay):
     """Another local rank's exchange: all it knows comes from local rank 0."""
 
-    def __init__(self, exchange: contract.Exchange, crew: Crew, places: Places, specs: Sequence[Spec]):
-        super().__init__(exchange, crew, places, specs)
-        self._hear_forms()
+    def __init__(
+        self,
+        exchange: contract.Exchange,
+        crew: Crew,
+        places: Places,
+        specs: Sequence[Spec],
+        alone: bool,
+        keeps: bool = False,
+    ):
+        super().__init__(exchange, crew, places, specs, alone, keeps)
+        self.hear_forms()
 
-    def _hear_forms(self) -> None:
-        self._forms = _forms(self.crew.expect(0, b"f", "learning the forms"))
+    def hear_forms(self, said: bytes | None = None) -> None:
+        self._forms = forms_of(self.crew.expect(0, b"f", "learning the forms") if said is None else said)
 
     def offer(self, piece: Piece) -> None:
         num_rows = self._put(piece)
         if not self.alone:
             self.crew.send(0, b"p", struct.pack("<Ii", piece.spec.index, num_rows))
 
-    def agree(self, ballot: Ballot) -> Agreement:
-        return self._verdict(self._vote(ballot))
+    def collect(self, ballot: Ballot) -> Ballot:
+        return self._vote(ballot)
 
-    def recover(self, error: contract.LinkError) -> Agreement:
-        """Local rank 0 has heard of it, or will: it is told that this process has no ballot."""
-        if not self.survives:
-            raise error
-        return self._verdict(Ballot(ok=False))
-
-    def _hear(self, told: bytes) -> bytes:
-        news, regroups, forms, body = unframed(told)
-        (self.regroups,) = struct.unpack("<I", regroups)
-        self._forms = _forms(forms) if forms else self._forms
-        for each in map(Regroup.unpack, unframed(news)):
-            self.link.size, self.link.generation = len(each.origin) + len(each.came), each.generation
-            if self.regrouped:
-                self.regrouped(each)
-        return body
-
-    def _verdict(self, ballot: Ballot) -> Agreement:
-        self.crew.send(0, b"v", ballot.pack())
-        body = self._hear(self.crew.expect(0, b"v", "agreeing on the step"))
+    def hear(self, body: bytes) -> Agreement:
+        """What `Leader.settle` said."""
         drift, length = bool(body[0]), body[1]
         verdict = Verdict(body[2 : 2 + length].decode())
         (count,) = struct.unpack_from("<I", body, 2 + length)
         rows = struct.unpack_from(f"<{count}i", body, 6 + length)
         merged = Ballot.unpack(body[6 + length + 4 * count :])
-        self._hear_forms()
+        self.hear_forms()
         pieces = [self.places.agreed(spec, num_rows) for spec, num_rows in zip(self.specs, rows, strict=False)]
         return Agreement(verdict, pieces, merged, drift)
 
@@ -300,46 +242,18 @@ class Follower(_Relay):
     level = reconcile
 
     def dealt(self, largest: float) -> None:
-        self._hear_forms()
-
-    def total(self, values: Sequence[float]) -> list[float]:
-        self.crew.gather(values, "adding up")
-        self._hear(self.crew.swap(b"", "adding up")[0])
-        return self.crew.gather([0.0] * len(values), "adding up")[0]
-
-    def gather(self, *words: bytes) -> list[bytes]:
-        self.crew.swap(framed(words), "gathering words")
-        return unframed(self._hear(self.crew.swap(b"", "gathering words")[0]))
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        self._hear(self.crew.swap(b"", "spreading")[0])
-        for tensor, place in self.places.twins(tensors):
-            tensor.copy_(place)
-        self.crew.barrier("spreading")
+        self.hear_forms()
 
     def load(self, state: dict[str, Any]) -> None:
-        self._hear_forms()
-
-    def rebuild(self, link: contract.Link) -> None:
-        self.link = link
-
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
-        self._hear(self.crew.swap(b"", "taking a node in")[0])
-        self._hear_forms()
-
-    def enter(self) -> None:
-        """Local rank 0 does."""
-
-    def hand(self, words: bytes | bytearray) -> bytes:
-        return self.crew.swap(b"", "handing on")[0]
+        self.hear_forms()
 
 
-def _letters(forms: Sequence[str]) -> bytes:
+def letters(forms: Sequence[str]) -> bytes:
     return "".join(form[0] for form in forms).encode()
 
 
-def _forms(letters: bytes) -> list[str]:
-    return [FACTORS if letter == "f" else DENSE for letter in letters.decode()]
+def forms_of(said: bytes) -> list[str]:
+    return [FACTORS if letter == "f" else DENSE for letter in said.decode()]
 
 
 class _Inbox:

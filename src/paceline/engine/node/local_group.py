@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.contract import Waits
 from paceline.environment import join_s
 from paceline.errors import LinkError
 from paceline.report.activity import Whereabouts
@@ -328,7 +329,8 @@ class Doubt:
 
     def __init__(self, rank: int, pids: dict[int, int], patience_s: float):
         self.rank, self.pids, self.patience_s = rank, pids, patience_s
-        self.whereabouts, self.tells = Whereabouts(), rank == 0
+        self.tells = rank == 0
+        self.whereabouts: Waits = Whereabouts()
         self._stopped: dict[int, float] = {}  # since when
         self._late: dict[int, float] = {}  # since when those were waited for of whom people have been told
 

@@ -1,4 +1,4 @@
-"""What every exchange among equals does besides gradients: vote, add numbers up, spread tensors.
+"""Small words between nodes: the vote on a step, sums of numbers, texts, rank 0's tensors; and what one does for all.
 
 What some processes do while all others wait, and what went wrong there, told everywhere.
 """
@@ -13,64 +13,74 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Ballot, CheckpointError
+from paceline.contract import Agreement, Ballot, CheckpointError, Membership, Tally
 
 # no network library knows all of torch's types, and who only copies need not: by the bytes of a number
 WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
-class Meeting(contract.Exchange):
-    """Uses the link's own lane; gradients have another."""
+class Control(contract.Control):
+    """Uses the link's own lane; gradients have another. ``votes``: replicas agree on every step."""
 
-    link: contract.Link
-    _votes: Sequence[bytes] = ()
-    _certain_s = 0.0  # until when this process was one of all, by `ticks`
+    def __init__(self, members: Membership, votes: bool = True):
+        self.members, self.votes = members, votes
+        self.ballots: Sequence[bytes] = ()  # of the last vote
+        self._certain_s = 0.0  # until when this process was one of all, by `ticks`
 
-    def vote(self, ballot: Ballot) -> tuple[Ballot, list[Ballot], bool]:
-        """(all ballots as one, each rank's, whether the replicas' hashes differ)."""
-        words = torch.frombuffer(bytearray(self._words(ballot)), dtype=torch.uint8)
-        everyone = self.link.all_gather(words, "the vote on the step", even=True).wait()
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.members.link.rank
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.members.link.size
+
+    @property
+    def generation(self) -> int:  # type: ignore[override]
+        return self.members.link.generation
+
+    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+        if self.size == 1 or not self.votes:
+            return finish(Tally(Ballot.merge([ballot]) if ballot.shares else ballot, [ballot]))
+        words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
+        everyone = self.members.link.all_gather(words, "the vote on the step", even=True).wait()
         self._make_sure()
-        self._votes = [bytes(part.numpy()) for part in everyone]
-        return self._counted(self._votes)
+        self.ballots = [bytes(part.numpy()) for part in everyone]
+        return finish(counted(self.ballots))
 
     def _make_sure(self) -> None:
-        self.link.certain(self._certain_s)
+        self.members.certain(self._certain_s)
         self._certain_s = contract.ticks()
 
-    def _words(self, ballot: Ballot) -> bytes:
-        return ballot.pack()
-
-    def _counted(self, votes: Sequence[bytes]) -> tuple[Ballot, list[Ballot], bool]:
-        ballots = [Ballot.unpack(vote) for vote in votes]
-        merged = Ballot.merge(ballots)
-        merged.paces = tuple((b.busy, b.fixed) for b in ballots)
-        return merged, ballots, len({b.hash for b in ballots}) > 1
-
-    def voted(self) -> bytes:
-        return contract.framed(self._votes)
-
     def total(self, values: Sequence[float]) -> list[float]:
-        if self.link.size == 1:
+        if self.size == 1:
             return list(values)
         whole = torch.tensor(list(values), dtype=torch.float64)
-        return [float(value) for value in self.link.sum(whole, "adding up").wait()]
+        return [float(value) for value in self.members.link.sum(whole, "adding up").wait()]
 
     def gather(self, *words: bytes) -> list[bytes]:
-        if self.link.size == 1:
+        if self.size == 1:
             return list(words)
         mine = torch.frombuffer(bytearray(contract.framed(words)), dtype=torch.uint8)
-        everyone = self.link.all_gather(mine, "gathering words").wait()
+        everyone = self.members.link.all_gather(mine, "gathering words").wait()
         self._make_sure()
         return [word for part in everyone for word in contract.unframed(bytes(part.numpy()))]
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        if self.link.size > 1:
+        if self.size > 1:
             for tensor in tensors:
                 flat = tensor.detach().contiguous().reshape(-1)
                 words = flat.view(WORDS[min(8, flat.itemsize)])
-                self.link.broadcast(words, 0, "spreading rank 0's tensors").wait()
+                self.members.link.broadcast(words, 0, "spreading rank 0's tensors").wait()
                 tensor.copy_(flat.view(tensor.shape))
+
+
+def counted(votes: Sequence[bytes]) -> Tally:
+    """In rank order."""
+    ballots = [Ballot.unpack(vote) for vote in votes]
+    merged = Ballot.merge(ballots)
+    merged.paces = tuple((b.busy, b.fixed) for b in ballots)
+    return Tally(merged, ballots, len({b.hash for b in ballots}) > 1)
 
 
 DONE = b"done"
@@ -79,13 +89,13 @@ DONE = b"done"
 Result = TypeVar("Result")
 
 
-def alone(exchange: contract.Exchange, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
+def alone(control: contract.Control, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
     """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
 
     Where all who were chosen are lost in doing so, those do it who are chosen then.
     """
     while True:
-        generation, mine = exchange.link.generation, b""
+        generation, mine = control.generation, b""
         result: Result | None = None
         error: Exception | None = None
         if chosen():
@@ -95,8 +105,8 @@ def alone(exchange: contract.Exchange, chosen: Callable[[], bool], work: Callabl
             except Exception as caught:
                 error, refused = caught, isinstance(caught, CheckpointError)
                 mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
-        everyone = exchange.gather(mine)
-        if any(everyone) or exchange.link.generation == generation:
+        everyone = control.gather(mine)
+        if any(everyone) or control.generation == generation:
             break
     if error:
         raise error

@@ -6,21 +6,17 @@ Sums of one lane follow one another in the order in which they were asked for, e
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.contract import Cost, Guest, Handle, Link, LinkError, Porter
+from paceline.contract import Cost, Handle, Link, LinkError
 from paceline.link.net.collective_run import Collective, names
 
 
-def choose(link: Link, name: str) -> Link:
-    """``link`` with its sums by the collective of that name, or as it is where that is "".
-
-    Raises ValueError on every rank where the ranks do not all name the same: their messages would not fit together.
-    """
+def agree_on(link: Link, name: str) -> None:
+    """Raises ValueError on every rank where they do not all name the same: their messages would not fit together."""
     known = "", *names()
     mine = torch.tensor([known.index(name)])
     told = [known[int(part)] for part in link.all_gather(mine, "the choice of a collective", even=True).wait()]
@@ -31,6 +27,10 @@ def choose(link: Link, name: str) -> Link:
         raise ValueError(
             f"PACELINE_COLLECTIVE is {said}; nodes that add up together need the same: set it alike on all"
         )
+
+
+def override(link: Link, name: str) -> Link:
+    """``link`` with its sums by the collective of that name, or as it is where that is ""."""
     return Chosen(link, Collective(name)) if name else link
 
 
@@ -40,7 +40,7 @@ class Chosen(Link):
     def __init__(self, link: Link, collective: Collective):
         self.link, self.collective = link, collective
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.whereabouts, self.grows = link.whereabouts, link.grows
+        self.whereabouts = link.whereabouts
         self._last: _Sum | None = None
 
     @property
@@ -79,32 +79,11 @@ class Chosen(Link):
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self.link.recv(tensor, peer, tag)
 
-    def certain(self, since: float) -> None:
-        self.link.certain(since)
-
     def cost(self, operation: str, num_bytes: int) -> Cost:
         if operation != "sum":
             return self.link.cost(operation, num_bytes)
         itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
         return self.collective.cost(self.size, num_bytes, itemsize, tuple(self.hosts))
-
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        return self.link.everyone()
-
-    def ask(self, rank: int) -> str:
-        return self.link.ask(rank)
-
-    def stand_by(self, least: int = 1) -> None:
-        self.link.stand_by(least)
-
-    @property
-    def porter(self) -> Porter | None:
-        return self.link.porter
-
-    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
-        link = Chosen(self.link.rebuild(admits) if admits else self.link.rebuild(), self.collective)
-        link.origin, link.came = link.link.origin, link.link.came
-        return link
 
     def close(self) -> None:
         self.link.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from paceline.contract import Cost, Guest, Handle, Link, Porter
+from paceline.contract import Cost, Handle, Link
 
 
 @dataclass(frozen=True)
@@ -25,25 +24,23 @@ class Sending:
 
 
 class Ledger(Link):
-    """``link`` as it is. ``watch``, of the first lane, is called from any thread when an operation has begun."""
+    """``link`` as it is. ``watch``, of the first lane, is called from any thread when an operation has begun.
 
-    def __init__(self, link: Link, name: str = "control", first: Ledger | None = None):
+    ``first``: of a lane; ``spent``: bytes that earlier links of this rank have sent.
+    """
+
+    def __init__(self, link: Link, name: str = "control", first: Ledger | None = None, spent: int = 0):
         self.link, self.name = link, name
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.threads, self.grows = link.threads, link.grows
-        self.whereabouts = link.whereabouts
+        self.threads, self.wide, self.whereabouts = link.threads, link.wide, link.whereabouts
         self.watch: Callable[[Sending], None] | None = None
-        self._first = first or self
+        self._first, self._spent = first or self, spent
         self._lanes: list[Link] = []
 
     @property
-    def sent_bytes(self) -> int:
-        """Of this lane and of all that were made from it."""
-        return self.link.sent_bytes + sum(lane.sent_bytes for lane in self._lanes)
-
-    @sent_bytes.setter
-    def sent_bytes(self, count: int) -> None:
-        self.link.sent_bytes = count - sum(lane.sent_bytes for lane in self._lanes)
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        """Of this lane and of all that were made from it, and of the links before."""
+        return self._spent + self.link.sent_bytes + sum(lane.sent_bytes for lane in self._lanes)
 
     def lane(self, name: str) -> Link:
         lane = Ledger(self.link.lane(name), name, self._first)
@@ -84,32 +81,6 @@ class Ledger(Link):
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self._begun("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
-
-    def stand_by(self, least: int = 1) -> None:
-        self.link.stand_by(least)
-
-    @property
-    def porter(self) -> Porter | None:
-        return self.link.porter
-
-    def rebuild(self, admits: Sequence[Guest] = ()) -> Link:
-        """Goes on as the account of the new link. Lanes of the old one are left as they are."""
-        sent_bytes = self.sent_bytes
-        self.link = self.link.rebuild(admits) if admits else self.link.rebuild()
-        self._lanes = []
-        self.sent_bytes, self.origin, self.came = sent_bytes, self.link.origin, self.link.came
-        self.rank, self.size, self.generation = self.link.rank, self.link.size, self.link.generation
-        self.hosts, self.grows = self.link.hosts, self.link.grows
-        return self
-
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        return self.link.everyone()
-
-    def ask(self, rank: int) -> str:
-        return self.link.ask(rank)
-
-    def certain(self, since: float) -> None:
-        self.link.certain(since)
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
         return self.link.cost(operation, num_bytes)

@@ -52,7 +52,7 @@ class Comparison(StepObserver):
         }
         everyone = [witness.said()]
         if run.world.size > 1:
-            everyone = [json.loads(words) for words in run.exchange.gather(json.dumps(everyone[0]).encode()) if words]
+            everyone = [json.loads(words) for words in run.control.gather(json.dumps(everyone[0]).encode()) if words]
         found = _examined(run, witness, self._own_loop) if witness.examines else None
         witness.end(everyone, run.engine.state() if run.leader or witness.told else None, found)
 

@@ -24,7 +24,6 @@ from paceline.planner.candidates import split
 from paceline.planner.measure import fresh_process, profile, trial
 from paceline.planner.planner import Plan
 from paceline.planner.step_model import Line
-from paceline.registry import find
 
 # who this process is among the others, which what it starts by itself must not believe to be, too
 TOGETHER = (
@@ -76,14 +75,14 @@ def one_process(made: Plan, cores: int) -> str:
 
 
 def measure_wire() -> dict[str, Any]:
-    from paceline.link.net.collective_override import choose  # these import torch
+    from paceline.elastic.membership import connect  # these import torch
     from paceline.planner.measure import network
 
     world = World.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
     # as those who train on the CPU choose it
     kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "torch"
-    link = choose(find("link", kind, world.node, world.num_nodes, world.host, world.port), name)
+    link = connect(kind, world.node, world.num_nodes, world.host, world.port, collective=name).link
     found: dict[str, Any] = replace(network.measure(link), collective=name).to_dict()
     link.close()
     return found

@@ -1,0 +1,100 @@
+"""Who trains: after a loss, or when a node has joined, a process has another rank, or leads."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Protocol
+
+from paceline.checkpoint.run_folder import RunFolder
+from paceline.contract import Regroup
+from paceline.data.load_balance import Limits
+from paceline.data.sampler import Seat
+from paceline.elastic import assignment
+from paceline.elastic.below_minimum import enough
+from paceline.step.run_state import RunState
+
+
+class Notes(Protocol):
+    """What is told of other members (`admission.Admission`)."""
+
+    def note(self, news: Regroup) -> None: ...
+
+
+class Roles:
+    """``folder``: what this process writes once it leads."""
+
+    def __init__(self, run: RunState, folder: RunFolder):
+        self.run, self.folder = run, folder
+        self.admission: Notes | None = None
+
+    def on_view_change(self, news: Regroup) -> None:
+        self.move(news)
+        self.announce(news)
+
+    def move(self, news: Regroup) -> None:
+        """This process has another rank from now on."""
+        run, before = self.run, self.run.world
+        sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
+        seat, _, limits = assignment.regroup(run.seat, run.balance, run.job.batch_size, run.limits, news)
+        assume(run, seat, limits, sizes)
+        if before.local_rank:
+            run.engine.relink(None)
+        elif run.world.node == 0 and not run.leader:
+            run.leader = run.speaks = True  # the leader was lost
+            self.folder.take_over()
+        if self.admission:
+            self.admission.note(news)
+
+    def announce(self, news: Regroup) -> None:
+        """On the screen and in the record, where this process leads."""
+        run, num_nodes, words = self.run, len(news.origin) + len(news.came), []
+        if news.lost or not news.came:
+            how = "go on" if enough(num_nodes, run.world.least) else "are left"
+            left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes {how} ({news.why})"
+            words.append(f"lost {', '.join(news.lost) or 'no node'} at step {run.num_steps}; {left}")
+        if news.came:
+            came = ", ".join(guest.host for guest in news.came)
+            words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {_do(run, num_nodes)}")
+        words += _too_many(run)
+        if run.leader:
+            print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
+        run.record.write(
+            "regroup",
+            step=run.num_steps,
+            generation=news.generation,
+            lost=news.lost,
+            came=[guest.host for guest in news.came],
+            num_nodes=num_nodes,
+            shares=run.shares,
+            seconds=news.seconds,
+            why=news.why,
+        )
+
+
+def _do(run: RunState, num_nodes: int) -> str:
+    return "train" if enough(num_nodes, run.world.least) else f"are here, of at least {run.world.least}"
+
+
+def _too_many(run: RunState) -> list[str]:
+    """Of the nodes that are left, whose most_rows is not kept."""
+    if run.job.batch_norm != "sync" or run.seat.virtual:
+        return []
+    return [
+        f"node {node} computes {rows} rows at once, and its most_rows is {most}: batch_norm='sync' divides no batch"
+        for node, (rows, most) in enumerate(zip(run.shares, run.limits.most, strict=True))
+        if rows > most
+    ]
+
+
+def assume(run: RunState, seat: Seat, limits: Limits, sizes: tuple[int, ...]) -> None:
+    """From now on in this seat, among nodes of so many processes each."""
+    unlike = sizes if len(set(sizes)) > 1 else ()
+    run.world = dataclasses.replace(run.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
+    run.seat, run.who, run.limits = seat, run.world.who, limits
+    follows = run.balances and len(sizes) > 1
+    run.balance = assignment.follow(run.job.batch_size, limits) if follows else None
+    # virtual shares are cut into micro-batches, which must stay the same ones, and a norm over all has none
+    whole = seat.virtual or run.job.batch_norm == "sync"
+    times = 1 if whole else max(1, -(-run.shares[seat.node] // limits.most[seat.node]))
+    run.engine.accumulate = run.job.accumulate * times
