@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.contract import LinkError
 from paceline.elastic import consistency, state_transfer
-from paceline.elastic.admission import Admission
+from paceline.elastic.admission import IN_VAIN, MOST_VAIN, Admission
 from waiting import until
 
 
@@ -89,6 +89,29 @@ def welcoming(pace, monkeypatch):
     door.line = lambda name: door.lines.append(Noted()) or door.lines[-1]
     monkeypatch.setattr(type(pace.run.members), "porter", door)
     return door, admission(pace, {})
+
+
+def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
+    """Story: every step was kept, to be sent, for one that was refused and took its time to end."""
+    model = torch.nn.Linear(4, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
+        door, welcome = welcoming(pace, monkeypatch)
+        monkeypatch.setattr(welcome, "_meet", tuple)
+
+        def level():
+            welcome._look()
+            if (following := welcome._following.get("late")) and following.placed:
+                following.part(state_transfer.part(pace.run, following.next))
+            return welcome._ready
+
+        for _ in range(MOST_VAIN):
+            until(level)
+            welcome._admit()
+        welcome._look()
+        assert door.told["late"]["refused"] == IN_VAIN
+        assert not welcome._following
+        monkeypatch.undo()
 
 
 def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):

@@ -192,12 +192,12 @@ class Admission(StepObserver, Door):
         if why := OWN if self._own else self._refusal(said):
             print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
             return {"refused": why}
-        if self._vain.get(name, 0) >= MOST_VAIN:
-            return {"refused": IN_VAIN}
-        if "began" not in said:
+        in_vain = self._vain.get(name, 0) >= MOST_VAIN
+        if in_vain or "began" not in said:
             if lost := self._following.pop(name, None):
-                lost.stop()  # the line on which it was given a part is no more
-            return {"position": [run.cursor.epoch, run.cursor.next_step, run.cursor.began]}
+                lost.stop()  # the line on which it was given a part is no more, or not to be used
+            position = [run.cursor.epoch, run.cursor.next_step, run.cursor.began]
+            return {"refused": IN_VAIN} if in_vain else {"position": position}
         if said["began"] < run.cursor.began:
             return {"over": True}
         if said["began"] > run.cursor.began:

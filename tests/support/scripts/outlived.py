@@ -32,7 +32,8 @@ from paceline.elastic import assignment, state_transfer
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.link.net import rendezvous
 
-BATCH, COUNT, EPOCHS = 24, 24 * 5 + 7, 3
+BATCH, COUNT = 24, 24 * 5 + 7
+EPOCHS = 4  # 24 steps: two that come back, one of them in vain, take up to 19 of them, as fast as copies are sent
 NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
 LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -103,7 +104,7 @@ def watch(pace, folder):
 
 def main(folder, *words):
     fates = {}
-    state_transfer.PART_BYTES = 1 << 18  # some parts: there are 18 steps, and a part takes one
+    state_transfer.PART_BYTES = 1 << 18  # some parts, each of which takes a step
     for word in words:
         if ":" in word and not LATE:
             node, step, where = word.split(":")
