@@ -4,6 +4,7 @@ import torch.distributed as dist
 
 from paceline.link import nccl
 from paceline.link import torch as plain
+from paceline.link.net.works import Patient
 
 LARGE = 64  # values
 
@@ -35,7 +36,7 @@ class Device:
         def call(*args):
             self.calls.append(name)
             work = getattr(self.group, name)(*args)
-            return Mail(plain._Patient(work)) if name in ("send", "recv") else work
+            return Mail(Patient(work)) if name in ("send", "recv") else work
 
         return call
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.contract import Detect, Waits
 from paceline.link import torch as plain
+from paceline.link.net.works import PATIENCE_S
 
 GLANCE_S = 5e-5  # a step's messages are some: the host looks often
 
@@ -58,7 +59,7 @@ class Link(plain.Link):
 
     def _device_group(self, store: Any) -> Any:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=plain.PATIENCE_S)
+        options._timeout = timedelta(seconds=PATIENCE_S)
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def abandon(self) -> None:

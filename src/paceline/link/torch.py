@@ -9,10 +9,8 @@ Owns its process groups; a default group that the user has made is not touched.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,12 +28,12 @@ from paceline.link.net.keepalive import SILENT_S, shut_after, watched
 from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
 from paceline.link.net.store_client import Meeting
+from paceline.link.net.works import PATIENCE_S, All, Done, Patient, Promise, Then, first_line, outlive
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 LARGE_BYTES = 1 << 16  # of a gather, whose copies cost more than another message
 STRETCH_BYTES = 1 << 19  # of a gather: larger ones, which go both ways at once, take half as long again at 100 Mbit/s
-PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 GLANCE_S = 0.5
 AGAIN_S = 2.5  # in which each must reach each after a loss: a first packet that is lost is sent again after 1 s
 LEFT_S = 30.0  # in which what a peer sent before it left has arrived
@@ -83,7 +81,7 @@ class Link(contract.Link):
         self._groups: list[Any] = []
         atexit.register(time.sleep, QUIET_S)
         for thing in (self.store, self.meeting):
-            _outlive(thing)
+            outlive(thing)
         self._introduce()
         self._group = self._make_group("control")
         self.meeting.patience_s = PATIENCE_S  # from here on the detector tells who is lost
@@ -127,9 +125,9 @@ class Link(contract.Link):
         try:
             with watched():
                 # from here on all are at it; gloo by itself would try for five times its timeout
-                group = _Promise(lambda: self._connect(store)).wait(REACH_S)
+                group = Promise(lambda: self._connect(store)).wait(REACH_S)
         except RuntimeError as error:
-            raise LinkError(self._unmet(name, f"{self.carrier} did not connect them ({_first_line(error)})")) from error
+            raise LinkError(self._unmet(name, f"{self.carrier} did not connect them ({first_line(error)})")) from error
         self._groups.append(group)
         self._try_out(group, name)
         return group
@@ -141,7 +139,7 @@ class Link(contract.Link):
         options._timeout = timedelta(seconds=PATIENCE_S)
         options._threads = 2
         with shut_after(address, lambda: dist.ProcessGroupGloo.create_device(hostname=address)) as device:
-            _outlive(device)
+            outlive(device)
             options._devices = [device]
             return dist.ProcessGroupGloo(store, self.rank, self.size, options)
 
@@ -154,7 +152,7 @@ class Link(contract.Link):
         try:
             group.allreduce([mine], options).wait(timedelta(seconds=REACH_S))
         except RuntimeError as error:
-            why = _first_line(error)
+            why = first_line(error)
         if int(mine) != self.size * (self.size + 1) // 2:
             raise LinkError(self._unmet(name, f"a first sum did not arrive ({why})"))
 
@@ -185,7 +183,7 @@ class Link(contract.Link):
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         if not tensor.numel():
-            return _Done(tensor)
+            return Done(tensor)
         return self._handle(
             self._start(lambda: self._group.allreduce([tensor], options), what),
             kind,
@@ -214,7 +212,7 @@ class Link(contract.Link):
             parts[self.rank].copy_(tensor)
             ways = [(part, rank) for rank, part in enumerate(parts) if part.numel()]
             works = [self._start(partial(self._broadcast, part, rank), what) for part, rank in ways]
-            return self._handle(_All(works), "all-gather", tensor.nbytes, what, lambda: parts)
+            return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
         works = [
             self._start(partial(self._group.allgather, [[part[i:j] for part in parts]], [tensor[i:j]]), what)
             for i, j in _stretches(min(rows), row_bytes, sys.maxsize if self.quick else STRETCH_BYTES)
@@ -224,13 +222,13 @@ class Link(contract.Link):
         more = [(part[min(rows) :], rank) for rank, part in enumerate(parts)]
         works += [self._start(partial(self._broadcast, rest, rank), what) for rest, rank in more if rest.numel()]
         if not works:
-            return _Done(parts)
-        return self._handle(_All(works), "all-gather", tensor.nbytes, what, lambda: parts)
+            return Done(parts)
+        return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
 
     def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
         whole = tensor.clone()
         mine = whole.chunk(self.size)[self.rank]
-        return _Then(self.sum(whole, what), mine.clone)
+        return Then(self.sum(whole, what), mine.clone)
 
     def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
         work = self._start(partial(self._broadcast, tensor, root), what)
@@ -243,12 +241,12 @@ class Link(contract.Link):
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
         what = f"send to rank {peer}"
-        work = self._start(lambda: _Patient(self._group.send([tensor], peer, tag)), what)
+        work = self._start(lambda: Patient(self._group.send([tensor], peer, tag)), what)
         return self._handle(work, "send", tensor.nbytes, what, lambda: tensor)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
         what = f"receive from rank {peer}"
-        work = self._start(lambda: _Patient(self._group.recv([tensor], peer, tag)), what)
+        work = self._start(lambda: Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
 
     def cost(self, operation: str, num_bytes: int) -> Cost:
@@ -274,7 +272,7 @@ class Link(contract.Link):
             who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(detector.left))
             return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
         if peer is None or detector is None:
-            return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {_first_line(error)}")
+            return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {first_line(error)}")
         who = f"rank {peer} on {self.hosts[peer]}"
         return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
 
@@ -329,103 +327,7 @@ class _Handle(contract.Handle):
         return self.result()
 
 
-class _All:
-    """Several operations as one."""
-
-    def __init__(self, works: list[Any]):
-        self.works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
-
-    def wait(self, timeout: timedelta) -> None:
-        for work in self.works:
-            work.wait(timeout)
-
-
-class _Patient:
-    """Gloo gives a send or receive up for good when a wait for it expires: a thread waits once, for long."""
-
-    def __init__(self, work: Any):
-        self.work = work
-        self.error: RuntimeError | None = None
-        self.finished = threading.Event()
-        threading.Thread(target=self._run, name="paceline mail", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.work.wait(timedelta(seconds=PATIENCE_S))
-        except RuntimeError as error:
-            self.error = error
-        self.finished.set()
-
-    def is_completed(self) -> bool:
-        return self.finished.is_set()
-
-    def wait(self, timeout: timedelta) -> None:
-        if not self.finished.wait(timeout.total_seconds()):
-            raise RuntimeError("not yet")
-        if self.error:
-            raise self.error
-
-
-class _Promise:
-    """What ``make`` gives, in a thread of its own, which is left alone where it takes too long."""
-
-    def __init__(self, make: Callable[[], Any]):
-        self._make = make
-        self._made: Any = None
-        self._error: Exception = RuntimeError("no answer")
-        self._thread = threading.Thread(target=self._run, name="paceline promise", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._made = self._make()
-            _outlive(self._made)
-        except Exception as error:
-            self._error = error
-
-    def wait(self, limit_s: float) -> Any:
-        self._thread.join(limit_s)
-        if self._made is None:
-            raise self._error
-        return self._made
-
-
-class _Done(contract.Handle):
-    def __init__(self, result: Any):
-        self.result = result
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, deadline_s: float | None = None) -> Any:
-        return self.result
-
-
-class _Then(contract.Handle):
-    def __init__(self, handle: contract.Handle, then: Callable[[], Any]):
-        self.handle, self.then = handle, then
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self, deadline_s: float | None = None) -> Any:
-        self.handle.wait(deadline_s)
-        return self.then()
-
-
 def _stretches(num_rows: int, row_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
     """From, to: of rows that are sent at once."""
     step = max(1, most_bytes // max(1, row_bytes))
     return [(start, min(start + step, num_rows)) for start in range(0, num_rows if row_bytes else 0, step)]
-
-
-def _first_line(error: Exception | None) -> str:
-    return str(error).partition("\n")[0][:200]
-
-
-def _outlive(thing: Any) -> None:
-    """Never destroyed: its destructor may wait for ever, and its threads may not meet an interpreter that is ending."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,109 @@
+"""Operations of torch.distributed under way: several as one, those that torch gives up by itself, and what is over."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from paceline import contract
+
+PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
+
+
+class All:
+    """Several operations as one."""
+
+    def __init__(self, works: list[Any]):
+        self.works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, timeout: timedelta) -> None:
+        for work in self.works:
+            work.wait(timeout)
+
+
+class Patient:
+    """Gloo gives a send or receive up for good when a wait for it expires: a thread waits once, for long."""
+
+    def __init__(self, work: Any):
+        self.work = work
+        self.error: RuntimeError | None = None
+        self.finished = threading.Event()
+        threading.Thread(target=self._run, name="paceline mail", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.work.wait(timedelta(seconds=PATIENCE_S))
+        except RuntimeError as error:
+            self.error = error
+        self.finished.set()
+
+    def is_completed(self) -> bool:
+        return self.finished.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.finished.wait(timeout.total_seconds()):
+            raise RuntimeError("not yet")
+        if self.error:
+            raise self.error
+
+
+class Promise:
+    """What ``make`` gives, in a thread of its own, which is left alone where it takes too long."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self._make = make
+        self._made: Any = None
+        self._error: Exception = RuntimeError("no answer")
+        self._thread = threading.Thread(target=self._run, name="paceline promise", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._make()
+            outlive(self._made)
+        except Exception as error:
+            self._error = error
+
+    def wait(self, limit_s: float) -> Any:
+        self._thread.join(limit_s)
+        if self._made is None:
+            raise self._error
+        return self._made
+
+
+class Done(contract.Handle):
+    def __init__(self, result: Any):
+        self.result = result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        return self.result
+
+
+class Then(contract.Handle):
+    def __init__(self, handle: contract.Handle, then: Callable[[], Any]):
+        self.handle, self.then = handle, then
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self, deadline_s: float | None = None) -> Any:
+        self.handle.wait(deadline_s)
+        return self.then()
+
+
+def first_line(error: Exception | None) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+def outlive(thing: Any) -> None:
+    """Never destroyed: its destructor may wait for ever, and its threads may not meet an interpreter that is ending."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
