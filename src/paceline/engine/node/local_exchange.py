@@ -45,6 +45,10 @@ class _Relay(contract.Exchange):
         self.alone, self.keeps = alone, keeps
         self._forms: list[str] = []
         self._overflow: set[int] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
         return self._forms
@@ -69,20 +73,11 @@ class _Relay(contract.Exchange):
 class Leader(_Relay):
     """Local rank 0's exchange: collects the crew's pieces, and passes on what was agreed."""
 
-    def __init__(
-        self,
-        exchange: contract.Exchange,
-        crew: Crew,
-        places: Places,
-        specs: Sequence[Spec],
-        alone: bool,
-        keeps: bool = False,
-    ):
-        super().__init__(exchange, crew, places, specs, alone, keeps)
+    def _begin(self) -> None:
         if self.alone:  # measured: few rows in shared memory beat k whole gradients there, whatever the optimizer
-            self._forms = [FACTORS if spec.linear else DENSE for spec in specs]
+            self._forms = [FACTORS if spec.linear else DENSE for spec in self.specs]
         else:
-            self._forms = list(exchange.forms())
+            self._forms = list(self.exchange.forms())
         self.share_forms()
         self._inbox: _Inbox | None = None
         self._ballots: list[Ballot] = []
@@ -201,16 +196,7 @@ class Leader(_Relay):
 class Follower(_Relay):
     """Another local rank's exchange: all it knows comes from local rank 0."""
 
-    def __init__(
-        self,
-        exchange: contract.Exchange,
-        crew: Crew,
-        places: Places,
-        specs: Sequence[Spec],
-        alone: bool,
-        keeps: bool = False,
-    ):
-        super().__init__(exchange, crew, places, specs, alone, keeps)
+    def _begin(self) -> None:
         self.hear_forms()
 
     def hear_forms(self, said: bytes | None = None) -> None:
