@@ -155,7 +155,7 @@ for name in sys.argv[2:]:
         for step in range(3):
             torch.manual_seed(10 * step + rank)
             pace.step((torch.randn(128, 64), torch.randint(3, (128,))))
-        used = type(pace.link).__name__
+        used = type(pace.link.link).__name__
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
     torch.save((used, weights), f"{out}/{name}{rank}.pt")
 """
