@@ -16,9 +16,9 @@ help:
 	@echo "make zoo     123 models on several nodes and processes against a plain loop; writes docs/zoo.md, ten minutes or so"
 	@echo "make check   format, lint and type check"
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml bench/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[dev]' -e ./bench -c constraints.txt
 	@touch $@
 
 train: $(VENV)/.ready
@@ -53,4 +53,4 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build bench/build src/*.egg-info bench/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -85,6 +85,11 @@ def cases() -> Iterator[Case]:
         )
 
 
+def sources(home: Path) -> str:
+    """For PYTHONPATH."""
+    return os.pathsep.join((str(home / "src"), str(home / "bench/src")))
+
+
 def environment(home: Path, case: Case, node: int, local_rank: int, port: int) -> dict[str, str]:
     rank, sizes = sum(case.sizes[:node]) + local_rank, case.sizes
     own = {"RANK": rank, "WORLD_SIZE": sum(sizes), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": sizes[node]}
@@ -92,7 +97,7 @@ def environment(home: Path, case: Case, node: int, local_rank: int, port: int) -
     if len(set(sizes)) > 1:
         own["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
-    kept |= {"PYTHONPATH": str(home / "src"), "OMP_NUM_THREADS": "1", "PACELINE_SECRET": "golden" * 6}
+    kept |= {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "PACELINE_SECRET": "golden" * 6}
     return kept | {name: str(value) for name, value in own.items()} | case.environment
 
 
@@ -170,7 +175,7 @@ SIGNATURE = "import inspect, paceline; print(inspect.signature(paceline.join))"
 def asked(home: Path, words: Sequence[str], limit_s: float = 3600.0) -> str:
     done = subprocess.run(
         [sys.executable, *words],
-        env=os.environ | {"PYTHONPATH": str(home / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"},
+        env=os.environ | {"PYTHONPATH": sources(home), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb"},
         capture_output=True, text=True, check=False, timeout=limit_s,
     )  # fmt: skip
     return done.stdout + (done.stderr if done.returncode else "")

@@ -12,7 +12,8 @@ HEAD = """# Architecture: every module, in a sentence
 
 Written by `scripts/write_tree.py` from the sources' own first lines; do not edit. A room's top level holds what one may
 choose (methods) or call (doors); its sub-folders hold their organs. Imports go down only, as `ROOMS` in
-`tests/laws/test_rooms.py` says. [Seven walks](walks.md) lead through the code.
+`tests/laws/test_rooms.py` says. `paceline_bench`, in `bench/`, is a distribution of its own. [Seven walks](walks.md)
+lead through the code.
 
 """
 
@@ -34,7 +35,7 @@ def lines(folder: Path, depth: int) -> Iterator[str]:
 
 
 def page() -> str:
-    packages = sorted(path.parent for path in (HOME / "src").glob("*/__init__.py"))
+    packages = [HOME / "src" / "paceline", HOME / "bench" / "src" / "paceline_bench"]
     return HEAD + "\n".join(line for package in packages for line in lines(package, 0)) + "\n"
 
 

@@ -17,6 +17,10 @@ import needs
 # a file of laws may use the cases of another
 sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
 
+# so do processes that tests start find the harnesses, installed or not
+BENCH = Path(__file__).parents[1] / "bench" / "src"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BENCH), os.environ.get("PYTHONPATH"))))
+
 _cache = tempfile.TemporaryDirectory(prefix="paceline-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
 

@@ -18,7 +18,7 @@ from paceline.planner.teams import Team
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+SOURCES = sorted(path for folder in ("src", "bench/src") for path in (ROOT / folder).rglob("*.py"))
 
 
 def test_the_page_of_the_architecture_is_that_of_the_sources():

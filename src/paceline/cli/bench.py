@@ -56,7 +56,15 @@ def bench(
 
     paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
-    from paceline_bench import cluster
+    try:
+        from paceline_bench import cluster
+    except ModuleNotFoundError as error:
+        if error.name != "paceline_bench":
+            raise
+        raise ValueError(
+            "`paceline bench` needs the package paceline-bench, which is not installed here; "
+            "in a clone of paceline's repository: pip install ./bench"
+        ) from None
     from paceline_bench.cluster import collectives, namespaces
     from paceline_bench.cluster.race import Pace
     from paceline_bench.cluster.tasks import asked

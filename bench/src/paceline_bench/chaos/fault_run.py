@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import paceline
 from paceline.launch.detach import Detached
 from paceline.launch.local import num_processes
+from paceline_bench import SOURCES
 from paceline_bench.chaos import journal, training
 from paceline_bench.chaos.faults import ENDING, LAUNCHER_KILLED, LOSING, Fault, strike
 from paceline_bench.chaos.hosts import Machines
@@ -152,8 +152,7 @@ class Ordeal:
             *(str(self.folder), str(self.launches), str(self.epochs)),
         ]
         self.show(f"seed {self.seed}: start {self.launches}, {self.count} nodes, {engine}")
-        home = str(Path(paceline.__file__).parents[1])
-        paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
+        paths = os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH", ""))))
         environment = {"XDG_STATE_HOME": str(self.folder), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         before = set(self._runs())
         done = subprocess.run(

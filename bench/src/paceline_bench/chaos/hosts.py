@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import paceline
+from paceline_bench import SOURCES
 from paceline_bench.cluster import namespaces
 from paceline_bench.cluster.namespaces import Cluster
 
@@ -95,7 +95,7 @@ class Machines:
 
     def _write_node(self, node: int, nodes: Sequence[int]) -> None:
         own = self.cluster.address(node)
-        path = os.pathsep.join(map(str, (Path(paceline.__file__).parents[1], *self.path)))
+        path = os.pathsep.join(map(str, (*SOURCES, *self.path)))
         (self.folder / "authorized").write_text((self.folder / "user.pub").read_text())
         (self.folder / f"sshd{node}").write_text(
             f"Port 22\nListenAddress {own}\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"

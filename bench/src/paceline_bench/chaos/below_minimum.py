@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
-import paceline
 from paceline.launch.machine import survey
+from paceline_bench import SOURCES
 from paceline_bench.chaos import journal, training
 from paceline_bench.chaos.faults import part, rejoin
 from paceline_bench.chaos.hosts import Machines, unavailable
@@ -159,8 +159,7 @@ class Waits:
             history.wrong.append(f"start {launch}: {what or 'nothing of it could be compared with a resume by hand'}")
 
     def _environment(self) -> dict[str, str]:
-        home = str(Path(paceline.__file__).parents[1])
-        paths = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH", ""))))
+        paths = os.pathsep.join(filter(None, (*SOURCES, os.environ.get("PYTHONPATH", ""))))
         return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
     # who is there

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import paceline
 from paceline_bench.cluster.work import Step, Work
 
 
 def folder() -> Path:
     """Beside the package's sources, or below the current folder. Raises ValueError."""
-    places = [root / "benchmarks" / "peers" for root in (Path(paceline.__file__).parents[2], Path.cwd())]
+    places = [root / "benchmarks" / "peers" for root in (Path(__file__).parents[4], Path.cwd())]
     for place in places:
         if place.is_dir():
             return place

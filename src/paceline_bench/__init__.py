@@ -1,1 +1,0 @@
-"""How do our figures compare? Each contender in fresh processes, by turns."""
