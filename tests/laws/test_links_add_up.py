@@ -20,8 +20,10 @@ import ranks
 from launching import environment
 from needs import want
 from paceline.contract import LinkError
+from paceline.elastic.membership import connect, detect
 from paceline.launch.local import free_port
 from paceline.registry import find, module, names
+from paceline.report.activity import Whereabouts
 from twin import Twin
 
 pytestmark = pytest.mark.long
@@ -317,7 +319,7 @@ def over_loopback(link, size):
 
     def one(rank):
         try:
-            faults[rank] = try_all(find("link", link, rank, size, "127.0.0.1", port))
+            faults[rank] = try_all(connect(link, rank, size, "127.0.0.1", port).bare)
         except Exception:
             faults[rank] = dict.fromkeys(LAWS, traceback.format_exc())
 
@@ -344,7 +346,8 @@ def under_mpirun(link, size):
 def one_rank(link, size, port, rank):
     """What each process does."""
     make = Twin if link == "nccl" else partial(find, "link", link)  # where there is no GPU
-    print(json.dumps(try_all(make(int(rank), int(size), "127.0.0.1", int(port)))))
+    activity = Whereabouts()
+    print(json.dumps(try_all(make(int(rank), int(size), "127.0.0.1", int(port), 0, detect(activity), activity))))
 
 
 def try_all(whole):

@@ -5,12 +5,12 @@ import os
 import torch
 
 from paceline.contract import LinkError
+from paceline.elastic.membership import connect
 from paceline.link import mpi
-from paceline.registry import find
 
 mpi.LEFT_S = 0.5
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-link = find("link", "mpi", rank, size)
+link = connect("mpi", rank, size, "", 0).link
 link.sum(torch.ones(1)).wait(10)
 if rank == size - 1:
     link.close()

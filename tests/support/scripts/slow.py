@@ -5,10 +5,10 @@ import time
 
 import torch
 
-from paceline.registry import find
+from paceline.elastic.membership import connect
 
 rank = int(os.environ["RANK"])
-link = find("link", "torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+link = connect("torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
 tensor = torch.full((1_000_000,), rank + 1.0)
 link.lane("warm").sum(torch.zeros(1)).wait()
 start = time.monotonic()
