@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.engine.compute import precision
 from paceline.planner.plan_file import Plan, Row
@@ -110,3 +111,13 @@ def test_code_in_the_pages_is_python_and_whole_scripts_run(page, tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("\n") >= len(whole)
+
+
+def test_the_codec_on_the_page_is_one():
+    block = re.findall(r"```python\n(.*?)```", (DOCS / "adding-a-method.md").read_text(), re.DOTALL)[0]
+    names: dict[str, object] = {}
+    exec(block, names)
+    codec, flat = names["Codec"](), torch.tensor([3.0, 0.0, -1.0])
+    payload, _ = codec.encode(flat, codec.init(None, 0, 0), 0)
+    assert payload.nbytes == codec.payload_bytes(3, torch.float32)
+    assert codec.decode(payload, 3, torch.float32).tolist() == pytest.approx([4 / 3, 0.0, -4 / 3])
