@@ -17,7 +17,7 @@ BEGIN, END = "<!-- begin: written by scripts/write_options.py -->\n", "<!-- end 
 
 
 def kind(hint: Any) -> str:
-    """What is to be given: TEXT, INT, FLOAT or PATH; nothing for a flag."""
+    """The type of its value: TEXT, INT, FLOAT or PATH; empty for a flag."""
     plain = next(one for one in (typing.get_args(hint) or (hint,)) if one is not type(None))
     if typing.get_origin(plain) is list:
         return kind(typing.get_args(plain)[0])
@@ -25,7 +25,7 @@ def kind(hint: Any) -> str:
 
 
 def rows(function: Callable[..., Any]) -> list[str]:
-    """A line for each argument and option: how it is given, what holds without it, what it means."""
+    """A line for each argument and option: how it is given, its default, what it means."""
     hints, lines = typing.get_type_hints(function, include_extras=True), []
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "context":
@@ -38,7 +38,7 @@ def rows(function: Callable[..., Any]) -> list[str]:
             decls = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
             given = f"{', '.join(decls) or '--' + name.replace('_', '-')} {kind(hint)}".strip()
         without = (
-            "needed"
+            "required"
             if needed
             else ""
             if parameter.default is None or parameter.default is False
@@ -56,7 +56,7 @@ def tables() -> str:
         assert function
         about = " ".join((inspect.getdoc(function) or "").partition("Example")[0].split())
         table = rows(function)
-        head = ["", "| | without it | |", "|---|---|---|"] if table else []
+        head = ["", "| | default | |", "|---|---|---|"] if table else []
         sections.append("\n".join([f"### paceline {command.name or function.__name__}\n", about, *head, *table]))
     return "\n\n".join(sections)
 

@@ -16,7 +16,7 @@ from paceline.launch.output import shown
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Trains PyTorch models as fast as the machines you already have allow.",
+    help="Trains PyTorch models on one machine or several, in the fastest way that they allow.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

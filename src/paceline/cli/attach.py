@@ -13,13 +13,13 @@ from paceline.launch.supervise.takeover import take_over
 
 def attach(
     run: Annotated[
-        str | None, typer.Argument(help="Of a run started with --detach; without it, all are listed.")
+        str | None, typer.Argument(help="Id of a run that was started with --detach; default: list all.")
     ] = None,
-    stop: Annotated[bool, typer.Option("--stop", help="End it as Ctrl-C would, and wait for that.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop the run as Ctrl-C would, and wait for its end.")] = False,
 ) -> None:
-    """Follows a detached run to its end, and ends with its exit code; Ctrl-C leaves it running.
+    """Follows a detached run to its end and exits with its exit code; Ctrl-C leaves it running.
 
-    Where the launcher of a run on hosts was killed, another one takes its place and finds the nodes.
+    If the launcher of a run on hosts was killed, a new launcher starts and finds the nodes.
 
     Examples:
 

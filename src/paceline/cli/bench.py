@@ -12,35 +12,36 @@ from rich.console import Console
 from paceline.cli.options import console
 
 SUITES = (
-    "local: this machine against torch by hand and DDP. links: sums against gloo's. cluster: several nodes, as network "
-    "namespaces of this machine (root), against DDP and no exchange."
+    "local: this machine, against hand-written PyTorch and DDP. links: all-reduce algorithms, against gloo's. cluster: "
+    "several nodes, as network namespaces of this machine (needs root), against DDP and no communication."
 )
 
 
 def bench(
     suite: Annotated[str, typer.Argument(help=SUITES)],
-    only: Annotated[str | None, typer.Option(help="Tasks or algorithms, separated by commas; see the record.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns of each contender; cluster: fresh starts (1).")] = None,
-    processes: Annotated[int, typer.Option(help="links: processes that add up over loopback.")] = 4,
+    only: Annotated[str | None, typer.Option(help="Only these tasks or algorithms, separated by commas.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds per configuration; cluster: fresh starts (1).")] = None,
+    processes: Annotated[int, typer.Option(help="links: processes that all-reduce over loopback.")] = 4,
     nodes: Annotated[
-        int | None, typer.Option(help="cluster: how many, one core each (2). links: instead of --processes (root).")
+        int | None,
+        typer.Option(help="cluster: how many, one core each (2). links: instead of --processes (needs root)."),
     ] = None,
-    rate: Annotated[str | None, typer.Option(help="Between --nodes: 10gbit, 1gbit, 100mbit, none.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Bandwidth between --nodes: 10gbit, 1gbit, 100mbit, none.")] = None,
     delay: Annotated[
-        float, typer.Option(help="Between --nodes, of --model's race or of sums, in ms one way, at 200mbit or less.")
+        float, typer.Option(help="One-way delay between --nodes in ms, for --model or links, at 200mbit or less.")
     ] = 0.0,
     model: Annotated[
-        str | None, typer.Option(help="cluster: one race on it, such as alexnet, resnet50v2@128, transformer.")
+        str | None, typer.Option(help="cluster: benchmark this model, such as alexnet, resnet50v2@128, transformer.")
     ] = None,
-    batch_per_node: Annotated[int, typer.Option(help="cluster: rows of each node and step.")] = 32,
+    batch_per_node: Annotated[int, typer.Option(help="cluster: samples per node and step.")] = 32,
     against: Annotated[
-        str, typer.Option(help="cluster: files of benchmarks/peers, such as ddp,ddp-tuned,none.")
+        str, typer.Option(help="cluster: baselines in benchmarks/peers, such as ddp,ddp-tuned,none.")
     ] = "ddp,none",
     fidelity: Annotated[str, typer.Option(help="cluster: exact, or rounded (bf16).")] = "exact",
-    steps: Annotated[int | None, typer.Option(help="cluster: timed turns instead of each task's own.")] = None,
+    steps: Annotated[int | None, typer.Option(help="cluster: timed blocks; default: each task's own.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the record.")] = None,
 ) -> None:
-    """The benchmark suite: contenders by turns, kept as a record.
+    """Benchmarks paceline and its baselines in interleaved rounds, and writes a record.
 
     Examples:
 

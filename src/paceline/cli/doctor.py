@@ -24,20 +24,20 @@ def doctor(
     python: PythonOption = None,
     address: AddressOption = None,
     port: Annotated[
-        int, typer.Option(envvar="MASTER_PORT", help="Which the first host must be able to take; 0: any.")
+        int, typer.Option(envvar="MASTER_PORT", help="Port that must be free on the first host; 0: any.")
     ] = 0,
     ssh_command: SshOption = "ssh",
     run: Annotated[
-        str | None, typer.Option(help="Of a run that trains here: its folder, or the id of a detached one.")
+        str | None, typer.Option(help="A run that trains here: its folder, or the id of a detached run.")
     ] = None,
-    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: where each stands in its code.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With --run: the stack trace of each process.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """What is wrong with these hosts and the network between them, or with this machine, and how to mend it.
+    """Finds problems of these hosts and the network between them, or of this machine, and says how to fix them.
 
-    With --run: what each node of a run is at just now, for how long, and for whom it waits.
+    With --run: what each node of a run is doing at present, for how long, and which process it waits for.
 
-    Exit code 0 where nothing stands in the way of a run, 1 else.
+    Exit code 0 if no problem prevents a run, else 1.
 
     Examples:
 

@@ -11,71 +11,74 @@ from rich.console import Console
 from paceline import registry
 
 console = Console(highlight=False, soft_wrap=True)
-PLAN = "auto (measured once, then kept), a plan file, or a row such as threads:2, processes:2+channels_last."
+PLAN = "auto (measured once, then cached), a plan file, or a configuration, as threads:2 or processes:2+channels_last."
 
 ModelOption = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")
 ]
 DataOption = Annotated[
-    str | None, typer.Option(help="Folder with one sub-folder of images per class, or what `pack` wrote.")
+    str | None, typer.Option(help="Folder with one sub-folder of images per class, or a folder that `pack` wrote.")
 ]
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
-FidelityOption = Annotated[str, typer.Option(help="What may be chosen: exact, rounded (16 bits), approximate.")]
+FidelityOption = Annotated[str, typer.Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
 ReproducibleOption = Annotated[
     bool,
     typer.Option(
         "--reproducible",
-        help="The same bits for any number of nodes, by --plan virtual:8, or as many shares as that says.",
+        help="Bit-identical weights for any number of nodes: --plan virtual:8, or virtual:k for k shares.",
     ),
 ]
 SharesOption = Annotated[
-    str | None, typer.Option(help="Rows of each node: measured (also without it), equal, or as 3,1.")
+    str | None, typer.Option(help="Part of the batch per node: measured (default), equal, or proportions such as 3,1.")
 ]
 OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
 HostsOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "-H", "--hosts", help="Over ssh on each of these: hostA,user@hostB, or hostA:4,hostB:2; several times."
-    ),
+    typer.Option("-H", "--hosts", help="Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated."),
 ]
-EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: variables that go along, A,B.")]
+EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: environment variables to pass on, as A,B.")]
 PythonOption = Annotated[
-    str | None, typer.Option("--python", help="With -H: the interpreter there, if not this one's path.")
+    str | None,
+    typer.Option("--python", help="With -H: the Python interpreter on the hosts; default: the same path as here."),
 ]
 AddressOption = Annotated[
-    str | None, typer.Option("--address", help="With -H: the first host's, as the others reach it; else as ssh did.")
+    str | None,
+    typer.Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh."),
 ]
 SshOption = Annotated[
-    str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the client and its options, 'ssh -F file'.")
+    str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
 ]
 SendOption = Annotated[
-    bool, typer.Option("--send", help="With -H: the working tree, as git sees it, and --data go along; what changed.")
+    bool,
+    typer.Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent."),
 ]
 JoinOption = Annotated[
     Path | None,
-    typer.Option(help="The ticket.json of a run that was started with --nodes: this node comes to it late."),
+    typer.Option(help="Join a run that was started with --nodes: the path of its join token, ticket.json."),
 ]
 NodesOption = Annotated[
     str | None,
-    typer.Option(help="Fewest and most, as 2:4: others may be lost, and training goes on. Without -H: so many here."),
+    typer.Option(
+        help="Minimum and maximum, as 2:4: training continues if nodes fail. Without -H, nodes on this machine."
+    ),
 ]
 WaitOption = Annotated[
     float | None,
-    typer.Option(min=0.0, help="Seconds for which nodes below the minimum wait for those that failed; default 600."),
+    typer.Option(min=0.0, help="Seconds that survivors below the minimum wait for failed nodes; default 600."),
 ]
 RestartsOption = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="How often a run that failed is started again, from its newest checkpoint; default 3 with --nodes.",
+        help="How often a failed run is restarted from its newest checkpoint; default 3 with --nodes.",
     ),
 ]
 EncryptOption = Annotated[
     bool,
-    typer.Option("--encrypt", help="All that goes between nodes is encrypted, by TLS 1.3, without any setting up."),
+    typer.Option("--encrypt", help="Encrypt all traffic between nodes with TLS 1.3; needs no setup."),
 ]
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Goes on without this terminal; `paceline attach` follows it.")
+    bool, typer.Option("--detach", help="Run without this terminal; follow the run with `paceline attach`.")
 ]
 
 

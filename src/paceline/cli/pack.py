@@ -15,12 +15,16 @@ from paceline.cli.options import console
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder with one sub-folder of images per class.")],
     out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave unreadable images out.")] = False,
-    size: Annotated[int | None, typer.Option(help="Shrink to this short side, in pixels (256 is enough).")] = None,
-    test_fraction: Annotated[float, typer.Option(help="Held out, where there is no test/ folder.")] = 0.2,
-    seed: Annotated[int, typer.Option(help="Of what is held out.")] = 0,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")] = False,
+    size: Annotated[
+        int | None, typer.Option(help="Shrink the short side of images to this, in pixels (256 is enough).")
+    ] = None,
+    test_fraction: Annotated[
+        float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")
+    ] = 0.2,
+    seed: Annotated[int, typer.Option(help="Seed of the train/test split.")] = 0,
 ) -> None:
-    """Many small files become few large shards, checked; run it again after an interruption and it goes on.
+    """Packs many small image files into few large shards with checksums; after an interruption, run it again.
 
     Example: paceline pack ./photos ./shards && paceline train --data ./shards
     """

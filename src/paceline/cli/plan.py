@@ -43,28 +43,32 @@ MOST_LISTED = 64  # numbers of nodes, each with lines of its own
 
 def plan(
     context: typer.Context,
-    script: Annotated[str | None, typer.Argument(help="A script with its arguments; or none, and --model.")] = None,
+    script: Annotated[
+        str | None, typer.Argument(help="A script with its arguments; or no script, and --model.")
+    ] = None,
     model: ModelOption = None,
     data: DataOption = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch size.")] = None,
     fidelity: FidelityOption = "exact",
     reproducible: ReproducibleOption = False,
-    budget: Annotated[float | None, typer.Option(help="Seconds; then only the most promising are tried.")] = None,
-    rows: Annotated[str | None, typer.Option(help="Only these, separated by spaces or commas.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Limit in seconds: only the most promising are measured.")
+    ] = None,
+    rows: Annotated[str | None, typer.Option(help="Only these configurations, separated by spaces or commas.")] = None,
     named: HostsOption = None,
     what_if: Annotated[
-        list[str] | None, typer.Option(help="Predicted only: nodes=8,link=10gbit,latency=5ms; several times.")
+        list[str] | None, typer.Option(help="Prediction only: nodes=8,link=10gbit,latency=5ms; may be repeated.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Without -H: up to so many machines like this one.")] = None,
-    link: Annotated[str | None, typer.Option(help="The link between them, such as 1gbit.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Without -H: predict up to so many machines like this one.")] = None,
+    link: Annotated[str | None, typer.Option(help="Network between --nodes, such as 1gbit.")] = None,
     env: EnvOption = None,
     python: PythonOption = None,
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
-    out: Annotated[Path | None, typer.Option(help="Write the plan here, as TOML, for train --plan FILE.")] = None,
+    out: Annotated[Path | None, typer.Option(help="TOML file to write the plan to, for train --plan FILE.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Predicts and measures every way to train a job, on this machine or on several, and says why the losers lost.
+    """Predicts and measures every configuration for a job, on one machine or several, and says why each was rejected.
 
     Examples:
 

@@ -15,10 +15,10 @@ from paceline.cli.options import console
 def predict(
     checkpoint: Annotated[Path, typer.Argument(help="A run's folder, one of its checkpoints, or exported weights.")],
     images: Annotated[list[Path], typer.Argument(help="Image files.")],
-    top: Annotated[int, typer.Option(help="Classes to name per image.")] = 3,
+    top: Annotated[int, typer.Option(help="Number of classes to print per image.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image.")] = False,
 ) -> None:
-    """What images show, by a trained model.
+    """Classifies images with a trained model.
 
     Example: paceline predict runs/photos a.jpg b.jpg
     """
@@ -32,10 +32,10 @@ def predict(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are shown side by side.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared side by side.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """One self-contained HTML page: loss, speed, where the time goes, the plan and its reason.
+    """Writes one self-contained HTML page: loss, throughput, time per part of a step, the plan and its reason.
 
     Example: paceline report runs/* --out report.html
     """
@@ -48,13 +48,13 @@ def report(
 def track(
     folder: Annotated[Path, typer.Argument(help="The run's folder.")],
     to: Annotated[str, typer.Option(help="tensorboard, mlflow or wandb.")] = "tensorboard",
-    live: Annotated[bool, typer.Option("--live", help="Follow a run that is still going.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Follow a run that is still running.")] = False,
     quiet: Annotated[
         float | None,
-        typer.Option(help="With --live: seconds without an event, after which it is over."),
+        typer.Option(help="With --live: stop after so many seconds without an event."),
     ] = None,
 ) -> None:
-    """Passes a run's record on to a tracker.
+    """Exports a run's record to an experiment tracker.
 
     Example: paceline track --live --to tensorboard runs/photos
     """
@@ -64,7 +64,7 @@ def track(
 
 
 def list_() -> None:
-    """Every engine, exchange, codec, link and model: one line each.
+    """Lists every engine, exchange, codec, link and model, one line each.
 
     Example: paceline list
     """

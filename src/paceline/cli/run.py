@@ -64,11 +64,11 @@ def run(
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
     send: SendOption = False,
-    data: Annotated[str | None, typer.Option(help="With --send: a folder that goes along besides the tree.")] = None,
+    data: Annotated[str | None, typer.Option(help="With --send: a data folder to copy as well.")] = None,
     encrypt: EncryptOption = False,
     detach: DetachOption = False,
 ) -> None:
-    """Starts a script everywhere it should run.
+    """Launches a script, on this machine or on several hosts.
 
     Examples:
 

@@ -56,35 +56,42 @@ def train(
     model: ModelOption = None,
     data: DataOption = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch: over all processes and nodes.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Global batch size: over all processes and nodes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     momentum: Annotated[float | None, typer.Option(help="Momentum of sgd and lars.")] = None,
     weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
     optimizer: Annotated[str, typer.Option(help="sgd, adam, adamw or lars.")] = "sgd",
-    lr_scaling: Annotated[str, typer.Option(help="With the batch over the model's own: none, linear, sqrt.")] = "none",
-    warmup: Annotated[float, typer.Option(help="Epochs in which the learning rate rises.")] = 0.0,
-    decay: Annotated[str, typer.Option(help="Then: none, cosine, poly or step.")] = "none",
-    clip: Annotated[float | None, typer.Option(help="Clip gradients by this global norm.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step, for memory.")] = 1,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; else what the plan says.")] = None,
+    lr_scaling: Annotated[
+        str, typer.Option(help="Learning-rate scaling from the model's default batch to this one: none, linear, sqrt.")
+    ] = "none",
+    warmup: Annotated[float, typer.Option(help="Warm-up: epochs in which the learning rate rises.")] = 0.0,
+    decay: Annotated[
+        str, typer.Option(help="Learning-rate schedule after warm-up: none, cosine, poly or step.")
+    ] = "none",
+    clip: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step, to save memory.")] = 1,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: as the plan says.")] = None,
     fidelity: FidelityOption = "exact",
-    batch_norm: Annotated[str, typer.Option(help="Statistics: local to each process, or sync.")] = "local",
-    exchange: Annotated[str, typer.Option(help="How nodes agree, where there are several.")] = "allreduce",
-    codec: Annotated[str, typer.Option(help="What a gradient looks like on the wire.")] = "none",
+    batch_norm: Annotated[str, typer.Option(help="Batch statistics: local to each process, or sync.")] = "local",
+    exchange: Annotated[str, typer.Option(help="Gradient synchronisation between nodes.")] = "allreduce",
+    codec: Annotated[str, typer.Option(help="Gradient compression between nodes.")] = "none",
     shares: SharesOption = None,
     reproducible: ReproducibleOption = False,
     plan: PlanOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
-    test_fraction: Annotated[float, typer.Option(help="Held out, where there is no test/ folder.")] = 0.2,
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave unreadable images out.")] = False,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal runs.")] = 0,
+    test_fraction: Annotated[
+        float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")
+    ] = 0.2,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")] = 0,
     out: OutOption = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder, as it was asked for; --epochs may be more.")
+        Path | None,
+        typer.Option(help="Resume the run in this folder with its saved options; --epochs may be increased."),
     ] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides each epoch's.")] = None,
-    keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints, besides one per epoch.")] = None,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep.")] = 2,
     named: HostsOption = None,
     nodes: NodesOption = None,
     wait: WaitOption = None,
@@ -98,7 +105,7 @@ def train(
     detach: DetachOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
 ) -> None:
-    """Trains a model the fastest way this machine allows; without arguments, on an embedded sample.
+    """Trains a model with the fastest configuration for this machine; without arguments, on an embedded sample.
 
     Examples:
 

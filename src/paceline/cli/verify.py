@@ -16,13 +16,13 @@ from paceline.launch.hosts import Way
 def verify(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A script that calls paceline.join, with its own arguments.")],
-    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 10,
+    steps: Annotated[int, typer.Option(help="Number of steps to compare.")] = 10,
     nodes: Annotated[
-        int, typer.Option(help="Nodes to pretend on this machine, without -H and outside a launcher.")
+        int, typer.Option(help="Number of simulated nodes on this machine, without -H and outside a launcher.")
     ] = 2,
-    engine: Annotated[str | None, typer.Option(help="Each node's engine, if not sequential.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Engine of each node; default: sequential.")] = None,
     float32: Annotated[
-        bool, typer.Option("--float32", help="Compare in float32, for what float64 cannot run.")
+        bool, typer.Option("--float32", help="Compare in float32, for models that cannot run in float64.")
     ] = False,
     named: HostsOption = None,
     env: EnvOption = None,
@@ -30,9 +30,9 @@ def verify(
     address: AddressOption = None,
     ssh_command: SshOption = "ssh",
 ) -> None:
-    """N nodes against one process: is the result the same, within what tolerance?
+    """Checks whether N nodes give the same result as one process, and within what tolerance.
 
-    Under a launcher (RANK is set) this process's node is one of the N. Dropout is switched off.
+    Under a launcher (RANK is set), this process's node is one of the N nodes. Dropout is switched off.
 
     Examples:
 
