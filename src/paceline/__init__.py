@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from paceline.report import log as _log  # noqa: F401 - what a script changes of the logger after this import stays so
+
 if TYPE_CHECKING:
     from paceline.contract import LinkError
     from paceline.launch.signals import Stopped

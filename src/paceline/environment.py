@@ -5,6 +5,7 @@ For how long those who start wait for each other, and survivors of a failure for
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -263,6 +264,17 @@ def join_s() -> float:
             f"PACELINE_JOIN_S={text!r} must be a number of seconds above 0 and below {MOST_S:.0f}; mend it, or unset it"
         )
     return seconds
+
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def log_level() -> int:
+    """From which level on people are told: PACELINE_LOG, else info. Raises ValueError."""
+    text = os.environ.get("PACELINE_LOG") or "info"
+    if text.lower() not in LEVELS:
+        raise ValueError(f"PACELINE_LOG={text!r} is no level of messages; give {', '.join(LEVELS)}, or unset it")
+    return LEVELS[text.lower()]
 
 
 def wait_s() -> float:

@@ -26,6 +26,7 @@ from paceline.job import Job
 from paceline.launch.signals import Stopped
 from paceline.launch.supervise import process_status
 from paceline.planner.measure.stopwatch import times
+from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.manual_loop import ManualLoop
@@ -355,4 +356,4 @@ class Pace:
             # a second Ctrl-C wants the end at once
             unwritten = self.training.leave(f"{kind.__name__}: {error}", wait=not isinstance(error, KeyboardInterrupt))
             if unwritten:
-                sys.stderr.write(f"paceline: {unwritten}\n")
+                log.error(str(unwritten))

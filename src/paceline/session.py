@@ -38,6 +38,7 @@ from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
 from paceline.registry import find, parse
 from paceline.registry import module as find_module
+from paceline.report.log import configure, log
 from paceline.training import Training
 
 _here: list[Pace] = []  # that this process has joined, and not left
@@ -105,6 +106,7 @@ def join(
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
     ValueError for wrong arguments, LinkError when the others cannot be reached.
     """
+    configure()
     if shares is None:
         shares = os.environ.get("PACELINE_SHARES", "measured")
     words: dict[str, Any] = {
@@ -190,7 +192,7 @@ def join(
     pace = Pace(training)
     pace.run.row, training.wrappers = row, wrappers
     if wrappers.found and pace.leader:
-        print(f"paceline: {wrappers.words}", file=sys.stderr)
+        log.info(wrappers.words)
         pace.record.write("hint", text=wrappers.words)
     _here[:] = [*(each for each in _here if not each.training.over), pace]
     planned = os.environ.pop("PACELINE_PLAN", "")
@@ -273,7 +275,7 @@ def _default_row(world: World, job: Job) -> str:
         here = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not r.engine.startswith("processes")]
         row = min(here, key=lambda r: r.measured_s or 0.0).engine if here else f"threads:{cores}"
         hint = f"the fastest in one process; `paceline run SCRIPT` starts the faster {made.chosen}"
-    print(f"paceline: {row}, {hint}", file=sys.stderr)
+    log.info(f"{row}, {hint}")
     return row
 
 
@@ -297,10 +299,10 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(error, "told", False):
             return  # another process of this run prints the same words
         if isinstance(error, LinkError) and error.resumes:
-            sys.stderr.write(f"paceline: {error}; exit code {RESUME_CODE}: resume from the newest checkpoint\n")
+            log.error(f"{error}; exit code {RESUME_CODE}: resume from the newest checkpoint")
             sys.exit(RESUME_CODE)  # which Python heeds here
         if isinstance(error, LinkError | NeverStepped | NotFinite | NoGradient | UnlikeOptions | CheckpointError):
-            sys.stderr.write(f"paceline: {error}\n")  # in one piece: others write to the same terminal
+            log.error(str(error))
         elif hook is sys.__excepthook__:
             sys.stderr.write("".join(traceback.format_exception(kind, error, trace)))
         else:

@@ -34,8 +34,8 @@ from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import Witness
 from paceline.planner.measure.stopwatch import Stopwatch
 from paceline.report import trace
-from paceline.report.activity import say
 from paceline.report.host_health import Signs
+from paceline.report.log import log
 from paceline.report.status_server import Live, stacks, tell
 from paceline.report.step_record import StepRecord
 from paceline.report.stragglers import Stragglers
@@ -130,13 +130,13 @@ class Training:
     def _warn(self, codec: contract.Codec) -> None:
         run = self.run
         if run.leader and (stale := plan_cache.confirm(run.job)):
-            print(f"paceline: {stale}; the next start measures again", file=sys.stderr)
+            log.info(f"{stale}; the next start measures again")
             run.record.write("hint", text=stale)
         if run.leader and run.world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not run.link.wide:
             text = (
                 f"the wire adds in {codec.wire}: among {run.world.num_nodes} nodes a sum is rounded once more by each"
             )
-            print(f"paceline: {text}", file=sys.stderr)
+            log.info(text)
             run.record.write("hint", text=text)
 
     def _observers(self, several: bool, form: Path | None) -> list[contract.StepObserver]:
@@ -178,7 +178,7 @@ class Training:
 
     def _notice(self, text: str) -> None:
         """Something lasts longer than it should."""
-        say(text)
+        log.warning(text)
         self.run.record.write("late", step=self.run.num_steps, text=text)
 
     def step(self, batch: GlobalBatch, gradient: Gradient | None = None) -> float:
@@ -221,7 +221,7 @@ class Training:
             self._unstepped = False
             note("unstepped")
             if self.run.leader and not self.over:
-                sys.stderr.write(f"paceline: {text}\n")
+                log.error(text)
         return text
 
     @contextlib.contextmanager
@@ -258,9 +258,7 @@ class Training:
             return  # it has been told in between
         path = self.save(self.run.folder) if self.run.folder else None
         if path:
-            print(
-                f"paceline: stopped by signal {number} after step {self.run.num_steps}; saved {path}", file=sys.stderr
-            )
+            log.info(f"stopped by signal {number} after step {self.run.num_steps}; saved {path}")
         self.close(f"signal {number}")
         raise Stopped(number)
 
@@ -270,7 +268,7 @@ class Training:
         if self.run.leader:
             kept = f"saved {path}" if path else "there is no folder to save in, so the run begins anew"
             text = f"{why}; {kept}; exit code {RESUME_CODE}: resume the run from its newest checkpoint"
-            sys.stderr.write(f"paceline: {text}\n")
+            log.error(text)
         self.close(why)
         raise Resume
 

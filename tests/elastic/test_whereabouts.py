@@ -223,7 +223,7 @@ def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_a
 
 
 def test_notices_go_to_the_screen_in_one_piece(capsys):
-    activity.say("one\ntwo")
+    Whereabouts().notice("one\ntwo")
     assert capsys.readouterr().err == "paceline: one\ntwo\n"
 
 

@@ -9,11 +9,12 @@ a script trains before is trained again.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-import sys
 from typing import Any, Protocol
 
 from paceline.engine.compute import rng
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 VARIABLE = "PACELINE_RESUME"
@@ -61,7 +62,7 @@ def begin() -> None:
             _say(run, "there is no checkpoint, since the run has no folder (--out): it begins at step 0")
         elif pace.resume_unasked():
             _random[run.number] = rng.state()
-            _say(run, f"resumed from the checkpoint of step {run.num_steps} in {run.folder}")
+            _say(run, f"resumed from the checkpoint of step {run.num_steps} in {run.folder}", logging.INFO)
         else:
             _say(run, f"there is no checkpoint of this training in {run.folder}: it begins at step 0")
 
@@ -82,7 +83,7 @@ def missed(pace: Joined) -> None:
         )
 
 
-def _say(run: RunState, what: str) -> None:
+def _say(run: RunState, what: str, level: int = logging.WARNING) -> None:
     if run.leader:
-        sys.stderr.write(f"paceline: {what}\n")
+        log.log(level, what)
         run.record.write("hint", text=what)

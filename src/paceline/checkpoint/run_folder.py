@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoint.run_lock import claim
 from paceline.errors import CheckpointError
+from paceline.report.log import log
 from paceline.report.record import Record
 
 if TYPE_CHECKING:
@@ -49,10 +49,9 @@ class RunFolder:
         try:
             self.record.open(self.path)
         except OSError as error:
-            print(
-                f"paceline: {self.path} cannot be written here ({error.strerror or error}): training goes on without "
-                f"a record, until it is to be saved; let every node write there",
-                file=sys.stderr,
+            log.warning(
+                f"{self.path} cannot be written here ({error.strerror or error}): training goes on without a record, "
+                f"until it is to be saved; let every node write there"
             )
             return
         self.measure()

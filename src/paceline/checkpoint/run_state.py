@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.engine.compute import rng
+from paceline.report.log import log
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
@@ -118,7 +118,7 @@ def _tell_left_out(run: RunState, other: Sequence[str]) -> None:
         f"the checkpoint was made with {' and '.join(other)}: what its codec still owed is left out, which the same "
         f"would go on with"
     )
-    sys.stderr.write(f"paceline: {text}\n")
+    log.warning(text)
     run.record.write("hint", text=text)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +23,7 @@ from paceline.checkpoint.async_writer import Copies, Writer
 from paceline.checkpoint.transfer import Others, Post
 from paceline.errors import CheckpointError
 from paceline.exchange.flow.control import alone
+from paceline.report.log import log
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
@@ -98,7 +99,7 @@ class Saver:
     def _at_exit(self) -> None:
         """The script has ended without `Pace.close`."""
         if unwritten := self.end():
-            sys.stderr.write(f"paceline: {unwritten}\n")
+            log.error(str(unwritten))
 
     def restore(self, folder: Path, fits: Callable[[Any], bool] = bool) -> checkpoint.Checkpoint | None:
         """What was gone on from. Every process must call it. ``fits``: whether a checkpoint of this state is taken."""
@@ -128,7 +129,8 @@ class Saver:
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
             with contextlib.suppress(Others):
                 kept = Post(world.rank, nodes, run.control.gather, team).send(kept, choice.lacking)
-                self._say(f"sent {kept.path} to ranks {', '.join(map(str, choice.lacking))}, which do not see it")
+                to = ", ".join(map(str, choice.lacking))
+                self._say(logging.INFO, f"sent {kept.path} to ranks {to}, which do not see it")
                 break
         assert kept
         if not fits(kept.state):
@@ -138,10 +140,10 @@ class Saver:
             newer = (path for path in checkpoint.all_of(folder) if checkpoint.step_of(path) > kept.step)
             self._damaged = frozenset(path.name for path in newer)
         if choice.passed_over:
-            self._say(f"passed over {'; '.join(choice.passed_over)}; restored {kept.path}")
+            self._say(logging.WARNING, f"passed over {'; '.join(choice.passed_over)}; restored {kept.path}")
         run.record.write("restore", step=kept.step, path=str(kept.path), damaged=list(choice.passed_over))
         return kept
 
-    def _say(self, what: str) -> None:
+    def _say(self, level: int, what: str) -> None:
         if self.run.leader:
-            sys.stderr.write(f"paceline: {what}\n")
+            log.log(level, what)

@@ -12,6 +12,7 @@ import typer
 from paceline import __version__, environment
 from paceline.cli import attach, bench, doctor, pack, plan, report, run, train, verify
 from paceline.launch.output import shown
+from paceline.report.log import configure
 
 __all__ = ["app", "main"]
 
@@ -30,6 +31,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
+        configure()
         environment.adopt()
         app()
     except (ValueError, ConnectionError, OSError) as error:

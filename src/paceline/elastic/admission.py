@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from paceline.elastic.below_minimum import Door, enough, wait
 from paceline.elastic.catch_up import CatchUp
 from paceline.elastic.consistency import unlike
 from paceline.environment import wait_s
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 MOST_VAIN = 2  # times that all meet to take the same one in
@@ -98,7 +98,7 @@ class Admission(StepObserver, Door):
             f"{self._limit_s:.0f} s (--wait)"
         )
         if run.leader:
-            sys.stderr.write(f"paceline: {text}\n")
+            log.warning(text)
         run.record.write("wait", step=run.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
         with run.activity.at(f"waiting for {self._who} to come back"):
             wait(self, run.control, time.sleep)
@@ -190,7 +190,7 @@ class Admission(StepObserver, Door):
         """None for whom the answer is to be taken in, which is still to come."""
         run = self.run
         if why := OWN if self._own else self._refusal(said):
-            print(f"paceline: {said['host']} asked to be taken in, and is not: {why}", file=sys.stderr)
+            log.warning(f"{said['host']} asked to be taken in, and is not: {why}")
             return {"refused": why}
         in_vain = self._vain.get(name, 0) >= MOST_VAIN
         if in_vain or "began" not in said:
@@ -267,7 +267,7 @@ class Admission(StepObserver, Door):
                 line.hurry()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
-                print(f"paceline: {guest.host}: {error}", file=sys.stderr)
+                log.warning(f"{guest.host}: {error}")
             run.record.write(
                 "welcome",
                 step=run.num_steps,

@@ -23,7 +23,6 @@ import math
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +46,7 @@ from paceline.link.net.store_server import MeetingPoint
 from paceline.link.net.ticket import Ticket
 from paceline.link.torch import Link
 from paceline.report.activity import BACK_S, Whereabouts
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
@@ -247,7 +247,7 @@ def _awaited(path: Path) -> Ticket:
             )
         if not waits:
             waits = True
-            sys.stderr.write(f"paceline: this node waits for the ticket of the run, {path}, up to {limit_s:g} s\n")
+            log.info(f"this node waits for the ticket of the run, {path}, up to {limit_s:g} s")
         time.sleep(PAUSE_S)
     return Ticket.read(path)
 

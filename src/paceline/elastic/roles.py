@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Protocol
 
 from paceline.checkpoint.run_folder import RunFolder
@@ -12,6 +11,7 @@ from paceline.data.load_balance import Limits
 from paceline.data.sampler import Seat
 from paceline.elastic import assignment
 from paceline.elastic.below_minimum import enough
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 
@@ -58,7 +58,8 @@ class Roles:
             words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {_do(run, num_nodes)}")
         words += _too_many(run)
         if run.leader:
-            print(*(f"paceline: {each}" for each in words), sep="\n", file=sys.stderr)
+            for each in words:
+                log.warning(each)
         run.record.write(
             "regroup",
             step=run.num_steps,

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.report.log import log
+
 VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
 RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
@@ -95,12 +97,11 @@ class Detached:
 
     def _end(self) -> int:
         if self.code is None:
-            print(f"paceline: {self.id} was killed, or its machine stopped: no exit code was noted", file=sys.stderr)
+            log.error(f"{self.id} was killed, or its machine stopped: no exit code was noted")
         if self.lost:
-            print(
-                f"paceline: the launcher of {self.id} was killed, and its nodes may train on without it, on "
-                f"{self.about['hosts']}: paceline attach {self.id} takes its place, with --stop they save and end",
-                file=sys.stderr,
+            log.error(
+                f"the launcher of {self.id} was killed, and its nodes may train on without it, on "
+                f"{self.about['hosts']}: paceline attach {self.id} takes its place, with --stop they save and end"
             )
         return 1 if self.code is None else self.code
 

@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from paceline.launch.supervise.node_restarts import Again
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.launch.supervise.trained_alone import Notes
 from paceline.link.net.ticket import Ticket
+from paceline.report.log import log
 
 GRACE_S = 15.0
 PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
@@ -265,7 +265,7 @@ def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending
             break
         if time.monotonic() > end:
             left = [child for child in team.children if child.code is None]
-            print(f"paceline: {len(left)} processes did not end within {limit_s:.0f} s; killed", file=sys.stderr)
+            log.error(f"{len(left)} processes did not end within {limit_s:.0f} s; killed")
             failed = failed or -signal.SIGKILL
             break
         time.sleep(GLANCE_S)

@@ -26,6 +26,7 @@ from paceline.launch.deploy import receive
 from paceline.launch.supervise.local_nodes import DONE
 from paceline.launch.supervise.node_lock import Seat
 from paceline.link.net.ticket import Ticket
+from paceline.report.log import log
 
 STARTED = b"\x06paceline has started\x06"
 SAYS = b"\x06paceline says "  # before an object in JSON, and STARTED's last byte
@@ -88,7 +89,7 @@ def _obey() -> int:
         with receive.hold(said["folder"]), contextlib.ExitStack() as stack:
             return _run(said, orders, stack)
     except (ValueError, OSError) as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        log.error(str(error))
         return 2
 
 
@@ -114,7 +115,7 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
                 seat.path.unlink(missing_ok=True)
             return ended if ended != 255 else 1
         if "ended" in said:
-            print("paceline: this node has ended, and its exit code was not noted", file=sys.stderr)
+            log.error("this node has ended, and its exit code was not noted")
             return 1
         done = stack.enter_context(seat.taken())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import selectors
@@ -27,6 +28,7 @@ from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS
 from paceline.launch.supervise.node_restarts import PAUSE_S, RETURNS
 from paceline.launch.supervise.restart_policy import Ending, Restarts
+from paceline.report.log import log
 
 NODE = f"{OWN_PATH}; from paceline.launch import node_agent; sys.exit(node_agent.main())"
 GLANCE_S = 0.1
@@ -190,7 +192,7 @@ def _start(
     what = f"lost {name}, ssh ended with exit code" if code < 0 else f"{name} failed first, with exit code"
     if code == LOST:  # sys.exit(-1) ends with it as well
         what = f"lost {name}, or its script ended with exit code"
-    print(f"paceline: {what} {code}: {shown(said)}", file=sys.stderr)
+    log.error(f"{what} {code}: {shown(said)}")
     faults = frozenset((str(error), step) for node in nodes for error, step in node.failure.get("faults", ()))
     begun = bool(orders.members) or any(node.failure.get("begun") for node in nodes)
     return Ending(code if code > 0 else 128 - code, faults, begun, code < 0 or code > 128, done)
@@ -212,7 +214,7 @@ def _meet_again(orders: Orders, received: Sequence[int], pause_s: float) -> tupl
             pause_s = min(2 * max(pause_s, PAUSE_S), MOST_PAUSE_S)
             over = time.monotonic() + pause_s > end
             if over or not told:
-                print(f"paceline: {error}", file=sys.stderr, flush=True)
+                log.log(logging.ERROR if over else logging.WARNING, str(error))
             told = True
             if over:
                 return None
@@ -390,7 +392,7 @@ class Again:
 
     def _reach(self, node: Node, selector: selectors.BaseSelector) -> None:
         if self._count[node.index] == 1:
-            print(f"paceline: lost the line to {node.host.name}; trying to reach it again", file=sys.stderr, flush=True)
+            log.warning(f"lost the line to {node.host.name}; trying to reach it again")
         for pipe in node.pipes:
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(pipe)
@@ -415,7 +417,7 @@ class Again:
 
 def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
     left = ", ".join(node.host.name for node in nodes)
-    print(f"paceline: cut off from {left}, which {why}", file=sys.stderr)
+    log.error(f"cut off from {left}, which {why}")
 
 
 def _first_failed(nodes: Sequence[Node], least: int, well: Sequence[int] = (0,)) -> Node | None:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from paceline.report.log import log
+
 LEAST_S, MOST_S = 4.0, 60.0
 UNKNOWN_S = 30.0  # before a step has been measured
 BETWEEN_S = 12.0  # between steps, where one process may do what the others wait for
@@ -40,7 +42,7 @@ class Whereabouts:
         self.host = os.environ.get("PACELINE_HOST", socket.gethostname())
         self.step, self.step_s, self.input_s = 0, 0.0, 0.0
         self.signs: Sequence[str] = ()
-        self.notice: Callable[[str], None] = say
+        self.notice: Callable[[str], None] = log.warning
         self.watch: Callable[[str, float, float], None] | None = None  # what it was at, from, to; *Units*: perf_counter
         self.siblings: Callable[[], str] = str  # the stacks of the other processes of this node
         self.between_s = BETWEEN_S
@@ -159,11 +161,6 @@ class At:
             self._where._now = self._before[0], time.monotonic(), self._before[2]
             if self._where.watch and self._begin_s:
                 self._where.watch(self._what[0], self._begin_s, time.perf_counter())
-
-
-def say(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")  # in one piece: others write to the same terminal
-    sys.stderr.flush()
 
 
 SILENT_S = 2.5  # without a sign of life, which comes every second

@@ -6,16 +6,16 @@ off again before the next line. docs/record.md names the events and their fields
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from paceline.report.log import log
 
 NAME = "record.jsonl"
 TAIL_BYTES = 1 << 16
@@ -65,15 +65,12 @@ class Record:
                 os.ftruncate(file, before)
                 raise OSError("the disk took only a part of a line")
         except OSError as error:
-            words = (
-                f"paceline: {self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, "
-                f"events are missing from the record until it can\n"
-            )
             if not self._said:
                 self._said = True
-                with contextlib.suppress(OSError, ValueError):  # a log on the same disk is as full
-                    sys.stderr.write(words)
-                    sys.stderr.flush()
+                log.warning(
+                    f"{self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, events are "
+                    f"missing from the record until it can"
+                )
 
     def _cut_torn_line(self) -> None:
         """What a killed run left without its newline would spoil the first line of this one."""

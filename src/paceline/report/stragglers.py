@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.report.log import log
 from paceline.report.record import Record
 
 SPANS, PATIENCE = (9, 17, 33), 3  # steps
@@ -182,7 +182,7 @@ class Stragglers:
         )
         if straggler.node not in self._shown:
             self._shown.add(straggler.node)
-            sys.stderr.write(f"paceline: {words}\n")
+            log.warning(words)
 
 
 def _slower(seconds: float, usual_s: float) -> bool:

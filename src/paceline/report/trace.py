@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from paceline.contract import Ballot, Control, Engine, Exchange, GlobalBatch, Ha
 from paceline.environment import World
 from paceline.job import Job
 from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Whereabouts
+from paceline.report.log import log
 from paceline.report.record import Record
 
 VARIABLE, NAME = "PACELINE_TRACE", "trace.json"
@@ -166,7 +166,7 @@ class Tracer(StepObserver):
         text = "nodes were lost or came since training began, so no step is drawn"
         self.run.record.write("hint", text=text)
         if self.run.record.folder and not self.run.world.local_rank:
-            sys.stderr.write(f"paceline: {text}\n")
+            log.warning(text)
         return True
 
     def _spent(self, doing: str, begin_s: float, end_s: float) -> None:
@@ -233,13 +233,11 @@ class Tracer(StepObserver):
             aside.write_text(json.dumps(whole))
             aside.replace(path)
         except OSError as error:
-            sys.stderr.write(f"paceline: steps {self.first} to {self.last} could not be drawn in {path} ({error})\n")
+            log.warning(f"steps {self.first} to {self.last} could not be drawn in {path} ({error})")
             return
         self.run.record.write("trace", first_step=self.first, last_step=self.last, path=str(path))
-        print(
-            f"paceline: steps {self.first} to {self.last} are drawn in {path}; open it in ui.perfetto.dev or "
-            f"chrome://tracing",
-            file=sys.stderr,
+        log.info(
+            f"steps {self.first} to {self.last} are drawn in {path}; open it in ui.perfetto.dev or chrome://tracing"
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from paceline.report.log import log
 from paceline.report.record import Record
 
 SHARE = 0.001  # of one core, for each kind of look: what takes longer is looked at more rarely
@@ -73,8 +74,7 @@ class Usage:
                 self._look()
             self._look()
         except Exception as error:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"paceline: no more usage in the record: {error!r}", file=sys.stderr)
+            log.warning(f"no more usage in the record: {error!r}")
 
     def _look(self) -> None:
         now, seen = time.monotonic(), Fields()

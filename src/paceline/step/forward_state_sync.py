@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from paceline.contract import Agreement, Ballot, GlobalBatch, StepObserver, Verdict, framed, unframed
 from paceline.engine.compute.forward_state import Moving
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 HERE = b"1"
@@ -131,7 +131,7 @@ class ForwardStateSync(StepObserver):
 
     def _say(self, text: str) -> None:
         if self.run.leader:
-            sys.stderr.write(f"paceline: {text}\n")
+            log.warning(text)
             self.run.record.write("hint", text=text)
 
     def _share(self, mine: bool, idle: bool) -> None:

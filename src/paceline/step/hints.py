@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from paceline.contract import GlobalBatch, StepObserver, StepSummary
 from paceline.engine.checks.eval_mode import asleep
 from paceline.engine.checks.norm_layers import own_statistics
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 
@@ -38,5 +37,5 @@ class Hints(StepObserver):
 
     def say(self, text: str) -> None:
         if self.run.leader and not self.run.watched:
-            print(f"paceline: {text}", file=sys.stderr)
+            log.warning(text)
             self.run.record.write("hint", text=text)

@@ -15,7 +15,6 @@ bounds it. Buffers are each node's own, as batch statistics are.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from paceline.contract import Agreement, StepObserver
 from paceline.engine.compute.row_ranges import Part, cut
 from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.report.activity import REPAIR
+from paceline.report.log import log
 from paceline.step.run_state import RunState
 
 PERIOD = 256  # steps in which everything has gone round
@@ -92,7 +92,7 @@ class ReplicaSync(StepObserver):
             f"threads are not alike; from now on rank 0's weights and optimizer state go round, all of them in "
             f"{len(self.parts)} steps"
         )
-        print(f"paceline: {words}", file=sys.stderr)
+        log.warning(words)
         self.run.record.write("hint", text=words)
 
     def _cut(self) -> list[Part]:

@@ -24,6 +24,7 @@ from paceline.contract import Ballot, CheckpointError, LinkError
 from paceline.data import images, input_advice, sample
 from paceline.data.encoded_images import Pictures
 from paceline.pace import Pace
+from paceline.report.log import log
 from paceline.session import join
 from paceline.train import lr_schedule
 from paceline.train.lars import LARS
@@ -239,7 +240,7 @@ def main() -> None:
             raise  # which have words of their own
         # before the processes have met all say the same; later a fault may be in one process's rows alone
         if os.environ.get("LOCAL_RANK", "0") == "0" or _met:
-            sys.stderr.write(f"paceline: {error}\n")
+            log.error(str(error))
         sys.exit(2)
 
 

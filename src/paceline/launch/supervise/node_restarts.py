@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.launch.supervise.local_nodes import FAILED, Team
+from paceline.report.log import log
 
 RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
 PEACE_S = 3600.0  # longer than it waits to be taken in
@@ -51,5 +51,5 @@ class Again:
             del self._ended_s[node]
             self._num_begun[node], self._begun_s[node] = count + 1, now
             team.end(node)
-            print(f"paceline: node {node} ended, and is started again", file=sys.stderr, flush=True)
+            log.warning(f"node {node} ended, and is started again")
             self.begin(node)

@@ -7,13 +7,13 @@ starts in a row, after the same number of steps, it ends the run.
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.launch.signals import RESUME_CODE
+from paceline.report.log import log
 
 RESTARTS = 3  # of a run, as long as it does not train for PEACE_S in between
 PEACE_S = 3600.0
@@ -61,20 +61,17 @@ class Restarts:
         if again := faults.keys() & before:
             step = next(iter(again))[1]
             where = "before its first step" if not step else f"after {step} steps"
-            _say(f"the run failed twice {where} with the same error ({faults[next(iter(again))]}): not started again")
+            same = faults[next(iter(again))]
+            log.error(f"the run failed twice {where} with the same error ({same}): not started again")
             return None
         if time.monotonic() - self._began_s > PEACE_S:
             self._count = 0
         if self._count == self.most:
-            _say(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): given up")
+            log.error(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): given up")
             return None
         pause_s = PAUSE_S * 2.0**self._count
         self._count += 1
         self._began_s = time.monotonic() + pause_s
         what = f"the run failed with exit code {ending.code}; it resumes from its newest checkpoint in {pause_s:g} s"
-        _say(f"{what} (restart {self._count} of {self.most})")
+        log.warning(f"{what} (restart {self._count} of {self.most})")
         return pause_s
-
-
-def _say(what: str) -> None:
-    print(f"paceline: {what}", file=sys.stderr, flush=True)

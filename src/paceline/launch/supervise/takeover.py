@@ -15,6 +15,7 @@ from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import Host, Way
 from paceline.launch.output import shown
 from paceline.launch.supervise import trained_alone
+from paceline.report.log import log
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,8 @@ def take_over(run: detach.Detached) -> int:
             f"it, or end its nodes by SIGTERM to the script on {run.about['hosts']} and resume from its checkpoint"
         ) from error
     names = ", ".join(host.name for host in launch.hosts)
-    print(
-        f"paceline: the launcher of {run.id} was killed; this one takes its place and looks for its nodes on {names}. "
-        f"What their processes print is lost until they are started again",
-        file=sys.stderr,
-        flush=True,
+    log.warning(
+        f"the launcher of {run.id} was killed; this one takes its place and looks for its nodes on {names}. "
+        f"What their processes print is lost until they are started again"
     )
     return launch.start(orders)

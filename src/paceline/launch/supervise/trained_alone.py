@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.supervise import exit_note
+from paceline.report.log import log
 
 NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
 ALONE = "alone"
@@ -44,10 +44,9 @@ def not_training() -> None:
 def exit_code(found: str, num_processes: int) -> int:
     """The exit code of a run, by what was ``found`` on all its nodes. Prints one line for ALONE."""
     if found == ALONE:
-        print(
-            f"paceline: {num_processes} processes ran the script, and none joined the others (paceline.join, "
+        log.error(
+            f"{num_processes} processes ran the script, and none joined the others (paceline.join, "
             f"torch.distributed or MPI): each did all of it alone. Call paceline.join and pace.step in the script, or "
-            f"start one process: --plan sequential or threads:k",
-            file=sys.stderr,
+            f"start one process: --plan sequential or threads:k"
         )
     return 1 if found else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.route import Door, Member
 from paceline.link.net.store_client import Meeting
 from paceline.link.net.store_server import MeetingPoint
+from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -74,9 +74,9 @@ def _place(
             atexit.register(point.close)
             _points[host, port, hides] = point
             if not secret and not route.is_loopback(point.address):
-                sys.stderr.write(
-                    f"paceline: this run has no secret: whoever reaches {point.address}:{point.port} may join it; "
-                    f"start all ranks with the same PACELINE_SECRET\n"
+                log.warning(
+                    f"this run has no secret: whoever reaches {point.address}:{point.port} may join it; start all "
+                    f"ranks with the same PACELINE_SECRET"
                 )
         point = _points[host, port, hides]
         if board:

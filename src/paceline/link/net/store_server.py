@@ -11,7 +11,6 @@ import errno
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
 
@@ -34,6 +33,7 @@ from paceline.link.net.auth import (
 )
 from paceline.link.net.framing import alone
 from paceline.link.net.keepalive import watch
+from paceline.report.log import log
 
 HANDSHAKE_S = 5.0
 BUSY_S = 2.0  # for which a port that is in use is tried again
@@ -208,7 +208,7 @@ class MeetingPoint:
         note = f"refused {guest.host} at the meeting point {self.address}:{self.port}: {why}"
         if note not in self.notes and len(self.notes) < MAX_NOTES:
             self.notes.append(note)
-            print(f"paceline: {note}", file=sys.stderr, flush=True)
+            log.warning(note)
 
     def _answer(self, guest: _Guest, verb: bytes, *words: bytes) -> None:
         values = self._values

@@ -24,6 +24,7 @@ from paceline.planner.candidates import split
 from paceline.planner.measure import fresh_process, profile, trial
 from paceline.planner.planner import Plan
 from paceline.planner.step_model import Line
+from paceline.report.log import log
 
 # who this process is among the others, which what it starts by itself must not believe to be, too
 TOGETHER = (
@@ -116,7 +117,7 @@ def main(text: str) -> int:
         measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
         answer = measures[doing](**asked)
     except (ValueError, ConnectionError) as error:
-        print(f"paceline: {error}", file=sys.stderr)
+        log.error(str(error))
         return 1
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # in one piece, at the end, after whatever was printed without a line's end

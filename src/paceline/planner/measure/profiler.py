@@ -28,6 +28,7 @@ from paceline.planner.measure.forked_copies import Copies
 from paceline.planner.measure.layers import Layers, autocast, now, part, shapes, typical
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
+from paceline.report.log import log
 
 COPY_BYTES = 32 << 20
 PINGS = 30
@@ -83,7 +84,7 @@ def answer(form: Path, job: Examined) -> None:
         examination = _Examination(job, said["cores"], said["level"], said["budget_s"])
         examination.profile(start_s).write(form.with_name("answer.json"))
     except Exception as error:  # whatever a model may raise: trials will show whether it trains
-        print(f"paceline: not profiled: {type(error).__name__}: {error}", file=sys.stderr)
+        log.warning(f"not profiled: {type(error).__name__}: {error}")
     raise SystemExit(0)
 
 
@@ -152,7 +153,7 @@ class _Examination:
                 message_s = self._message_s(copies, most)
                 self._together(copies, [one for one in settings if one.copies > 1])
         except (RuntimeError, TimeoutError) as error:  # then predictions do without
-            print(f"paceline: copies not timed: {error}", file=sys.stderr)
+            log.warning(f"copies not timed: {error}")
         finally:
             copies.close()
         for one in settings:
