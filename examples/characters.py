@@ -1,4 +1,4 @@
-"""A transformer learns to spell, one character after another, from the text of this project's licence.
+"""Trains a character-level transformer on the text of this project's licence.
 
 python examples/characters.py
 paceline run examples/characters.py
@@ -20,7 +20,7 @@ codes = torch.tensor([letters.index(letter) for letter in text])
 
 
 class Windows(torch.utils.data.Dataset):
-    """Some characters, and for each of them the one that follows."""
+    """A window of characters as input, and the next character of each position as target."""
 
     def __len__(self):
         return len(codes) - LENGTH
@@ -39,9 +39,9 @@ class Speller(nn.Module):
         self.head = nn.Linear(WIDTH, len(letters))
 
     def forward(self, seen):
-        # (rows, length) -> (rows, length, letters)
+        # (samples, length) -> (samples, length, letters)
         length = seen.shape[1]
-        ahead = nn.Transformer.generate_square_subsequent_mask(length)  # no character sees those after it
+        ahead = nn.Transformer.generate_square_subsequent_mask(length)  # causal mask
         x = self.letters(seen) + self.places(torch.arange(length))
         return self.head(self.blocks(x, mask=ahead, is_causal=True))
 

@@ -1,4 +1,4 @@
-"""A model of the `transformers` library learns a task, with its own loss. It needs: pip install transformers
+"""Fine-tunes a model of the `transformers` library, with its own loss. It needs: pip install transformers
 
 python examples/finetune.py
 paceline run examples/finetune.py
@@ -10,17 +10,17 @@ from transformers import BertConfig, BertForSequenceClassification
 import paceline
 
 torch.manual_seed(0)
-# weights are random here, so that nothing is downloaded; BertForSequenceClassification.from_pretrained(...) as usual
+# random weights, to avoid a download; use BertForSequenceClassification.from_pretrained(...) as usual
 config = BertConfig(
     vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, num_labels=2
 )
 model = BertForSequenceClassification(config)
-for parameter in model.bert.embeddings.parameters():  # frozen parameters need no word about them
+for parameter in model.bert.embeddings.parameters():  # paceline detects frozen parameters
     parameter.requires_grad_(False)
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Of 16 words; the label says whether the first word, which is one of two, is the greater one."""
+    """Sentences of 16 words; the first word is 0 or 1, and is also the label."""
 
     def __len__(self):
         return 1024
@@ -39,7 +39,7 @@ def num_right(output, batch):
 model.train()  # from_pretrained() returns a model in eval mode, which would train without dropout
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
-# without a loss, the model is called with the whole dict, and its output's own .loss is taken
+# without a loss, the model is called with the whole dict, and the .loss of its output is used
 with paceline.join(model, optimizer, batch_size=64, clip=1.0) as pace:
     for batch in pace.batches(Sentences(), epochs=2):
         loss = pace.step(batch)

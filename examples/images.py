@@ -1,4 +1,4 @@
-"""A small network of one's own learns to tell clothes apart, on the images that come with paceline.
+"""Trains a small convolutional network to classify clothes, on the image sample that comes with paceline.
 
 python examples/images.py
 paceline run examples/images.py
@@ -11,7 +11,7 @@ import paceline
 from paceline.data import sample
 
 torch.manual_seed(0)
-train, test = sample.load()  # 28 x 28 grey images; any torch Dataset will do
+train, test = sample.load()  # 28 x 28 grey images; any torch Dataset works
 
 model = nn.Sequential(
     *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -25,11 +25,11 @@ def num_right(output, target):
     return (output.argmax(1) == target).sum()
 
 
-# batch_size is the whole batch: two processes take half of it each, and the result stays the same
+# batch_size is the global batch: two processes compute half of it each, and the result is the same
 with paceline.join(model, optimizer, nn.functional.cross_entropy, batch_size=128) as pace:
     for batch in pace.batches(train, epochs=2):
-        loss = pace.step(batch)  # forward, backward, agree, update
+        loss = pace.step(batch)  # forward, backward, all-reduce, optimizer step
         if batch.ends_epoch:
-            accuracy = pace.evaluate(test, num_right)  # every process takes part, so every process must call it
-            if pace.leader:  # one process of all
+            accuracy = pace.evaluate(test, num_right)  # every process must call it, because all take part
+            if pace.leader:  # true in one process of the run
                 print(f"epoch {batch.epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.1%}")

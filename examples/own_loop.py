@@ -1,4 +1,4 @@
-"""Your own model, optimizer and loop. Runs as it is, and on many processes or machines unchanged:
+"""Your own model, optimizer and loop. The same script runs in one process, in several, or on several machines:
 
 python examples/own_loop.py
 paceline run examples/own_loop.py

@@ -1,4 +1,4 @@
-"""A residual network with batch normalisation, that can be stopped at any time and goes on where it was.
+"""Trains a residual network with batch normalisation; it can be stopped at any time, and resumes from there.
 
 python examples/residual.py --out runs/residual
 paceline run examples/residual.py --out runs/residual --bf16
@@ -13,14 +13,14 @@ import paceline
 from paceline.data import sample
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--out", help="the run's folder; without it nothing is kept")
+parser.add_argument("--out", help="the run's folder; by default nothing is saved")
 parser.add_argument("--epochs", type=int, default=2)
-parser.add_argument("--bf16", action="store_true", help="compute in 16 bits: faster where the processor can")
+parser.add_argument("--bf16", action="store_true", help="compute in bfloat16: faster if the processor supports it")
 arguments = parser.parse_args()
 
 
 class Block(nn.Module):
-    """Two convolutions around a shortcut; a stride makes the picture smaller, and the shortcut with it."""
+    """Two convolutions and a shortcut; with a stride, both shrink the image."""
 
     def __init__(self, before, after, stride=1):
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
             *(nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()),
             *(nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)),
         )
-        nn.init.zeros_(self.body[-1].weight)  # each block begins as its shortcut alone
+        nn.init.zeros_(self.body[-1].weight)  # each block starts as its shortcut alone
         self.short = nn.Conv2d(before, after, 1, stride, bias=False) if before != after else nn.Identity()
 
     def forward(self, x):
@@ -55,7 +55,7 @@ with paceline.join(
     optimizer,
     nn.CrossEntropyLoss(label_smoothing=0.05),
     batch_size=64,
-    batch_norm="sync",  # the statistics of the global batch, however many processes have it
+    batch_norm="sync",  # statistics of the global batch, for any number of processes
     precision="bf16" if arguments.bf16 else None,
     folder=arguments.out,  # with a folder, Ctrl-C ends the step, saves, and exits
 ) as pace:

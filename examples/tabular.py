@@ -1,4 +1,4 @@
-"""Prices from a table with numbers and categories: batches are dicts, the learning rate has a schedule.
+"""Predicts prices from a table with numbers and categories; batches are dicts, the learning rate has a schedule.
 
 python examples/tabular.py
 paceline run examples/tabular.py
@@ -30,7 +30,7 @@ class Table(torch.utils.data.Dataset):
 
 
 class Appraiser(nn.Module):
-    """Called with the batch's columns by name; ``price`` is among them, and not looked at."""
+    """Gets the batch's columns as keyword arguments; ``price`` is one of them, and is not used."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def loss(output, batch):
 
 
 def errors(output, batch):
-    """Sums over rows, by name: `evaluate` makes means of them."""
+    """Sums over samples, by name: `evaluate` returns their means."""
     off = (output - batch["price"]).abs()
     return {"mean error": off.sum(), "within 0.5": (off < 0.5).sum()}
 
@@ -56,7 +56,7 @@ model = Appraiser()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-3)
 train, test = Table(range(ROWS - 512)), Table(range(ROWS - 512, ROWS))
 steps = EPOCHS * -(-len(train) // BATCH)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)  # moves once per step, by itself
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)  # paceline steps it once per step
 
 with paceline.join(model, optimizer, loss, batch_size=BATCH, scheduler=scheduler) as pace:
     for batch in pace.batches(train, EPOCHS):
