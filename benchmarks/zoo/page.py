@@ -15,11 +15,11 @@ PACKAGES = "torch", "timm", "torchvision", "transformers", "keras"
 
 ABOUT = """# The zoo
 
-{models} public-style models, small and with random weights, are each trained by a plain PyTorch loop in one process
-and by paceline in three ways: on two nodes, on three nodes, and by two processes of one node. All train in float64,
-from the same weights, on the same data: {epochs} epochs of {count} samples in global batches of {rows}. The last batch
-of an epoch is short. Nodes are real processes that communicate over sockets. `make zoo` installs the packages it needs,
-trains all models again and writes this page. It fails if a result differs and nothing says so.
+{models} models in the style of public ones, small and with random weights, are each trained by a plain PyTorch loop in
+one process and by paceline in three ways: on two nodes, on three nodes, and by two processes of one node. All train in
+float64, from the same weights, on the same data: {epochs} epochs of {count} samples in global batches of {rows}. The
+last batch of an epoch is short. Nodes are real processes that communicate over sockets. `make zoo` installs the
+packages it needs, trains all models again and writes this page. It fails if a result differs without a message.
 
 The number of a result is the distance from the plain loop divided by the distance that training moved: of all
 parameters, of all buffers, or of the losses, whichever is largest.
@@ -28,11 +28,12 @@ parameters, of all buffers, or of the losses, whichever is largest.
 |---|---|
 | exact | The number is at most {exact:.0e}. |
 | rounding | The model computes its loss, or a part of itself, in float32, or amplifies rounding. The number is at \
-most {rounding:.0f} times that of a control: one process that computes each batch in two (three) parts and adds up \
+most {rounding:.0f} times that of a control: one process that computes each batch in two (three) parts and sums \
 their gradients, or that takes the samples of each batch in reverse order. |
 | refused | `join` or the first step raises an error. Its text is below. |
-| reported | The model is not the same in parts, and a line on standard error says why. Its text is below. |
-| verify names it | Nothing is said during training. `paceline verify` reports the cause. |
+| reported | The model gives another result if a batch is divided, and a message on standard error says \
+why. Its text is below. |
+| verify names it | There is no message during training. `paceline verify` reports the cause. |
 
 Results: {results}. Versions: {versions}.
 """
@@ -62,7 +63,7 @@ def page(cases: Sequence[Case], found: Found) -> str:
             cells = [cell(each, said) for each in found[case.name].values()]
             parts.append(row(f"`{case.name}`", case.words, *cells))
     if said:
-        parts.append("\n## What is said\n")
+        parts.append("\n## Messages\n")
         parts += [f"{number}. {text}" for text, number in said.items()]
     return "\n".join(parts) + "\n"
 
@@ -76,4 +77,4 @@ def cell(verdict: Verdict, said: dict[str, int]) -> str:
     if verdict.outcome in (Outcome.EXACT, Outcome.ROUNDED):
         return str(verdict)
     number = said.setdefault(" ".join(verdict.text.split()), len(said) + 1)
-    return f"{verdict} [{number}](#what-is-said)"
+    return f"{verdict} [{number}](#messages)"
