@@ -239,7 +239,7 @@ def test_a_cache_of_another_size_is_each_nodes_own_unless_it_is_saved():
             rank.model.cache = torch.full((3 + link.rank,), 1.0 * link.rank)
             rank.model.still = torch.full((2,), 1.0 + link.rank)
             try:
-                buffer_broadcast.spread(rank.model, rank.engine, rank.exchange)
+                buffer_broadcast.spread(rank.model, rank.engine, rank.control)
             except ValueError as error:
                 found.append(str(error))
             else:

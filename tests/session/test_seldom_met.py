@@ -147,7 +147,7 @@ def test_an_optimizer_need_not_have_a_learning_rate(defaults, tmp_path):
 
 def test_who_leads_a_node_hears_what_a_checkpoint_changes_of_the_forms():
     now = SimpleNamespace(load=lambda state: None, forms=lambda: [DENSE])
-    leader = SimpleNamespace(exchange=now, alone=False, _forms=[FACTORS], _share_forms=lambda: None)
+    leader = SimpleNamespace(exchange=now, alone=False, _forms=[FACTORS], share_forms=lambda: None)
     Leader.load(leader, {"step": 1, "owing": [0]})
     assert leader._forms == [DENSE]
 

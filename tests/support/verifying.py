@@ -16,12 +16,14 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from nodes import ONE_AT_A_TIME
+from paceline.elastic.membership import Members
 from paceline.environment import World
 from paceline.job import Job
 from paceline.pace import Pace
 from paceline.planner.diagnose import equivalence
 from paceline.planner.diagnose.equivalence import Comparison, Witness
 from paceline.registry import parse
+from paceline.report.activity import Whereabouts
 from paceline.training import Training
 from ranks import run
 
@@ -77,7 +79,7 @@ class Script:
         parts[0].accumulate = job.accumulate
         _here.witness = told
         try:
-            pace = Pace(Training(job, *parts, link, world, None))
+            pace = Pace(Training(job, *parts, link and Members(link, Whereabouts()), world, None))
             for batch in pace.batches(self.data(Rows(self.item)), epochs=9, shuffle=False):
                 if self.own:
                     rows = pace.rows(batch)
