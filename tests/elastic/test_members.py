@@ -13,12 +13,13 @@ import torch
 import paceline
 import ranks
 from nodes import OPTIMIZERS, build
+from paceline import contract
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.contract import Codec, Control, LinkError, Membership, Regroup
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Seat
 from paceline.elastic import consistency, reconfigure, roles
-from paceline.elastic.membership import connect
+from paceline.elastic.membership import Members, alone, connect
 from paceline.elastic.quorum import HERE, SILENT
 from paceline.elastic.reconfigure import Place, Survivors
 from paceline.engine.sequential import Engine
@@ -30,6 +31,7 @@ from paceline.link.net import rendezvous, route
 from paceline.link.net.rendezvous import Unreached
 from paceline.link.net.store_server import MeetingPoint
 from paceline.registry import parse
+from paceline.report.activity import Whereabouts
 from paceline.step.run_state import RunState
 
 SECRET = b"of this run"
@@ -189,6 +191,15 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
         (1, 2, (0, 1)),
     ]
     together(first.link.close, second.link.close)
+
+
+def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
+    class Other(contract.Link):
+        size = 2
+
+    with pytest.raises(ValueError, match="ends with the first node that it loses"):
+        Members(Other(), Whereabouts()).stand_by(1)
+    alone().stand_by(1)  # without others nothing can be lost
 
 
 def run_of(world, seat, **options):
