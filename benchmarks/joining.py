@@ -94,10 +94,10 @@ def one(model: str, batch: int, rate: str, processes: int) -> dict[str, float]:
         nodes: list = []
         for n in range(BEFORE):
             keeps = {"PACELINE_FOLDER": folder} if n == 0 else {}
-            start(n, n * processes, BEFORE * processes, {"PACELINE_TICKET": str(ticket), **keeps})
+            start(n, n * processes, BEFORE * processes, {"PACELINE_TICKET_FILE": str(ticket), **keeps})
         wait(record, lambda found: len(steps(found)) >= STEPS, nodes)
         told = Ticket.read(ticket)
-        late = {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": told.secret, "PACELINE_NODES": told.nodes}
+        late = {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": told.secret, "PACELINE_NODES": told.nodes}
         asked_s = time.time()
         start(BEFORE, 0, processes, late)
 

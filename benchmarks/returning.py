@@ -67,7 +67,7 @@ def one(model: str, batch: int, rate: str, victim: int) -> dict[str, float]:
             own = {"RANK": str(node), "WORLD_SIZE": "2", "GROUP_RANK": str(node), "PACELINE_HOST": f"host{node}"}
             own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             # one folder each: the record is written by the node that leads
-            keeps = {"PACELINE_FOLDER": f"{folder}/{node}", "PACELINE_TICKET": f"{folder}/ticket.json"}
+            keeps = {"PACELINE_FOLDER": f"{folder}/{node}", "PACELINE_TICKET_FILE": f"{folder}/ticket.json"}
             return cluster.start(node, command, {**common, **own, **keeps, **more})
 
         nodes = [start(node, {}) for node in range(2)]
@@ -76,7 +76,7 @@ def one(model: str, batch: int, rate: str, victim: int) -> dict[str, float]:
         nodes[victim].wait()
         record, left = Path(folder) / str(survivor) / NAME, [nodes[survivor]]
         wait(record, lambda found: any(event["event"] == "wait" for event in found), left)
-        back = start(victim, {"PACELINE_JOIN": f"{folder}/ticket.json", "PACELINE_NODE": str(victim)})
+        back = start(victim, {"PACELINE_JOIN_TICKET": f"{folder}/ticket.json", "PACELINE_NODE": str(victim)})
         found = wait(
             record, lambda found: result.exists() and any(e["event"] == "waited" for e in found), [*left, back]
         )

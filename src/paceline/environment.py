@@ -17,7 +17,20 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgo
 MOST_PORT = 65535
 # rank, size, local rank, local size
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+# as variables were called once, which are read where today's are not set
+FORMERLY = {
+    "PACELINE_JOIN_TICKET": "PACELINE_JOIN",
+    "PACELINE_RENDEZVOUS_TIMEOUT_S": "PACELINE_JOIN_S",
+    "PACELINE_TICKET_FILE": "PACELINE_TICKET",
+    "PACELINE_MATMUL": "PACELINE_PRODUCTS",
+}
 HYDRA = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"  # of MPICH, Intel MPI and MVAPICH
+
+
+def variable(name: str, given: Mapping[str, str] | None = None) -> str:
+    """What the environment says under this name, or under its former one; empty where neither is set."""
+    given = os.environ if given is None else given
+    return given.get(name) or given.get(FORMERLY.get(name, name), "")
 
 
 @dataclass(frozen=True)
@@ -27,8 +40,8 @@ class World:
     What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
     they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
     does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it. ``late``: the ticket of a run that has
-    begun without this node (PACELINE_JOIN); until it is taken in, it is alone. ``host``: empty where mpirun alone knows
-    where rank 0 runs.
+    begun without this node (PACELINE_JOIN_TICKET); until it is taken in, it is alone. ``host``: empty where mpirun
+    alone knows where rank 0 runs.
     """
 
     local_rank: int = 0
@@ -65,7 +78,7 @@ class World:
         adopt()
         given = os.environ
         size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
-        if late := given.get("PACELINE_JOIN", ""):
+        if late := variable("PACELINE_JOIN_TICKET", given):
             local_rank = _number(given, "LOCAL_RANK", 0)
             if local_rank >= local_size:
                 raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}")
@@ -253,15 +266,16 @@ MOST_S = 1e6  # clocks and sockets know no more
 
 
 def join_s() -> float:
-    """For how long others are waited for: PACELINE_JOIN_S, else JOIN_S. Raises ValueError."""
-    text = os.environ.get("PACELINE_JOIN_S") or str(JOIN_S)
+    """For how long others are waited for: PACELINE_RENDEZVOUS_TIMEOUT_S, else JOIN_S. Raises ValueError."""
+    text = variable("PACELINE_RENDEZVOUS_TIMEOUT_S") or str(JOIN_S)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < MOST_S:
         raise ValueError(
-            f"PACELINE_JOIN_S={text!r} must be a number of seconds above 0 and below {MOST_S:.0f}; mend it, or unset it"
+            f"PACELINE_RENDEZVOUS_TIMEOUT_S={text!r} must be a number of seconds above 0 and below {MOST_S:.0f}; mend "
+            f"it, or unset it"
         )
     return seconds
 

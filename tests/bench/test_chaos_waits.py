@@ -35,7 +35,7 @@ def test_a_start_is_known_by_its_rendezvous_and_a_joining_node_belongs_to_that_o
         said.append(training._this_start(tmp_path))
         assert os.environ["PACELINE_HOST"] == f"node{node}"
     assert said == [1, 1, 1, 2, 2]
-    monkeypatch.setenv("PACELINE_JOIN", "ticket.json")
+    monkeypatch.setenv("PACELINE_JOIN_TICKET", "ticket.json")
     monkeypatch.setenv("MASTER_PORT", "9")
     assert training._this_start(tmp_path) == 2
     assert training.starts(tmp_path) == ["7", "3"]

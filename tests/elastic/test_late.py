@@ -221,8 +221,9 @@ node, folder = os.environ["GROUP_RANK"], pathlib.Path(sys.argv[1])
 lives = folder / f"lives-{node}"
 life = int(lives.read_text()) + 1 if lives.exists() else 1
 lives.write_text(str(life))
-pathlib.Path(os.environ["PACELINE_TICKET"]).write_text("{}")
-late = os.environ.get("PACELINE_JOIN") == os.environ["PACELINE_TICKET"] and os.environ.get("PACELINE_NODE") == node
+pathlib.Path(os.environ["PACELINE_TICKET_FILE"]).write_text("{}")
+joins = os.environ.get("PACELINE_JOIN_TICKET")
+late = joins == os.environ["PACELINE_TICKET_FILE"] and os.environ.get("PACELINE_NODE") == node
 if late != (life > 1):
     sys.exit(9)
 if node == "1" and life <= int(sys.argv[2]):
@@ -267,16 +268,16 @@ def test_the_ticket_of_a_run_that_was_killed_is_nobodys(tmp_path, monkeypatch):
     """A node that fails before there is a run to come to is not sent to one that is no more."""
     stale = tmp_path / "ticket.json"
     stale.write_text("{}")
-    monkeypatch.setenv("PACELINE_TICKET", str(stale))
+    monkeypatch.setenv("PACELINE_TICKET_FILE", str(stale))
     monkeypatch.setenv("PACELINE_NODES", "2:2")
-    script = "import os, sys; sys.exit(9 if 'PACELINE_JOIN' in os.environ else 7)"
+    script = "import os, sys; sys.exit(9 if 'PACELINE_JOIN_TICKET' in os.environ else 7)"
     assert local.start([sys.executable, "-c", script], "sequential", 2, returns=3, least=2) == 7
 
 
 def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):
     members, _ = team(2)
     path = tmp_path / "now.json"
-    monkeypatch.setenv("PACELINE_TICKET", str(path))
+    monkeypatch.setenv("PACELINE_TICKET_FILE", str(path))
     monkeypatch.setenv("PACELINE_SECRET", SECRET.decode())
     monkeypatch.setenv("PACELINE_NODES", "1:2")
     Survivors(0, members[0].places[1:], 1, members[1].point, SECRET)
@@ -286,11 +287,12 @@ def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch
     assert json.loads(members[1].point.posted("members")[""]) == list(found.members)
 
 
-def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkeypatch):
+@pytest.mark.parametrize("name", ["PACELINE_JOIN_TICKET", "PACELINE_JOIN"])  # as it is called, and as it once was
+def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkeypatch, name):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for name, value in zip(names, ("5", "6", "1", "2", "2", "nowhere", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PACELINE_JOIN", "ticket.json")
+    for each, value in zip(names, ("5", "6", "1", "2", "2", "nowhere", "1"), strict=True):
+        monkeypatch.setenv(each, value)
+    monkeypatch.setenv(name, "ticket.json")
     world = World.of_environment()
     assert (world.local_rank, world.local_size, world.node, world.num_nodes) == (1, 2, 0, 1)
     assert (world.late, world.least) == ("ticket.json", 1)

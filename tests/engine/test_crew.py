@@ -124,13 +124,13 @@ def test_a_stranger_who_says_nothing_or_nonsense_is_sent_away():
 
 
 def test_waiting_has_an_end(monkeypatch):
-    monkeypatch.setenv("PACELINE_JOIN_S", "0.2")
+    monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", "0.2")
     start = time.monotonic()
     (alone,) = meet(1, ranks=[0], sizes=[3])
     assert "waited 0 s for local ranks [1, 2]; were all started" in str(alone)
     (lost,) = meet(1, ranks=[1], sizes=[2])
     assert "local rank 1 of 2 found no local rank 0" in str(lost)
-    assert all(str(error).endswith("longer, give all PACELINE_JOIN_S") for error in (alone, lost))
+    assert all(str(error).endswith("longer, give all PACELINE_RENDEZVOUS_TIMEOUT_S") for error in (alone, lost))
     assert time.monotonic() - start < 5
 
 

@@ -23,7 +23,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 @pytest.fixture(params=[pytest.param(True, marks=needs_onednn), False])
 def fast(request, monkeypatch):
     """By oneDNN, and as torch does it: the laws are the same."""
-    monkeypatch.setenv("PACELINE_PRODUCTS", "onednn" if request.param else "blas")
+    monkeypatch.setenv("PACELINE_MATMUL", "onednn" if request.param else "blas")
     matmul.fast.cache_clear()
     yield request.param
     monkeypatch.undo()
@@ -195,8 +195,8 @@ def test_training_by_it_is_training(fast):
 
 
 def test_a_word_that_is_not_known_is_told(monkeypatch):
-    monkeypatch.setenv("PACELINE_PRODUCTS", "mkl")
+    monkeypatch.setenv("PACELINE_MATMUL", "mkl")
     matmul.fast.cache_clear()
-    with pytest.raises(ValueError, match=r"PACELINE_PRODUCTS='mkl'.*'blas' or 'onednn'"):
+    with pytest.raises(ValueError, match=r"PACELINE_MATMUL='mkl'.*'blas' or 'onednn'"):
         matmul.install(nn.Linear(1, 1))
     matmul.fast.cache_clear()

@@ -12,7 +12,7 @@ import torch
 import paceline
 from launching import HERE, environment
 from needs import want
-from paceline.environment import World, first_host, translate
+from paceline.environment import FORMERLY, World, first_host, translate, variable
 from paceline.launch.local import start
 
 pytestmark = pytest.mark.long
@@ -214,3 +214,10 @@ def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own,
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
     assert start([sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY', '-'))"], row) == 0
     assert capfd.readouterr().out == f"{told}\n"
+
+
+@pytest.mark.parametrize(("name", "former"), FORMERLY.items())
+def test_a_variable_is_read_by_its_former_name_too(name, former):
+    assert variable(name, {}) == ""
+    assert variable(name, {former: "old"}) == variable(name, {name: "old"}) == "old"
+    assert variable(name, {former: "old", name: "new"}) == "new"

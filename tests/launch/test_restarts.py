@@ -24,7 +24,7 @@ from paceline.launch.supervise import process_status as status
 from paceline.link.net.ticket import Ticket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
-JOINS, RESUMES = "PACELINE_JOIN" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
+JOINS, RESUMES = "PACELINE_JOIN_TICKET" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
 told = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
 (FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**told, "joins": JOINS, "resumes": RESUMES}))
 def until(*names):
@@ -36,9 +36,9 @@ def until(*names):
 def touch(name): (FOLDER / name).touch()
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def join():
-    if "PACELINE_TICKET" in os.environ:
+    if "PACELINE_TICKET_FILE" in os.environ:
         ticket = Ticket(os.environ.get("PACELINE_SECRET", ""), "2:3", ["name address 1 host"])
-        ticket.write(Path(os.environ["PACELINE_TICKET"]))
+        ticket.write(Path(os.environ["PACELINE_TICKET_FILE"]))
     if "PACELINE_NOTES" in os.environ:
         Path(os.environ["PACELINE_NOTES"], "met").touch()
     status.report(joined=True)
@@ -54,7 +54,7 @@ def start(tmp_path, monkeypatch):
     """Starts three nodes of a script that follows HEAD; gives the exit code, and each node's lives."""
     monkeypatch.setattr(node_restarts, "PAUSE_S", 0.5)  # longer than nodes that fail together are apart
     monkeypatch.setattr(restart_policy, "PAUSE_S", 0.02)
-    for name in ("PACELINE_SECRET", "PACELINE_TICKET"):
+    for name in ("PACELINE_SECRET", "PACELINE_TICKET_FILE"):
         monkeypatch.delenv(name, raising=False)
 
     def call(script, least=2, num_nodes=3, **how):

@@ -237,17 +237,19 @@ def test_ranks_that_never_come_are_named():
 
 
 def test_who_needs_longer_is_told_how_to_be_waited_for(monkeypatch):
-    monkeypatch.setenv("PACELINE_JOIN_S", "0.3")
+    monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", "0.3")
     for rank, said in ((0, "rank 1 did not come to"), (1, "could not reach")):
-        with pytest.raises(LinkError, match=rf"{said} .* within 0 s.*need longer.*PACELINE_JOIN_S, in seconds"):
+        with pytest.raises(
+            LinkError, match=rf"{said} .* within 0 s.*longer.*PACELINE_RENDEZVOUS_TIMEOUT_S, in seconds"
+        ):
             rendezvous.join(rank, 2, "127.0.0.1", free_port())
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "1e9"])
 def test_a_time_to_wait_that_is_none_is_told(given, monkeypatch):
-    monkeypatch.setenv("PACELINE_JOIN_S", given)
+    monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", given)
     for wait in (lambda: rendezvous.join(0, 2, "127.0.0.1", free_port()), lambda: Crew(1, 2, "nobody")):
-        with pytest.raises(ValueError, match=rf"PACELINE_JOIN_S='{given}' must be a number of seconds above 0"):
+        with pytest.raises(ValueError, match=rf"RENDEZVOUS_TIMEOUT_S='{given}' must be a number of seconds above 0"):
             wait()
 
 

@@ -213,7 +213,7 @@ def test_a_node_that_is_started_by_hand_comes_with_the_ticket(tmp_path, encrypt,
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [*command, "1:3:backward", "back"],
-        env=environment(PACELINE_TICKET=str(ticket), PACELINE_ENCRYPT=encrypt),
+        env=environment(PACELINE_TICKET_FILE=str(ticket), PACELINE_ENCRYPT=encrypt),
         **pipes,
     ) as run:
         try:

@@ -44,14 +44,14 @@ class Run:
             PACELINE_ENGINE=f"processes:{self.local}" if self.local > 1 else "sequential",
             PACELINE_NODES=f"{self.minimum}:{self.num_nodes}",
             PACELINE_SECRET="of this run",
-            PACELINE_TICKET=str(self.ticket),
+            PACELINE_TICKET_FILE=str(self.ticket),
             PACELINE_WAIT=str(self.wait_s),
             **self.more,
         )
         self.port = str(free_port())
 
     def begin(self, node: int) -> None:
-        late = {"PACELINE_JOIN": str(self.ticket), "PACELINE_NODE": str(node)} if self.started[node] else {}
+        late = {"PACELINE_JOIN_TICKET": str(self.ticket), "PACELINE_NODE": str(node)} if self.started[node] else {}
         port = str(free_port()) if late and self.local > 1 else self.port
         self.started[node] += 1
         mine = {**self.base, "GROUP_RANK": str(node), "PACELINE_HOST": f"host{node}", "MASTER_PORT": port, **late}

@@ -121,7 +121,7 @@ def start(
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
         if least:
-            environment["PACELINE_TICKET"] = str(out / "ticket.json")
+            environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
     detach.begun()
     code = local.start(
         [sys.executable, *command],
@@ -350,7 +350,7 @@ def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str,
         raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
     found = Ticket.read(ticket)
     hide(found.hides)
-    return {"PACELINE_JOIN": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
+    return {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 
 
 def check_writable(out: Path) -> None:

@@ -243,7 +243,7 @@ def _awaited(path: Path) -> Ticket:
         if time.monotonic() >= end:
             raise LinkError(
                 f"there is no run to join: no ticket at {path} within {limit_s:g} s; the run has ended, or its nodes "
-                f"write their ticket elsewhere (PACELINE_TICKET)"
+                f"write their ticket elsewhere (PACELINE_TICKET_FILE)"
             )
         if not waits:
             waits = True

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.environment import variable
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
 from paceline.launch.supervise.node_restarts import Again
@@ -138,7 +139,7 @@ def start(
     restarts    how often all of them are, from the newest checkpoint, where no node with all state is left
     together    is given what was found of several processes that ended with 0 and met nobody, and how many there are
                 on all nodes; says with which exit code that is
-    joins       it begins as a joining node, with the ticket that PACELINE_TICKET names
+    joins       it begins as a joining node, with the ticket that PACELINE_TICKET_FILE names
     tell        is given the node's state when that has changed
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
@@ -171,7 +172,8 @@ def start(
         stack.callback(team.end)
         again: Again | None = None
         if folder and returns and base.get("PACELINE_NODES"):
-            ticket = Path(base.setdefault("PACELINE_TICKET", str(folder / "ticket.json")))
+            ticket = Path(variable("PACELINE_TICKET_FILE", base) or folder / "ticket.json")
+            base["PACELINE_TICKET_FILE"] = str(ticket)
             stack.callback(ticket.unlink, missing_ok=True)
             again = Again(ticket, returns, lambda owner: team.begin(owner, _joining(ticket, owner)))
         policy = Restarts(restarts)
@@ -180,7 +182,7 @@ def start(
             if again:
                 again.begin_anew(node is None)
             for owner in range(len(sizes)) if node is None else [node]:
-                team.begin(owner, _joining(Path(base["PACELINE_TICKET"]), owner) if joins else None)
+                team.begin(owner, _joining(Path(variable("PACELINE_TICKET_FILE", base)), owner) if joins else None)
             ending = _watch(team, orders, least, again)
             pause_s = None if orders.received else policy.after(ending)
             pids = [child.process.pid for child in team.children]
@@ -193,7 +195,7 @@ def start(
 
 def _joining(ticket: Path, node: int) -> dict[str, str]:
     """The variables of a joining node. Its processes meet at a port of its own."""
-    return {"PACELINE_JOIN": str(ticket), "PACELINE_NODE": str(node), "MASTER_PORT": str(free_port())}
+    return {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_NODE": str(node), "MASTER_PORT": str(free_port())}
 
 
 def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
     if orders.tell is None:
         return before
     (state,) = team.states().values()
-    said: dict[str, Any] = {"state": state, "members": _members(team.environment.get("PACELINE_TICKET"))}
+    said: dict[str, Any] = {"state": state, "members": _members(variable("PACELINE_TICKET_FILE", team.environment))}
     if state == FAILED:
         code = team.code(next(iter(team.states())))
         said |= {"code": code, "faults": sorted(team.faults(), key=str), "begun": team.begun}
@@ -210,9 +212,9 @@ def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _members(ticket: str | None) -> list[str]:
+def _members(ticket: str) -> list[str]:
     try:
-        return list(Ticket.read(Path(ticket or "")).members)
+        return list(Ticket.read(Path(ticket)).members)
     except ValueError:
         return []
 

@@ -21,6 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from paceline.environment import variable
 from paceline.launch import local, output
 from paceline.launch.deploy import receive
 from paceline.launch.supervise.local_nodes import DONE
@@ -125,7 +126,8 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
 
     if joins:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        path = Path(environment.setdefault("PACELINE_TICKET", str(Path(folder, "ticket.json"))))
+        path = Path(variable("PACELINE_TICKET_FILE", environment) or Path(folder, "ticket.json"))
+        environment["PACELINE_TICKET_FILE"] = str(path)
         Ticket(environment["PACELINE_SECRET"], **said["ticket"]).write(path)
     code = local.start(
         said["command"],

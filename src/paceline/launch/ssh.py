@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from paceline.environment import wait_s
+from paceline.environment import FORMERLY, wait_s
 from paceline.launch import detach
 from paceline.launch.child_processes import kill
 from paceline.launch.doctor.preflight import LOST
@@ -42,7 +42,8 @@ LEFT_HERE = (
     "PACELINE_STATUS",
     "PACELINE_SSH",
     "PACELINE_LOCAL_SIZES",
-    "PACELINE_JOIN",
+    "PACELINE_JOIN_TICKET",
+    FORMERLY["PACELINE_JOIN_TICKET"],
     "PACELINE_NODE",
 )
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.environment import FORMERLY
 from paceline.launch import local, ssh
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
@@ -77,7 +78,8 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
             code = local.start(command, engine, nodes, told)
         _demand(bool(ended(many)), code, steps, "on all nodes")
         alone = {**os.environ, "PACELINE_ENGINE": "sequential"}
-        for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", "PACELINE_JOIN"):
+        ticket = "PACELINE_JOIN_TICKET"
+        for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
             alone.pop(name, None)
         # said, and not left out: mpirun and srun have said otherwise
         begin = time.monotonic()

@@ -128,7 +128,7 @@ def _this_start(folder: Path) -> int:
     """Its number: a launcher that starts all nodes again does not say it. Nodes are given names of their own."""
     name = f"node{os.environ.get('PACELINE_NODE') or os.environ['GROUP_RANK']}"
     os.environ["PACELINE_HOST"] = os.environ.get("PACELINE_HOST") or name
-    if "PACELINE_JOIN" in os.environ:  # its processes meet at a port of their own
+    if os.environ.get("PACELINE_JOIN_TICKET"):  # its processes meet at a port of their own
         return len(starts(folder))
     with (folder / "starts").open("a") as file:
         file.write(f"{os.environ['MASTER_PORT']}\n")

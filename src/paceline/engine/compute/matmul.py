@@ -2,14 +2,13 @@
 
 MKL computes with AVX2 on an AMD processor, also where it has AVX-512: 86 instead of 206 GFlop/s on a core of one.
 oneDNN asks the processor what it can do. Which of both is used depends on the processor and on sizes alone, for updates
-on that of the weight alone, so like nodes compute alike. PACELINE_PRODUCTS=blas or onednn says it for all.
+on that of the weight alone, so like nodes compute alike. PACELINE_MATMUL=blas or onednn says it for all.
 
 *Laws*: the same as torch's up to the order of summation, backward of any order included.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from functools import cache, partial
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from paceline.environment import variable
+
 LEAST_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
 LEAST_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
 SOME_VALUES, MANY_ROWS = 1 << 16, 256  # of a weight, and of what is multiplied with it: as in a transformer
@@ -29,10 +30,10 @@ BLAS, ONEDNN = "blas", "onednn"
 
 @cache
 def fast() -> bool:
-    """Whether oneDNN is to compute them here. Raises ValueError for a PACELINE_PRODUCTS that is neither."""
-    said = os.environ.get("PACELINE_PRODUCTS", "")
+    """Whether oneDNN is to compute them here. Raises ValueError for a PACELINE_MATMUL that is neither."""
+    said = variable("PACELINE_MATMUL")
     if said not in ("", BLAS, ONEDNN):
-        raise ValueError(f"PACELINE_PRODUCTS={said!r} is not known; use {BLAS!r} or {ONEDNN!r}, or unset it")
+        raise ValueError(f"PACELINE_MATMUL={said!r} is not known; use {BLAS!r} or {ONEDNN!r}, or unset it")
     if said == BLAS or not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return said == ONEDNN or (torch._C.has_mkl and _amd() and _wide())
@@ -125,7 +126,7 @@ def _large(model: nn.Module) -> Iterator[nn.Linear]:
 def install(model: nn.Module) -> None:
     """Large fully-connected layers compute by oneDNN from now on, but for those with a forward of their own.
 
-    Raises ValueError for a PACELINE_PRODUCTS that is not known, whatever the layers.
+    Raises ValueError for a PACELINE_MATMUL that is not known, whatever the layers.
     """
     for module in _large(model) if fast() else ():
         if "forward" not in vars(module):

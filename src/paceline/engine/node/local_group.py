@@ -95,7 +95,8 @@ class Crew:
                     missing = sorted(set(range(1, self.size)) - set(self.lines))
                     raise self._lost(
                         f"local rank 0 of {self.size} waited {self._join_s:.0f} s for local ranks {missing}; were all "
-                        f"started, with the same MASTER_PORT? Where some need longer, give all PACELINE_JOIN_S"
+                        f"started, with the same MASTER_PORT? Where some need longer, give all "
+                        f"PACELINE_RENDEZVOUS_TIMEOUT_S"
                     ) from None
                 self._admit(line)
 
@@ -136,7 +137,7 @@ class Crew:
                 if time.monotonic() > end:
                     raise CrewError(
                         f"local rank {self.rank} of {self.size} found no local rank 0 within {self._join_s:.0f} s; "
-                        f"was it started? Where it needs longer, give all PACELINE_JOIN_S"
+                        f"was it started? Where it needs longer, give all PACELINE_RENDEZVOUS_TIMEOUT_S"
                     ) from None
                 time.sleep(0.01)
         if (user := other_end(line)[1]) != os.getuid():

@@ -22,7 +22,7 @@ from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
-LONGER = "; where some need longer to prepare, give all PACELINE_JOIN_S, in seconds"
+LONGER = "; where some need longer to prepare, give all PACELINE_RENDEZVOUS_TIMEOUT_S, in seconds"
 
 
 class Unreached(LinkError):

@@ -1,7 +1,7 @@
 """A ticket: what it takes to come to a run that has begun: its secret, and where its members were last.
 
-Each member writes it to PACELINE_TICKET, where that is set, and again whenever the members change; PACELINE_JOIN names
-the one that a late node comes with. Only its owner may read it.
+Each member writes it to PACELINE_TICKET_FILE, where that is set, and again whenever the members change;
+PACELINE_JOIN_TICKET names the one that a late node comes with. Only its owner may read it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.environment import variable
 from paceline.link.net.auth import Hiding
 
 
@@ -51,6 +52,6 @@ class Ticket:
 
 def publish(members: Sequence[str], secret: bytes) -> None:
     """These are the members now."""
-    if path := os.environ.get("PACELINE_TICKET"):
+    if path := variable("PACELINE_TICKET_FILE"):
         nodes = os.environ.get("PACELINE_NODES", "")
         Ticket(secret.decode(), nodes, members, isinstance(secret, Hiding)).write(Path(path))
