@@ -28,7 +28,7 @@ LATER = (  # what training imports when it begins, and each process would import
     "paceline.engine.processes",
     "paceline.exchange.allreduce",
     "paceline.codec.none",
-    "paceline.link.torch",
+    "paceline.link.gloo",
 )
 SEED, LIMIT_S, GRACE_S = 1, 240.0, 5.0
 

@@ -483,7 +483,7 @@ class Membership:
 
         Raises ValueError where it cannot.
         """
-        raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=torch")
+        raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=gloo")
 
     def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
         """Those who are left, in the old order, over a link of the next generation. Whoever waits on the old one fails.

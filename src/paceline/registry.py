@@ -19,7 +19,11 @@ from typing import Any
 
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
 PLACES = {"models": "train.models"}  # of rooms that lie inside of others
-
+FORMERLY = {  # what methods were called once: scripts, plans and checkpoints may say so, and mean today's
+    "engine": {"virtual": "reproducible", "replay": "emulated"},
+    "exchange": {"periodic": "local_sgd", "tree": "ordered"},
+    "link": {"torch": "gloo"},
+}
 
 _PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python 3.11)
 
@@ -40,6 +44,12 @@ def names(room: str) -> tuple[str, ...]:
     return tuple(sorted(name for name, text in _texts(room).items() if made.search(text)))
 
 
+def current(room: str, text: str) -> str:
+    """``text``, which begins with a method's name, with today's: "virtual:8+bf16" becomes "reproducible:8+bf16"."""
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    return FORMERLY.get(room, {}).get(name, name) + text[len(name) :]
+
+
 def describe(room: str, name: str) -> str:
     """The first line of the plug-in's module docstring."""
     with _PARSING:
@@ -49,6 +59,7 @@ def describe(room: str, name: str) -> str:
 
 def module(room: str, name: str) -> Any:
     """The plug-in's module. Raises ValueError naming what is known and what was probably meant."""
+    name = current(room, name)
     if name not in names(room):
         close = difflib.get_close_matches(name, names(room), n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""

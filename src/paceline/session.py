@@ -36,14 +36,14 @@ from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
-from paceline.registry import find, parse
+from paceline.registry import current, find, parse
 from paceline.registry import module as find_module
 from paceline.report.log import configure, log
 from paceline.training import Training
 
 _here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
-LINKS = "mpi", "nccl", "tls", "torch"
+LINKS = "gloo", "mpi", "nccl", "tls"
 
 
 def join(
@@ -100,7 +100,7 @@ def join(
                         next step's forward pass runs, for slow networks; else PACELINE_OVERLAP, else backward
     reproducible        the final weights are the same bits for any number of nodes, and whatever nodes are lost, on
                         like processors: the batch is computed in 8 shares, or as many as given, whose gradients are
-                        added up in a fixed order; as engine="virtual:8", exchange="tree"
+                        added up in a fixed order; as engine="reproducible:8", exchange="ordered"
     encrypt             everything between nodes is encrypted, by TLS 1.3; else PACELINE_ENCRYPT, which --encrypt sets
 
     All nodes start from rank 0's weights. With a folder, Ctrl-C and SIGTERM end the step, save, and exit. Raises
@@ -144,7 +144,8 @@ def join(
     world = World() if told else World.of_environment()
     hidden = _encrypted(encrypt)
     secret_of_environment()  # what this process starts from now on need not know it
-    row = engine or os.environ.get("PACELINE_ENGINE") or ("virtual" if reproducible else _default_row(world, job))
+    row = engine or os.environ.get("PACELINE_ENGINE") or ("reproducible" if reproducible else _default_row(world, job))
+    row, exchange = current("engine", row), current("exchange", exchange)
     if reproducible:
         row = _reproducible(row, reproducible)
     chosen, numerics = parse_row(row)
@@ -155,7 +156,7 @@ def join(
     members: Members | None = None
     parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
     if parts[0].num_shares and exchange == "allreduce":
-        exchange, parts = "tree", (parts[0], find("exchange", "tree"), parts[2])
+        exchange, parts = "ordered", (parts[0], find("exchange", "ordered"), parts[2])
     parts[0].seed = seed
     parts[0].numerics = dataclasses.replace(numerics, precision=precision) if precision else numerics
     parts[0].accumulate = accumulate
@@ -224,10 +225,10 @@ def join(
 
 
 def _reproducible(row: str, asked: bool | int) -> str:
-    """The row with engine "virtual" in place of its own."""
+    """The row with engine "reproducible" in place of its own."""
     engine, *words = row.split("+")
-    if engine.partition(":")[0] != "virtual" or asked is not True:
-        engine = f"virtual:{8 if asked is True else asked}"
+    if engine.partition(":")[0] != "reproducible" or asked is not True:
+        engine = f"reproducible:{8 if asked is True else asked}"
     return "+".join([engine, *words])
 
 
@@ -240,10 +241,10 @@ def _encrypted(asked: bool | None) -> bool:
 
 def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
     """PACELINE_LINK, else "tls" where all is encrypted, else "mpi" where mpirun started one process per node and a
-    model on the CPU, else "torch"."""
-    said = os.environ.get("PACELINE_LINK")
+    model on the CPU, else "gloo"."""
+    said = current("link", os.environ.get("PACELINE_LINK", ""))
     if hidden:
-        if said not in (None, "", "tls"):
+        if said not in ("", "tls"):
             raise ValueError(f"PACELINE_LINK={said!r} does not encrypt, as asked for; unset it, or use tls")
         return "tls"
     if said:
@@ -254,7 +255,7 @@ def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
     possible = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if started == (str(world.node), str(world.num_nodes)) and possible and importlib.util.find_spec("mpi4py"):
         return "mpi"
-    return "torch"
+    return "gloo"
 
 
 def _default_row(world: World, job: Job) -> str:

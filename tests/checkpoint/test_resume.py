@@ -205,7 +205,7 @@ def test_nodes_that_compute_in_unlike_rows_go_on_together(tmp_path):
     assert all(torch.equal(value, other["buffers"][key]) for key, value in one["buffers"].items())
 
 
-@pytest.mark.parametrize(("first", "then"), [("periodic:2", "allreduce"), ("allreduce", "periodic:2")])
+@pytest.mark.parametrize(("first", "then"), [("local_sgd:2", "allreduce"), ("allreduce", "local_sgd:2")])
 def test_a_run_may_go_on_with_another_exchange(tmp_path, first, then):
     """Story: what the one had noted was asked for by the names of the other."""
     batch = torch.ones(8, 4), torch.arange(8) % 3

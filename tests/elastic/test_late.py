@@ -20,8 +20,8 @@ from paceline.elastic.reconfigure import Place, Survivors
 from paceline.environment import World
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
+from paceline.link import gloo as plain
 from paceline.link import tls
-from paceline.link import torch as plain
 from paceline.link.net.store_server import MeetingPoint
 from paceline.link.net.ticket import Ticket
 from waiting import until

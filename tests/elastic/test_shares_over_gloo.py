@@ -87,7 +87,7 @@ def test_a_node_without_rows_agrees_on_a_loss_of_parts_that_it_has_never_seen(ra
     assert set(said(ran[engine], "empty")[0]["terms"]) == {"entropy", "size"}
 
 
-@pytest.mark.parametrize("kind", ["torch", "tls"])
+@pytest.mark.parametrize("kind", ["gloo", "tls"])
 def test_five_ranks_of_unlike_shares_train_as_one(kind, monkeypatch):
     """The first has no rows, the last two fifths of them. Ranks are threads here, on sockets of their own."""
     monkeypatch.setenv("PACELINE_SECRET", "of this test")

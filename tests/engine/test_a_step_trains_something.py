@@ -13,7 +13,7 @@ import ranks
 from nodes import OPTIMIZERS, Normed, Rank, Whole, build, gap, rows
 from paceline.contract import LinkError, NoGradient
 
-ENGINES = ["sequential", "threads:2", "replicas:2", "virtual:4"]
+ENGINES = ["sequential", "threads:2", "replicas:2", "reproducible:4"]
 NO_GRAD = "does not require grad, or no trainable parameter is part of it"
 
 

@@ -59,7 +59,7 @@ def plainly(engine="sequential", loss=F.cross_entropy, model=None, **words):
     return paceline.join(model, torch.optim.SGD(model.parameters(), 0.1), loss, batch_size=8, engine=engine, **words)
 
 
-@pytest.mark.parametrize("words", [{"engine": "replicas:2"}, {"accumulate": 2}, {"engine": "virtual:2"}])
+@pytest.mark.parametrize("words", [{"engine": "replicas:2"}, {"accumulate": 2}, {"engine": "reproducible:2"}])
 def test_such_segments_in_every_engine(words):
     models = [build(kind) for kind in (Reentrant, Direct)]
     batch = rows(8, 0)

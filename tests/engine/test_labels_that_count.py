@@ -123,7 +123,7 @@ def test_processes_with_unlike_numbers_of_labels_train_what_one_does(name):
 
 
 @pytest.mark.parametrize(
-    "how", [{"accumulate": 3}, {"accumulate": 8}, {"engine": "replicas:2"}, {"engine": "virtual:4"}]
+    "how", [{"accumulate": 3}, {"accumulate": 8}, {"engine": "replicas:2"}, {"engine": "reproducible:4"}]
 )
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification", "T5ForConditionalGeneration"])
 def test_micro_batches_and_replicas_train_what_one_pass_does(name, how):

@@ -99,7 +99,7 @@ def test_what_differs_by_rounding_alone_is_left_out_from_then_on():
 
 def test_nodes_that_average_now_and_then_may_have_numbers_of_their_own():
     def work(link):
-        rank = Rank(Ledger(link), build(), OPTIMIZERS["sgd"], exchange="periodic:2")
+        rank = Rank(Ledger(link), build(), OPTIMIZERS["sgd"], exchange="local_sgd:2")
         rank.optimizer.param_groups[0]["lr"] = 0.1 * (1 + link.rank)
         rank.train([rows(24, i) for i in range(4)])
         return rank.state()

@@ -30,7 +30,7 @@ def weights(model):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "virtual:4"])
+@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "reproducible:4"])
 def test_a_second_step_is_refused_and_changes_nothing(engine):
     model, optimizer, pace = joined(engine)
     with pace:

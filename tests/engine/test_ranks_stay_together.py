@@ -18,7 +18,7 @@ from paceline.engine.sequential import Engine
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
-from paceline.link import torch as gloo
+from paceline.link import gloo
 from paceline.registry import parse
 
 BATCHES = [rows(24, seed) for seed in range(5)]
@@ -126,7 +126,7 @@ def test_between_averages_a_bad_loss_ends_its_own_rank_and_the_others_hear_of_it
     """Story: it asked the others for their findings, while they asked it for its weights."""
 
     def work(link):
-        rank = Rank(link, build(), exchange="periodic:3")
+        rank = Rank(link, build(), exchange="local_sgd:3")
         rank.train(BATCHES[:1])
         with pytest.raises(NotFinite if link.rank else LinkError, match=r"rank 1"):
             rank.train([BAD if link.rank else BATCHES[1], *BATCHES[2:]])
@@ -139,7 +139,7 @@ def test_between_averages_all_stop_after_the_same_step():
     """Story: whoever had heard the signal began to save, and the others to average."""
 
     def work(link):
-        rank, stops = Rank(link, build(), exchange="periodic:3"), []
+        rank, stops = Rank(link, build(), exchange="local_sgd:3"), []
         for number in range(8):
             rank.run.stop = 15 if link.rank and number >= 1 else 0
             stops.append(rank.step(Whole(BATCHES[number % 5])).ballot.stop)
@@ -163,7 +163,7 @@ def test_a_peer_that_has_left_is_not_waited_for(monkeypatch):
             pass
 
     def work(seat):
-        link = connect("torch", seat.rank, 2, "127.0.0.1", port).link
+        link = connect("gloo", seat.rank, 2, "127.0.0.1", port).link
         link.sum(torch.ones(1)).wait(10)
         if seat.rank:
             link.close()

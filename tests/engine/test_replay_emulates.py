@@ -13,9 +13,9 @@ import paceline
 import ranks
 from nodes import OPTIMIZERS, Plain, Rank, Whole, build, rows
 from paceline.contract import DENSE, FACTORS, Verdict
-from paceline.engine import replay, sequential
+from paceline.engine import emulated, sequential
 from paceline.engine.compute.timeline import Timeline, record
-from paceline.engine.replay import Engine
+from paceline.engine.emulated import Engine
 from paceline.exchange.flow import cost_model
 from paceline.exchange.flow.cost_model import multiplication
 from paceline.registry import parse
@@ -75,7 +75,7 @@ def test_what_an_exchange_decides_by_is_as_fast_as_what_is_replayed(file, faster
     spec = max((spec for spec in engine.specs if spec.linear), key=lambda spec: spec.numel)
     calls = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: 1e-7 * next(calls))  # a busy core takes no part in it
-    for module in (replay, cost_model):
+    for module in (emulated, cost_model):
         monkeypatch.setattr(module, "time", clock)
     per_flop = multiplication(spec, ROWS, torch.float64, torch.device("cpu"), engine.multiply)
     wanted = 0.002 / faster / (2 * ROWS * spec.numel)
@@ -117,7 +117,7 @@ def test_eight_nodes_add_up_what_each_has_filled_in_and_take_the_recorded_time(f
 
 def test_faster_is_faster_and_a_node_without_rows_adds_nothing(file, monkeypatch):
     monkeypatch.chdir(file.parent)
-    engine = parse("engine", "replay:plain.json,faster=10")
+    engine = parse("engine", "emulated:plain.json,faster=10")
     model = Plain()
     engine.open(model, torch.optim.SGD(model.parameters()), None)
     forms, pieces = [DENSE] * len(engine.specs), []
@@ -138,14 +138,14 @@ def test_a_record_says_that_it_was_emulated(file, monkeypatch, tmp_path):
     monkeypatch.chdir(file.parent)
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"batch_size": ROWS, "engine": "replay:plain.json", "folder": tmp_path}
+    options = {"batch_size": ROWS, "engine": "emulated:plain.json", "folder": tmp_path}
     with paceline.join(model, optimizer, F.cross_entropy, **options) as pace:
         pace.step(rows(ROWS, 1, torch.float32))
         with pytest.raises(ValueError, match="emulates"):
             pace.engine.run(None)
     events = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     (joined,) = [event for event in events if event["event"] == "join"]
-    assert (joined["engine"], joined["emulated"]) == ("replay:plain.json", True)
+    assert (joined["engine"], joined["emulated"]) == ("emulated:plain.json", True)
     (step,) = [event for event in events if event["event"] == "step"]
     assert step["seconds"] >= pace.engine.timeline.total(pace.exchange.forms())
     assert Engine.fidelity == "emulated"

@@ -51,7 +51,7 @@ def dense(state):
     return {name: value.to_dense().clone() for name, value in state.items()}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "virtual:2"])
+@pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2", "reproducible:2"])
 def test_every_engine_trains_with_one(engine):
     model, plain = Graph(), Graph()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

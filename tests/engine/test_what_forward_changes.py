@@ -16,8 +16,8 @@ import paceline
 import ranks
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.replicas import Engine as Replicas
+from paceline.engine.reproducible import Engine as Virtual
 from paceline.engine.sequential import Engine
-from paceline.engine.virtual import Engine as Virtual
 from paceline.link.memory import world
 
 HERE = Path(__file__).parents[1] / "support"
@@ -153,7 +153,11 @@ def test_nodes_equal_one_process(kind, shares):
         assert not said
 
 
-ENGINES = {"replicas:2": lambda: Replicas(2), "replicas:3": lambda: Replicas(3), "virtual:4": lambda: Virtual(4, 1)}
+ENGINES = {
+    "replicas:2": lambda: Replicas(2),
+    "replicas:3": lambda: Replicas(3),
+    "reproducible:4": lambda: Virtual(4, 1),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +165,7 @@ ENGINES = {"replicas:2": lambda: Replicas(2), "replicas:3": lambda: Replicas(3),
 def test_several_passes_in_one_process_equal_one(kind, engine):
     model = build(KINDS[kind])
     want, _ = reference(model, batches(), OPTIMIZERS["momentum"])
-    exchange = "tree" if engine.startswith("virtual") else "allreduce"
+    exchange = "ordered" if engine.startswith("reproducible") else "allreduce"
     rank = Rank(world(1)[0], model, engine=ENGINES[engine](), exchange=exchange)
     rank.train(batches())
     rank.engine.close()
@@ -282,7 +286,7 @@ def test_own_buffers_of_replicas_and_micro_batches_are_reported_once():
         (Virtual(3, 1), 1, "each process or replica"),
         (Engine(), 2, "in each micro-batch"),
     ):
-        engine.accumulate, exchange = accumulate, "tree" if engine.num_shares else "allreduce"
+        engine.accumulate, exchange = accumulate, "ordered" if engine.num_shares else "allreduce"
         rank, said = Rank(world(1)[0], build(Codebook), exchange=exchange, engine=engine), []
         rank.run.record.write = lambda kind, said=said, **facts: said.append(facts.get("text"))
         rank.train([rows(24, seed) for seed in range(3)])
@@ -361,7 +365,7 @@ def test_a_wrong_word_and_an_exchange_that_meets_seldom_are_refused():
     with pytest.raises(ValueError, match="buffers is 'own' or 'broadcast', got 'mean'"):
         paceline.join(*given, batch_size=4, buffers="mean")
     with pytest.raises(ValueError, match="buffers='broadcast' is after each step"):
-        paceline.join(*given, batch_size=4, buffers="broadcast", exchange="periodic:4", engine="threads:1")
+        paceline.join(*given, batch_size=4, buffers="broadcast", exchange="local_sgd:4", engine="threads:1")
 
 
 SCRIPT = """

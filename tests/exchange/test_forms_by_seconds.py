@@ -25,10 +25,10 @@ from paceline.exchange.flow.cost_model import (
 )
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, Wire
 from paceline.link import memory
+from paceline.link.gloo import Link as TorchLink
 from paceline.link.mpi import Link as MpiLink
 from paceline.link.net.collective_override import Chosen
 from paceline.link.net.collective_run import Collective, names
-from paceline.link.torch import Link as TorchLink
 from paceline.registry import parse
 
 LAYER = Spec(0, ("fc.weight",), ((4096, 9216),), linear=True)

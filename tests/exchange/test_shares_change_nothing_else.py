@@ -19,8 +19,7 @@ from paceline.elastic.assignment import place, settle
 from paceline.engine.replicas import Engine as Replicas
 from paceline.environment import World
 from paceline.job import Job
-from paceline.link import memory
-from paceline.link import torch as gloo
+from paceline.link import gloo, memory
 from paceline.report.record import Record, read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "scripts"))
@@ -69,7 +68,7 @@ def test_weights_averaged_at_every_step_are_weighted_by_rows(shares):
     want, _ = reference(build(), WHOLE, OPTIMIZERS["sgd"])
 
     def work(link):
-        rank = Rank(link, build(), OPTIMIZERS["sgd"], shares=shares, batch=32, exchange="periodic:1")
+        rank = Rank(link, build(), OPTIMIZERS["sgd"], shares=shares, batch=32, exchange="local_sgd:1")
         for data in WHOLE:
             rank.step(Whole(data))
         return rank.state()
@@ -225,7 +224,7 @@ def test_nodes_that_average_every_other_step_deal_anew_too():
             time.sleep(0.0005 * (4 if link.rank else 1) * len(target))
             return entropy(output, target)
 
-        rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="periodic:2", loss=loss)
+        rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="local_sgd:2", loss=loss)
         rank.run.balance, shares = Balance(24, [1, 1], [24, 24]), [(12, 12)]
         made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.run.seat)
         for batch in made:

@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_told(given, said, world):
         world(given)
 
 
-@pytest.mark.parametrize(("local_size", "link"), [(2, None), (1, "torch")])
+@pytest.mark.parametrize(("local_size", "link"), [(2, None), (1, "gloo")])
 def test_where_rank_0_runs_must_be_told_where_mpi_is_not_asked(local_size, link, world):
     given = mpi(2 * local_size - 1, 2 * local_size, local_size - 1, local_size, PMIX_NAMESPACE="job-1")
     assert world(given | ({"PACELINE_LINK": link} if link else {})).host == ""

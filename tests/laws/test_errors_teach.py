@@ -397,8 +397,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 def test_a_codec_that_would_be_ignored_is_refused():
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    words = {"batch_size": 2, "engine": "sequential", "exchange": "periodic:4", "codec": "half"}
-    with pytest.raises(ValueError, match="'periodic:4' sends weights as they are and takes no codec, got 'half'"):
+    words = {"batch_size": 2, "engine": "sequential", "exchange": "local_sgd:4", "codec": "half"}
+    with pytest.raises(ValueError, match="'local_sgd:4' sends weights as they are and takes no codec, got 'half'"):
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
@@ -406,8 +406,10 @@ def test_virtual_shares_are_added_up_in_their_own_order_or_refused():
     """Story: layers' factors met an assertion inside of backward, and dense sums other bits on other nodes."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    words = {"batch_size": 4, "engine": "virtual:4", "exchange": "allreduce:forms=dense"}
-    with pytest.raises(ValueError, match="'allreduce:forms=dense' adds them up in another order; use exchange='tree'"):
+    words = {"batch_size": 4, "engine": "reproducible:4", "exchange": "allreduce:forms=dense"}
+    with pytest.raises(
+        ValueError, match="'allreduce:forms=dense' adds them up in another order; use exchange='ordered'"
+    ):
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 
@@ -416,8 +418,8 @@ def test_where_nodes_may_be_lost_weights_must_be_everyones_after_each_step(monke
         monkeypatch.setenv(name, value)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    words = {"batch_size": 2, "engine": "sequential", "exchange": "periodic:4"}
-    with pytest.raises(ValueError, match=r"an exchange that agrees each step, such as allreduce; got .* 'periodic:4'"):
+    words = {"batch_size": 2, "engine": "sequential", "exchange": "local_sgd:4"}
+    with pytest.raises(ValueError, match=r"an exchange that agrees each step, such as allreduce; got .* 'local_sgd:4'"):
         paceline.join(model, optimizer, torch.nn.functional.mse_loss, **words)
 
 

@@ -170,7 +170,7 @@ def test_periodic_average(period):
     """Period 1 with plain SGD is all-reduce; after each average the replicas are bit-equal."""
     batches = BATCHES[:3]
     model = build()
-    got = train(3, model, batches, exchange=f"periodic:{period}", optimizer=OPTIMIZERS["sgd"], shares=(1, 2, 3))
+    got = train(3, model, batches, exchange=f"local_sgd:{period}", optimizer=OPTIMIZERS["sgd"], shares=(1, 2, 3))
     for state, _, _ in got:
         assert all(torch.equal(state[name], got[0][0][name]) for name in state)
     want, _ = reference(model, batches, OPTIMIZERS["sgd"])
@@ -182,7 +182,7 @@ def test_periodic_average(period):
 
 def test_periodic_conserves_the_mean_weighted_by_samples():
     def work(link):
-        rank = Rank(link, build(), exchange="periodic:2", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
+        rank = Rank(link, build(), exchange="local_sgd:2", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
         rank.train(BATCHES[:1])
         before = rank.state()
         rank.exchange.step = 2
@@ -197,7 +197,7 @@ def test_periodic_conserves_the_mean_weighted_by_samples():
 
 def test_periodic_levels_between_two_averages_and_goes_on_from_there():
     def work(link):
-        rank = Rank(link, build(), exchange="periodic:4", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
+        rank = Rank(link, build(), exchange="local_sgd:4", optimizer=OPTIMIZERS["sgd"], shares=(1, 3))
         rank.train(BATCHES[:3])
         before, sent = rank.state(), link.sent_bytes
         rank.exchange.level(rank.engine.weights)
@@ -216,7 +216,7 @@ def test_what_periodic_was_asked_is_told_once():
     """Story: a save that failed once was told for ever, and louder than a signal to another node."""
 
     def work(link):
-        rank = Rank(link, build(), exchange="periodic:2", optimizer=OPTIMIZERS["sgd"])
+        rank = Rank(link, build(), exchange="local_sgd:2", optimizer=OPTIMIZERS["sgd"])
         asks = {(0, 0): 255, (1, 6): 15, (1, 7): 15, (1, 8): 15}
         told = []
         finish = rank.exchange.finish

@@ -150,10 +150,10 @@ def test_an_exchange_may_take_longer_than_any_heartbeat(tmp_path):
 @pytest.mark.parametrize(
     ("how", "link"),
     [
-        ("SIGKILL of rank 1", "torch"),
-        ("SIGKILL of rank 0", "torch"),
-        ("cable of rank 1", "torch"),
-        ("cable of rank 0", "torch"),
+        ("SIGKILL of rank 1", "gloo"),
+        ("SIGKILL of rank 0", "gloo"),
+        ("cable of rank 1", "gloo"),
+        ("cable of rank 0", "gloo"),
         ("cable of rank 1", "tls"),
         ("cable of rank 0", "tls"),
     ],

@@ -387,7 +387,7 @@ def faults():
     return of
 
 
-@pytest.mark.dear("nccl", *(f"{kind}-{n}" for kind in ("mpi", "tls", "torch") for n in (1, 3, 4, 5)))
+@pytest.mark.dear("nccl", *(f"{kind}-{n}" for kind in ("mpi", "tls", "gloo") for n in (1, 3, 4, 5)))
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize(
     ("link", "size"), [(link, size) for link in names("link") for size in WORLDS.get(link, NETWORK)[1]]
@@ -455,7 +455,7 @@ if __name__ == "__main__":
 def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
     """Story: a wait expired, the operation ended, and its success was told as the loss of a peer."""
     from paceline import contract
-    from paceline.link.torch import _Handle
+    from paceline.link.gloo import _Handle
 
     class Work:
         waits = 0

@@ -13,7 +13,7 @@ from test_engines_are_transparent import HERE, PATH, START
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.data.sampler import Seat
-from paceline.engine.virtual import Engine
+from paceline.engine.reproducible import Engine
 from paceline.link.memory import world
 from paceline.messages import add_up, spans
 from paceline.planner.choose import insisted
@@ -33,7 +33,7 @@ def train(size, model, batches=BATCHES, shares=None, num_shares=SHARES, **option
 
     def work(link):
         engine = Engine(num_shares, num_threads=1)
-        rank = Rank(link, model, exchange="tree", engine=engine, **options)
+        rank = Rank(link, model, exchange="ordered", engine=engine, **options)
         rank.run.seat = Seat(link.rank, link.size, shares=shares, virtual=num_shares)
         losses = rank.train(batches)
         rank.exchange.close()
@@ -97,7 +97,7 @@ def one_after_the_other(size, model, engine=None):
     sums, specs = [], ()
     for node in range(size):
         each = engine or Engine(SHARES, num_threads=1)
-        rank = Rank(world(1)[0], model, exchange="tree", engine=each)
+        rank = Rank(world(1)[0], model, exchange="ordered", engine=each)
         specs = each.specs
         seat = Seat(node, size, virtual=SHARES)
         each.place(seat, 4)
@@ -119,7 +119,7 @@ def test_what_the_user_draws_between_steps_goes_on_as_before():
 
     def work(link):
         torch.manual_seed(5)
-        rank = Rank(link, model, exchange="tree", engine=Engine(4, num_threads=1))
+        rank = Rank(link, model, exchange="ordered", engine=Engine(4, num_threads=1))
         rank.train(BATCHES[:1])
         return torch.randn(3)
 
@@ -155,12 +155,12 @@ def test_shares_are_dealt_whole():
 
 
 def test_an_own_loop_is_refused():
-    rank = Rank(world(1)[0], build(Plain), exchange="tree", engine=Engine(4, num_threads=1))
+    rank = Rank(world(1)[0], build(Plain), exchange="ordered", engine=Engine(4, num_threads=1))
     with pytest.raises(ValueError, match=r"use step\(batch\)"):
         rank.engine.gathered(None, rank.exchange.forms(), print)
 
 
-@pytest.mark.parametrize("given", ["virtual:0", "virtual:257", "virtual:two"])
+@pytest.mark.parametrize("given", ["reproducible:0", "reproducible:257", "reproducible:two"])
 def test_a_number_of_shares_is_refused(given):
     with pytest.raises(ValueError, match="cuts a batch into 1 <= k <= 256 shares"):
         parse("engine", given)
@@ -186,9 +186,13 @@ def test_one_and_two_nodes_over_gloo_have_the_same_bits(tmp_path):
 
 
 def test_the_plan_says_what_it_costs_and_chooses_it():
-    measured = [Row("threads:2", measured_s=0.1), Row("virtual:8", measured_s=0.15), Row("sequential", measured_s=0.2)]
-    chosen, reason, told = insisted(measured, "threads:2", "virtual:8")
-    assert chosen == "virtual:8"
+    measured = [
+        Row("threads:2", measured_s=0.1),
+        Row("reproducible:8", measured_s=0.15),
+        Row("sequential", measured_s=0.2),
+    ]
+    chosen, reason, told = insisted(measured, "threads:2", "reproducible:8")
+    assert chosen == "reproducible:8"
     assert reason.startswith("reproducible, as asked for: 50% slower than threads:2; between N nodes")
     assert [row.reason for row in told] == ["faster, and not reproducible", "chosen", ""]
 
@@ -203,7 +207,7 @@ time.perf_counter = lambda: now_s
 watch = Stopwatch.of_environment(leader=True)
 while watch:
     time.sleep(0.01)
-    now_s += 0.03 if row.startswith("virtual") else 0.02
+    now_s += 0.03 if row.startswith("reproducible") else 0.02
     watch.tick(8, 0.1)
 print("row", row)
 """
@@ -220,6 +224,6 @@ def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
         return done.stdout
 
     told = json.loads(paceline("plan", "--reproducible", "--budget", "6", "--json"))
-    assert told["chosen"] == "virtual:8"
+    assert told["chosen"] == "reproducible:8"
     assert "reproducible, as asked for: 50% slower than " in told["reason"]
-    assert paceline("run", "--reproducible") == "row virtual:8\n"
+    assert paceline("run", "--reproducible") == "row reproducible:8\n"

@@ -51,11 +51,12 @@ def test_what_is_not_so_is_told(tmp_path, steps, says):
     assert summary.told(run) == says
 
 
-def test_where_nodes_agree_now_and_then_one_node_s_samples_say_nothing(tmp_path):
+@pytest.mark.parametrize("exchange", ["local_sgd:4", "periodic:4"])  # the latter in records of the version before
+def test_where_nodes_agree_now_and_then_one_node_s_samples_say_nothing(tmp_path, exchange):
     steps = [step(number, samples=3) for number in range(PER_EPOCH)]
     run = written(tmp_path, steps)
     assert summary.faults(run)
-    run.join["exchange"] = "periodic:4"
+    run.join["exchange"] = exchange
     assert summary.told(run) == "each once in 1 whole epochs"
 
 

@@ -79,7 +79,7 @@ def one_process(rank, size, port):
     """Prints {what: what went wrong}. After a broken link the rest cannot be tried."""
     faults = {}
     torch.set_num_threads(1)  # threads that spin for a core keep the other processes off it
-    link = find("link", "torch", int(rank), int(size), "127.0.0.1", int(port))
+    link = find("link", "gloo", int(rank), int(size), "127.0.0.1", int(port))
 
     def sums_are_equal(lane):
         for name in ALGORITHMS:

@@ -176,20 +176,20 @@ def test_under_mpirun_the_link_is_mpi_where_it_can_be(monkeypatch):
 
     for name in ("PACELINE_LINK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert chosen() == "torch"
+    assert chosen() == "gloo"
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    assert chosen() == ("mpi" if importlib.util.find_spec("mpi4py") else "torch")
-    assert chosen(World(node=0, num_nodes=2)) == "torch", "mpirun counts otherwise"
-    assert chosen(device="meta") == "torch", "MPI moves host memory"
-    monkeypatch.setenv("PACELINE_LINK", "torch")
-    assert chosen() == "torch"
+    assert chosen() == ("mpi" if importlib.util.find_spec("mpi4py") else "gloo")
+    assert chosen(World(node=0, num_nodes=2)) == "gloo", "mpirun counts otherwise"
+    assert chosen(device="meta") == "gloo", "MPI moves host memory"
+    monkeypatch.setenv("PACELINE_LINK", "torch")  # as it was called once
+    assert chosen() == "gloo"
     monkeypatch.setenv("PACELINE_LINK", "tcp")
-    with pytest.raises(ValueError, match=r"PACELINE_LINK='tcp' .* use mpi, nccl, tls, torch"):
+    with pytest.raises(ValueError, match=r"PACELINE_LINK='tcp' .* use gloo, mpi, nccl, tls"):
         chosen()
     monkeypatch.delenv("PACELINE_LINK")
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    assert chosen() == "torch"
+    assert chosen() == "gloo"
 
 
 def test_what_is_missing_is_said_before_mpi_begins(monkeypatch):
@@ -217,12 +217,12 @@ REFUSED = {
 import mpi4py
 mpi4py.rc.thread_level = "funneled"
 from mpi4py import MPI
-refused(lambda: find("link", "mpi", 0, 1), "MPI_THREAD_MULTIPLE", "has level 1", "PACELINE_LINK=torch")
+refused(lambda: find("link", "mpi", 0, 1), "MPI_THREAD_MULTIPLE", "has level 1", "PACELINE_LINK=gloo")
 """,
     "ranks and tensors": """
 refused(lambda: find("link", "mpi", 1, 2), "rank 1 of 2, but MPI says rank 0 of 1", "mpirun -n 2", "Open MPI")
 link = find("link", "mpi", 0, 1)
-refused(lambda: link.sum(torch.ones(2, device="meta")), "host memory", "meta", "PACELINE_LINK=torch")
+refused(lambda: link.sum(torch.ones(2, device="meta")), "host memory", "meta", "PACELINE_LINK=gloo")
 refused(lambda: link.broadcast(torch.ones(2, 2).t()[:1]), "contiguous", "(1, 2)")
 refused(lambda: link.sum(torch.ones(2, dtype=torch.bool)), "bfloat16", "got torch.bool")
 assert link.broadcast(torch.ones(2, dtype=torch.bool)).wait(5).all()

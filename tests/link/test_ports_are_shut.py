@@ -80,7 +80,7 @@ def test_threads_that_open_at_the_same_moment_close_their_own():
 
 def test_gloo_leaves_no_port_open():
     before, port = set(listening().values()), free_port()
-    link = find("link", "torch", 0, 1, "127.0.0.1", port)
+    link = find("link", "gloo", 0, 1, "127.0.0.1", port)
     link.lane("another")
     assert set(listening().values()) - before == {port}  # the meeting point
     link.close()

@@ -448,8 +448,8 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     ("words", "ways"),
     [
         ('codec="half", overlap="forward"', Ways(True, 2.0, 4, forward=True)),
-        ('exchange="periodic:4", precision="bf16"', Ways(False, 0.0, 2, every=4)),
-        ('exchange="tree"', Ways(False, 4.0, 4, gathers=True)),
+        ('exchange="local_sgd:4", precision="bf16"', Ways(False, 0.0, 2, every=4)),
+        ('exchange="ordered"', Ways(False, 4.0, 4, gathers=True)),
     ],
 )
 def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):

@@ -75,7 +75,7 @@ def test_an_exact_run_is_the_same(sshd):
 @needs_sshd
 def test_another_mathematics_is_not(sshd, tmp_path):
     script = tmp_path / "local_steps.py"
-    script.write_text(Path(OWN_LOOP).read_text().replace("batch_size=256", 'batch_size=256, exchange="periodic:2"'))
+    script.write_text(Path(OWN_LOOP).read_text().replace("batch_size=256", 'batch_size=256, exchange="local_sgd:2"'))
     said, _ = verify(sshd, "--steps", 3, "-H", "one,two", script, code=1)
     assert said.endswith("NOT the same\n")
 

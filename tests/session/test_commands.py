@@ -127,7 +127,7 @@ def test_verify_says_the_same_of_an_exact_exchange(how):
 def test_verify_catches_another_mathematics(tmp_path):
     """Weights averaged every other step are not one process on the global batch."""
     script = tmp_path / "local_steps.py"
-    script.write_text(Path(OWN_LOOP).read_text().replace("batch_size=256", 'batch_size=256, exchange="periodic:2"'))
+    script.write_text(Path(OWN_LOOP).read_text().replace("batch_size=256", 'batch_size=256, exchange="local_sgd:2"'))
     assert "NOT the same" in paceline("verify", "--steps", 4, script, code=1)
 
 

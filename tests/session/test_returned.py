@@ -121,14 +121,14 @@ def test_who_dies_while_all_join_ends_nothing(tmp_path, what, engine, num_nodes)
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("how", ["half", "adam", "shares", "sync", "virtual"])
+@pytest.mark.parametrize("how", ["half", "adam", "shares", "sync", "reproducible"])
 def test_however_it_trains(tmp_path, how):
     """Against the same training by one process, which nothing happens to."""
     alone, nodes = tmp_path / "alone", tmp_path / "nodes"
     for folder, words, many in ((alone, (), 1), (nodes, ("1:3:backward", "back"), 3)):
         folder.mkdir()
-        kept = () if how == "virtual" or (many == 1 and how in ("half", "shares")) else (how,)
-        engine = "virtual:8" if how == "virtual" else "sequential"
+        kept = () if how == "reproducible" or (many == 1 and how in ("half", "shares")) else (how,)
+        engine = "reproducible:8" if how == "reproducible" else "sequential"
         done = launch(folder, *words, *kept, engine=engine, num_nodes=many, least=int(many > 1))
         assert done.returncode == 0, done.stderr
     check(nodes, done, exact=False)
@@ -138,7 +138,7 @@ def test_however_it_trains(tmp_path, how):
         assert done.stderr.count("the wire adds in bf16: among 3 nodes a sum is rounded once more by each") == 1
         losses = [json.loads((folder / "0-0.json").read_text())["losses"] for folder in (alone, nodes)]
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    elif how == "virtual":
+    elif how == "reproducible":
         assert all(torch.equal(value, want[name]) for state in found for name, value in state.items())
     else:
         assert all(gap(state, want) < 1e-9 for state in found)

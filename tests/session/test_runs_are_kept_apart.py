@@ -140,13 +140,13 @@ def test_what_hosts_were_asked_for_is_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.ssh, "start", ssh)
     settings, way = Settings(encrypt=True), Way("ssh", "python")
     words = ["-m", "paceline.train.run", settings.to_json()]
-    for plan in ("virtual:8", str(tmp_path / "run" / "plan.toml")):
+    for plan in ("reproducible:8", str(tmp_path / "run" / "plan.toml")):
         prepare.start_over_ssh(
             "a,b", way, words, plan, "exact", tmp_path / "run", None, "10.0.0.1", settings, send=True
         )
-    assert Plan.read(tmp_path / "run" / "plan.toml").chosen == "virtual:8"
-    assert [chosen for chosen, _ in began] == [["virtual:8"] * 2] * 2
-    assert all('chosen = "virtual:8"' in environment["PACELINE_PLAN"] for _, environment in began)
+    assert Plan.read(tmp_path / "run" / "plan.toml").chosen == "reproducible:8"
+    assert [chosen for chosen, _ in began] == [["reproducible:8"] * 2] * 2
+    assert all('chosen = "reproducible:8"' in environment["PACELINE_PLAN"] for _, environment in began)
     assert Settings.read(tmp_path / "run").encrypt
     assert asked == ["10.0.0.1"] * 4, "also before anything is sent"
     codes.append(2)

@@ -28,7 +28,7 @@ from paceline.step import buffer_broadcast
 BATCHES = [rows(24, seed) for seed in range(4)]
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "periodic:period=1"])
+@pytest.mark.parametrize("exchange", ["allreduce", "local_sgd:period=1"])
 def test_weights_that_were_given_other_memory_are_still_everyones(exchange):
     """Story: averages were written where the weights had been, and replicas parted without a word."""
 
@@ -261,7 +261,7 @@ class Turning(nn.Module):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("exchange", "codec", "near"), [("allreduce", "half", 0.02), ("tree", "none", 1e-11)])
+@pytest.mark.parametrize(("exchange", "codec", "near"), [("allreduce", "half", 0.02), ("ordered", "none", 1e-11)])
 def test_complex_gradients_keep_both_their_parts(exchange, codec, near, size):
     torch.manual_seed(3)
     model = Turning()
@@ -378,7 +378,7 @@ def test_a_process_whose_own_rows_are_none_has_no_rows():
         assert gap(state, want) < 1e-12
 
 
-@pytest.mark.parametrize("engine", ["replicas:2", "virtual:2"])
+@pytest.mark.parametrize("engine", ["replicas:2", "reproducible:2"])
 def test_an_empty_batch_is_no_batch_in_any_engine(engine):
     model = build()
     made = parse("engine", engine)

@@ -13,7 +13,7 @@ import paceline
 import ranks
 from nodes import IN, Rank, Whole, build, gap, reference, rows
 from paceline.contract import DENSE, FACTORS, Ballot, Piece, Spec
-from paceline.engine import virtual
+from paceline.engine import reproducible
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.engine.node.local_exchange import Leader
@@ -60,7 +60,7 @@ def test_words_of_samples_are_divided_with_them():
         "size": (7, 7),
         "few": "ab",
     }
-    for parts in (batches.split(batch, 3), virtual.cut(batch, 3)):
+    for parts in (batches.split(batch, 3), reproducible.cut(batch, 3)):
         assert [letter for part in parts for letter in part["list"]] == words
         for part in parts:
             own = [words[i] for i in part["x"].tolist()]
@@ -95,7 +95,7 @@ def test_layers_that_go_by_the_rows_before_them_are_computed_whole_or_not_at_all
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         return paceline.join(model, optimizer, F.mse_loss, batch_size=8, engine=engine, **more)
 
-    for engine, more in (("replicas:2", {}), ("virtual:2", {}), ("sequential", {"accumulate": 2})):
+    for engine, more in (("replicas:2", {}), ("reproducible:2", {}), ("sequential", {"accumulate": 2})):
         with pytest.raises(ValueError, match=r"layer '0' has (max_norm|scale_grad_by_freq).*--plan sequential"):
             join(engine, **more)
     join("sequential").close()
@@ -156,7 +156,7 @@ def test_a_schedule_is_at_one_place_on_nodes_that_average_now_and_then():
     """Story: a node without rows of a short last batch fell a step behind, in every epoch."""
 
     def work(link):
-        rank = Rank(link, build(), exchange="periodic:2")
+        rank = Rank(link, build(), exchange="local_sgd:2")
         rank.run.job.scheduler = torch.optim.lr_scheduler.StepLR(rank.optimizer, 1, 0.5)
         for count in (24, 1, 24):
             rank.step(Whole(rows(count, 1)))

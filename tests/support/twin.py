@@ -2,8 +2,8 @@
 
 import torch.distributed as dist
 
+from paceline.link import gloo as plain
 from paceline.link import nccl
-from paceline.link import torch as plain
 from paceline.link.net.works import Patient
 
 LARGE = 64  # values

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint import codec_state
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.engine.compute import rng
+from paceline.registry import current
 from paceline.report.log import log
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
@@ -84,8 +85,9 @@ def restore(run: RunState, kept: Checkpoint) -> None:
 def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
     """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
     # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
-    same = json.loads(run.control.gather(json.dumps(said["plan"] == run.row).encode())[0])
-    methods, world, exchange = said.get("methods", run.methods), run.world, dict(said["exchange"])
+    same = json.loads(run.control.gather(json.dumps(current("engine", said["plan"]) == run.row).encode())[0])
+    methods, world, exchange = dict(said.get("methods", run.methods)), run.world, dict(said["exchange"])
+    methods["exchange"] = current("exchange", methods["exchange"])
     remembered = said.get("memories") or [exchange.get("memory")]
     exchange.pop("memory", None)
     if run.leader and methods != run.methods and codec_state.owes(remembered):

@@ -25,7 +25,7 @@ ReproducibleOption = Annotated[
     bool,
     typer.Option(
         "--reproducible",
-        help="Bit-identical weights for any number of nodes: --plan virtual:8, or virtual:k for k shares.",
+        help="Bit-identical weights for any number of nodes: --plan reproducible:8, or reproducible:k for k shares.",
     ),
 ]
 SharesOption = Annotated[

@@ -99,7 +99,7 @@ def plan(
     only = rows.replace(",", " ").split() if rows else None
     said = ""
     if hosts and reproducible:
-        raise ValueError("--reproducible is planned for one machine: leave out -H, and run with --plan virtual:8")
+        raise ValueError("--reproducible is planned for one machine: leave out -H, and run with --plan reproducible:8")
     if out:
         check_writable(out)
     if hosts:

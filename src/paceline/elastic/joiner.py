@@ -39,12 +39,12 @@ from paceline.elastic.membership import Joined
 from paceline.elastic.quorum import HERE, SILENT
 from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
 from paceline.environment import wait_s
+from paceline.link.gloo import Link
 from paceline.link.net import route
 from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.store_client import LATE, Meeting
 from paceline.link.net.store_server import MeetingPoint
 from paceline.link.net.ticket import Ticket
-from paceline.link.torch import Link
 from paceline.report.activity import BACK_S, Whereabouts
 from paceline.report.log import log
 from paceline.step.run_state import RunState

@@ -17,7 +17,7 @@ from paceline import contract
 from paceline.contract import Guest, Link, LinkError, Porter, View
 from paceline.elastic.heartbeat import Pulse
 from paceline.elastic.reconfigure import Place, Survivors
-from paceline.link import memory, torch
+from paceline.link import gloo, memory
 from paceline.link.net.collective_override import agree_on, override
 from paceline.link.net.metered import Ledger
 from paceline.link.net.rendezvous import Unreached
@@ -32,7 +32,7 @@ MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 class Joined:
     """What a node has once it was taken in. ``num_before``: of nodes that were there already."""
 
-    link: torch.Link
+    link: gloo.Link
     survivors: Survivors
     num_before: int
     guests: tuple[Guest, ...]
@@ -86,7 +86,7 @@ class Members(contract.Membership):
         link = self.bare
         if self._join or link.size == 1:
             return
-        if not isinstance(link, torch.Link):
+        if not isinstance(link, gloo.Link):
             super().stand_by(least)
             return
         address = link.members[link.rank].address
@@ -114,7 +114,7 @@ class Members(contract.Membership):
             self._take(joined.link, self.link.sent_bytes)
             return View(self.link, tuple(range(joined.num_before)), joined.guests)
         link = self.bare
-        if self._survivors is None or not isinstance(link, torch.Link):
+        if self._survivors is None or not isinstance(link, gloo.Link):
             raise LinkError("this link was not told to stand by for a loss")
         link.abandon()
         for _ in range(MAX_MEETINGS):
@@ -136,7 +136,7 @@ class Members(contract.Membership):
 
     def certain(self, since: float) -> None:
         link = self.bare
-        if isinstance(link, torch.Link) and link.detector and not link.detector.confirms(since):
+        if isinstance(link, gloo.Link) and link.detector and not link.detector.confirms(since):
             raise link.lost("making sure that the others are still there", contract.ticks() - since, None)
 
     def everyone(self) -> dict[int, dict[str, Any]]:

@@ -59,7 +59,7 @@ class Link(contract.Link):
         if started != str(size):  # before MPI begins, which waits for every process
             raise ValueError(
                 f"link 'mpi' needs one process of mpirun per node, but there are {started} for {size} nodes; use "
-                f"mpirun --map-by ppr:1:node, or set PACELINE_LINK=torch"
+                f"mpirun --map-by ppr:1:node, or set PACELINE_LINK=gloo"
             )
         self._library = library()
         world = self._library.mpi.COMM_WORLD
@@ -67,7 +67,7 @@ class Link(contract.Link):
             raise ValueError(
                 f"link 'mpi' is rank {rank} of {size}, but MPI says rank {world.rank} of {world.size}; start "
                 f"the script by mpirun -n {size}, and by that of the library that mpi4py loads "
-                f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=torch"
+                f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=gloo"
             )
         self.detector: FailureDetector | None = None
         self.whereabouts = whereabouts
@@ -124,7 +124,7 @@ class Link(contract.Link):
         if tensor.device.type != "cpu":
             raise ValueError(
                 f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it "
-                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK=torch on every node"
+                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK=gloo on every node"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"link 'mpi' needs a contiguous tensor, got strides {tensor.stride()}; call contiguous()")

@@ -1,7 +1,7 @@
 """NCCL through torch.distributed, for what lies on a GPU; gloo carries the rest, and the same words about losses.
 
-*Cost*: as `link.torch`: rings; NCCL finds its own way between the GPUs of a machine, and over the network.
-*Laws*: as `link.torch`. A wait is one of the host, with a deadline: NCCL's own would only hold the GPU's stream, where
+*Cost*: as `link.gloo`: rings; NCCL finds its own way between the GPUs of a machine, and over the network.
+*Laws*: as `link.gloo`. A wait is one of the host, with a deadline: NCCL's own would only hold the GPU's stream, where
 a peer that is gone is waited for without end.
 Never run on a GPU; on the CPU another gloo group stands in for NCCL's in the tests.
 """
@@ -19,7 +19,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.contract import Detect, Waits
-from paceline.link import torch as plain
+from paceline.link import gloo as plain
 from paceline.link.net.works import PATIENCE_S
 
 GLANCE_S = 5e-5  # a step's messages are some: the host looks often
@@ -28,7 +28,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 
 class Link(plain.Link):
-    """One node's end, as `link.torch`'s. Raises ValueError where torch has no NCCL, or sees no GPU."""
+    """One node's end, as `link.gloo`'s. Raises ValueError where torch has no NCCL, or sees no GPU."""
 
     carrier = "NCCL"
 

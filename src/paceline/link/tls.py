@@ -1,7 +1,7 @@
 """TLS 1.3 between all nodes, straight from each to each: nobody on the way reads, changes or adds a byte.
 
 *Cost* (N ranks, n bytes): sum and max: each adds up its slice and tells all: 2 (N - 1) / N n bytes per rank;
-all-gather: (N - 1) n bytes; broadcast: a binomial tree. As `link.torch` in all else: the meeting, whose words are
+all-gather: (N - 1) n bytes; broadcast: a binomial tree. As `link.gloo` in all else: the meeting, whose words are
 hidden here as well as sealed, the heartbeat, likewise, and who goes on after a loss.
 *Laws*: values are added up in rank order, so all ranks end with the same bits. Needs the run's secret.
 """
@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline.link import torch as plain
+from paceline.link import gloo as plain
 from paceline.link.net.auth import Hiding, secret_of_environment
 from paceline.link.net.collective_rounds import bounds
 from paceline.link.net.route import REACH_S
@@ -33,7 +33,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 
 
 class Link(plain.Link):
-    """One node's end, as `link.torch`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
+    """One node's end, as `link.gloo`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
 
     carrier, hides, wide = "TLS", True, True
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.launch.machine import Machine
+from paceline.registry import current
 
 BASELINE = "sequential"
 ROUNDED = ("bf16", "fp16")
@@ -55,7 +56,7 @@ class Way:
 
 def split(row: str, cores: int) -> Way:
     """Raises ValueError for what is no row."""
-    head, *words = row.split("+")
+    head, *words = current("engine", row).split("+")
     engine, _, count = head.partition(":")
     unknown = [word for word in words if word not in WORDS]
     if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
@@ -64,7 +65,7 @@ def split(row: str, cores: int) -> Way:
             f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
     k = int(count) if count else {"sequential": 1, "threads": cores}.get(engine, 2)
-    if engine == "virtual":
+    if engine == "reproducible":
         return Way(engine, 1, cores, tuple(words))
     if engine in ("sequential", "threads"):
         return Way(engine, 1, k, tuple(words))

@@ -34,7 +34,7 @@ STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among the
 SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
 MARGIN = 0.9  # of the memory: more is predicted not to fit
 ENGINES = ("sequential", "threads", "replicas", "processes")
-REPRODUCIBLE = "virtual:8"
+REPRODUCIBLE = "reproducible:8"
 
 Show = Callable[[str], None]
 

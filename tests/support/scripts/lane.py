@@ -10,7 +10,7 @@ from paceline.elastic.membership import connect
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
-link = connect("torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
+link = connect("gloo", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
 (folder / f"up{rank}").touch()
 while not (folder / "go").exists():
     time.sleep(0.01)

@@ -14,7 +14,7 @@ from paceline.planner.measure import network
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 model = Plain()
-options = {"batch_size": 16, "engine": "replay:line.json", "shares": "equal"}
+options = {"batch_size": 16, "engine": "emulated:line.json", "shares": "equal"}
 options["exchange"] = "allreduce:packed=never"  # what is emulated packs unlike gradients
 pace = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options)
 batch = torch.zeros(8, 1), torch.zeros(8)

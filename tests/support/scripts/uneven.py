@@ -13,7 +13,7 @@ from nodes import build, rows
 
 model = build(dtype=torch.float32)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-pace = paceline.join(model, optimizer, F.cross_entropy, batch_size=8, exchange="periodic:4")
+pace = paceline.join(model, optimizer, F.cross_entropy, batch_size=8, exchange="local_sgd:4")
 node, steps = pace.world.node, 0
 atexit.register(lambda: Path(sys.argv[1], f"{node}.steps").write_text(str(steps)))
 for _ in range(500):

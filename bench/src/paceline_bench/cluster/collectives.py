@@ -151,7 +151,7 @@ def main(rounds: str, *words: str) -> None:
     *algorithms, folder = words
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    link = connect("torch", rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
+    link = connect("gloo", rank, size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])).link
     alpha_s, beta_s = fit(SIZES, [_ping(link, num_bytes) for num_bytes in SIZES])
     turns: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for num_bytes in SIZES:

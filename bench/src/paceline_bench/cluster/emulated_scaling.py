@@ -61,7 +61,7 @@ def curves(
             curve = [_alone(line)]
             for count in (n for n in nodes if n <= most):
                 entries = tuple(
-                    Entry(name, row=f"replay:{kept.name},faster={FASTER:g}")
+                    Entry(name, row=f"emulated:{kept.name},faster={FASTER:g}")
                     for name, kept in (("paceline", file), ("dense", dense))
                 )
                 phases = tuple(Phase(rate, TURNS, WARM_UP) for rate in rates)

@@ -144,7 +144,7 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
     desk = Desk(Path(folder), dist.get_rank())
-    if any(entry.row.startswith("replay") for entry in race.entries):
+    if any(entry.row.startswith("emulated") for entry in race.entries):
         os.chdir(folder)  # where the timelines are
     desk.tell(run(race, desk))
     dist.barrier()

@@ -217,7 +217,7 @@ def run(race: Race, pace: Pace, show: Show, files: Sequence[Path] = ()) -> Resul
     for entry in race.entries:
         if entry.way != "paceline":
             peers.check(entry.way)
-        if not entry.row.startswith("replay"):
+        if not entry.row.startswith("emulated"):
             Work(race.model, 1, row=entry.row)
     if race.nodes < 2 or race.batch < 1 or pace.rounds < 1 or min(phase.turns for phase in race.phases) < 1:
         raise ValueError(

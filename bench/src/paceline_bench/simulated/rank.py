@@ -17,7 +17,7 @@ from paceline.data.sampler import Seat
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import Surviving
 from paceline.environment import World
-from paceline.exchange import allreduce, tree
+from paceline.exchange import allreduce, ordered
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
@@ -85,7 +85,7 @@ class Rank:
         if how.drifts and link.rank == link.size - 1:
             self.engine.weights[0].view(-1)[0] *= 1 + APART
         self.start = self.checksum() if how.drifts else 0
-        self.exchange = tree.Exchange() if how.virtual else allreduce.Exchange(how.forms)
+        self.exchange = ordered.Exchange() if how.virtual else allreduce.Exchange(how.forms)
         self.control = Surviving(Control(members), [self.exchange.rebuild, self.engine.relink])
         absorbs = self.engine.absorbs
         self.exchange.open(self.engine.specs, link, self.codec, -(-BATCH // link.size), absorbs=absorbs)

@@ -20,7 +20,7 @@ from paceline.codec import feedback, half, none, topk
 from paceline.contract import Codec
 from paceline.data import sampler
 from paceline.data.load_balance import Balance, Change
-from paceline.engine import sequential, virtual
+from paceline.engine import reproducible, sequential
 
 BATCH, SEED, LR = 12, 3, 0.1
 SAMPLES = (24, 31, 36)  # of a training: two steps, three of which the last is short, and three
@@ -129,7 +129,7 @@ class Kit:
     def __init__(self, way: Way):
         self.way, self.model = way, copy.deepcopy(given(way.normed)[0])
         self.optimizer = optimizer(self.model, way.momentum)
-        self.engine: sequential.Engine = virtual.Engine(SHARES, 1) if way.virtual else sequential.Engine()
+        self.engine: sequential.Engine = reproducible.Engine(SHARES, 1) if way.virtual else sequential.Engine()
         self.engine.accumulate = way.accumulate
         self.engine.open(self.model, self.optimizer, F.cross_entropy)
 

@@ -89,7 +89,7 @@ def clashes(
     if num_shares and agreeing.consensus == "step" and not agreeing.fixed_order:
         found.append(
             f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
-            f"adds them up in another order; use exchange='tree', or leave it out"
+            f"adds them up in another order; use exchange='ordered', or leave it out"
         )
     if world.least and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
         found.append(

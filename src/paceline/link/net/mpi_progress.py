@@ -34,7 +34,7 @@ class Library:
         except (ImportError, RuntimeError) as error:
             raise ValueError(
                 f"link 'mpi' needs mpi4py and an MPI library ({str(error).partition(chr(10))[0]}); "
-                f"pip install 'paceline[mpi]', or set PACELINE_LINK=torch"
+                f"pip install 'paceline[mpi]', or set PACELINE_LINK=gloo"
             ) from error
         self.mpi: Any = MPI
         self.ours = not MPI.Is_initialized()
@@ -43,7 +43,7 @@ class Library:
             raise ValueError(
                 f"link 'mpi' calls MPI from several threads and needs MPI_THREAD_MULTIPLE (level "
                 f"{MPI.THREAD_MULTIPLE}), but this process has level {level}; join before the script initialises MPI, "
-                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK=torch"
+                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK=gloo"
             )
         self.progress = Progress()
         self.unclosed: set[object] = set()

@@ -55,7 +55,7 @@ def measure_node(
         made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
         whole, quarter, batch_size, _ = record(made)
     if (
-        split(made.chosen, machine.cores).engine == "virtual"
+        split(made.chosen, machine.cores).engine == "reproducible"
     ):  # whose exchange is another than that of what was recorded
         steady = replace(whole.ways, factors=False, gathers=True)
         whole, quarter = replace(whole, ways=steady), replace(quarter, ways=steady)
@@ -82,7 +82,7 @@ def measure_wire() -> dict[str, Any]:
     world = World.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
     # as those who train on the CPU choose it
-    kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "torch"
+    kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "gloo"
     link = connect(kind, world.node, world.num_nodes, world.host, world.port, collective=name).link
     found: dict[str, Any] = replace(network.measure(link), collective=name).to_dict()
     link.close()

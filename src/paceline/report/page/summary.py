@@ -14,6 +14,7 @@ from html import escape
 
 import numpy as np
 
+from paceline.registry import current
 from paceline.report.page import bars
 from paceline.report.page.charts import Values, number, quantity, table
 from paceline.report.page.run import Run
@@ -152,7 +153,7 @@ def faults(run: Run) -> list[str]:
 
     A step on which all do not agree says what one node has used.
     """
-    alone = str(run.join.get("exchange", "")).startswith("periodic")
+    alone = current("exchange", str(run.join.get("exchange", ""))).startswith("local_sgd")
     names = ("step", "epoch", "batch", "rows", "samples", "ends_epoch")
     columns = np.stack([run.steps[name] for name in names], axis=1)
     columns = columns[np.isfinite(columns[:, 2])]

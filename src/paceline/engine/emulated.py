@@ -1,9 +1,9 @@
 """Emulated compute: waits as a recorded step took, layer by layer, and offers pieces of the real sizes.
 
 It needs almost no processor, so that many nodes of any speed fit on a few cores, while exchange, link and wire are
-real. ``replay:FILE`` takes a timeline (`timeline.record`) in the current folder, ``replay:FILE,faster=10`` a tenth of
-its time. Nothing is trained, and every share takes as long as the recorded one. What comes of it are times and bytes,
-always labelled emulated.
+real. ``emulated:FILE`` takes a timeline (`timeline.record`) in the current folder, ``emulated:FILE,faster=10`` a tenth
+of its time. Nothing is trained, and every share takes as long as the recorded one. What comes of it are times and
+bytes, always labelled emulated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Engine(contract.Engine):
 
     def __init__(self, file: str, faster: float = 1.0, fill: float = 1.0):
         if not faster > 0:
-            raise ValueError(f"engine 'replay': faster={faster} must be above 0; 10 is ten times as fast as recorded")
+            raise ValueError(f"engine 'emulated': faster={faster} must be above 0; 10 is ten times as fast as recorded")
         self.timeline, self.faster, self.fill, self.late_s = Timeline.read(file), float(faster), fill, 0.0
         self.num_threads = 1
 
@@ -125,13 +125,13 @@ class Engine(contract.Engine):
         return True
 
     def run(self, batch: Any) -> NoReturn:
-        raise ValueError("engine 'replay' emulates: it has no outputs to evaluate; use sequential or threads:k")
+        raise ValueError("engine 'emulated' emulates: it has no outputs to evaluate; use sequential or threads:k")
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> NoReturn:
-        raise ValueError("engine 'replay' emulates whole steps: backward() and update() need sequential or threads:k")
+        raise ValueError("engine 'emulated' emulates whole steps: backward() and update() need sequential or threads:k")
 
     def sync_norm(self, link: contract.Link | None) -> NoReturn:
-        raise ValueError("engine 'replay' replays no sums within forward; use batch_norm='local'")
+        raise ValueError("engine 'emulated' replays no sums within forward; use batch_norm='local'")
 
     def snapshot(self) -> None:
         return None

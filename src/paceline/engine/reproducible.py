@@ -1,9 +1,9 @@
 """One process that computes its rows as virtual shares, so that the final weights do not depend on the number of nodes.
 
 A global batch is always cut into so many shares. Each is a forward and backward pass by itself, on memory and with
-random numbers of its own, and their gradients are added up in the order of a fixed tree (exchange "tree"). So whoever
-computes a share, and whatever became of other nodes before, the weights are the same bits, on like processors with as
-many threads.
+random numbers of its own, and their gradients are added up in the order of a fixed tree (exchange "ordered"). So
+whoever computes a share, and whatever became of other nodes before, the weights are the same bits, on like processors
+with as many threads.
 
 *Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers travel dense.
 *Laws*: 1, 2, 3 and 4 nodes, and fewer after a loss, have bit-equal weights after every step.
@@ -59,7 +59,9 @@ class Engine(sequential.Engine):
     def __init__(self, num_shares: int = 8, num_threads: int = 0):
         super().__init__()
         if not (isinstance(num_shares, int) and 1 <= num_shares <= MOST_SHARES):
-            raise ValueError(f"engine 'virtual:k' cuts a batch into 1 <= k <= {MOST_SHARES} shares, got {num_shares!r}")
+            raise ValueError(
+                f"engine 'reproducible:k' cuts a batch into 1 <= k <= {MOST_SHARES} shares, got {num_shares!r}"
+            )
         self.num_shares = num_shares
         self.num_threads = num_threads or len(affinity.physical(os.sched_getaffinity(0)))
         self._span, self._step = (0, num_shares), 0
@@ -69,8 +71,8 @@ class Engine(sequential.Engine):
         super().place(seat, step)
         if seat.num_nodes > 1 and seat.virtual != self.num_shares:
             raise ValueError(
-                f"engine 'virtual:{self.num_shares}' on {seat.num_nodes} nodes needs rows dealt in as many shares, and "
-                f"they are dealt in {seat.virtual or 'none'}; let join() deal them"
+                f"engine 'reproducible:{self.num_shares}' on {seat.num_nodes} nodes needs rows dealt in as many "
+                f"shares, and they are dealt in {seat.virtual or 'none'}; let join() deal them"
             )
         self._span, self._step = seat.span if seat.virtual else (0, self.num_shares), step
 
@@ -113,14 +115,14 @@ class Engine(sequential.Engine):
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         raise ValueError(
-            "backward() and update() compute rows in a shape of their own, which engine 'virtual' cannot cut into "
+            "backward() and update() compute rows in a shape of their own, which engine 'reproducible' cannot cut into "
             "shares; use step(batch), or an engine that is not reproducible over nodes, such as threads:2"
         )
 
     def sync_norm(self, link: contract.Link | None) -> None:
         raise ValueError(
-            "batch_norm='sync' is over the whole global batch, and engine 'virtual' computes it share by share; use "
-            "'local'"
+            "batch_norm='sync' is over the whole global batch, and engine 'reproducible' computes it share by share; "
+            "use 'local'"
         )
 
 

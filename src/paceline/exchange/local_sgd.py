@@ -33,7 +33,7 @@ class Exchange(contract.Exchange):
 
     def __init__(self, period: int = 8):
         if not (isinstance(period, int) and period >= 1):
-            raise ValueError(f"exchange 'periodic' averages every k >= 1 steps, k whole, got {period!r}")
+            raise ValueError(f"exchange 'local_sgd' averages every k >= 1 steps, k whole, got {period!r}")
         self.period = period
 
     def open(

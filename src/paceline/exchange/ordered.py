@@ -1,7 +1,7 @@
 """Everyone's gradients added up in the order of one fixed tree, whoever has computed which part.
 
-Each rank sends the sums that its virtual shares make (engine "virtual"), or its gradient as one share of as many as
-there are ranks; everyone receives all, and adds up what is left of the tree.
+Each rank sends the sums that its virtual shares make (engine "reproducible"), or its gradient as one share of as many
+as there are ranks; everyone receives all, and adds up what is left of the tree.
 
 *Cost* (N ranks, n bytes dense): (N - 1) n sent per rank where its shares are a span of the tree, as 2, 4 or 8 equal
 parts of 8 are, up to 2 log2(shares) times that where not; 2 (N - 1) / N n is what a sum on the wire sends.
