@@ -181,6 +181,12 @@ class Engine:
     hint: str = ""  # what the last gradient has shown that users should know
     divided: bool = False  # a global batch is computed in several parts, here or elsewhere
     ahead: bool = False  # may begin the next step while pieces of the last are still coming
+    # read by `registry.says`, before anything is imported:
+    counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch
+    starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
+    planned: bool = False  # a plan tries its rows, and predicts them
+    reproduces: bool = False  # the same bits for any number of nodes, over an exchange of a fixed order
+    environment: Mapping[str, str] = {}  # of its processes, where users have not said otherwise
 
     @property
     def waited_s(self) -> float:
@@ -438,6 +444,15 @@ class Link(Collectives):
     quick: bool = False  # a byte costs more on processors than on the wire
     whereabouts: Waits | None = None  # told of every wait
     detector: FailureDetector | None = None
+    # read by `registry.says`, before anything is imported:
+    networked: bool = True  # between nodes
+    hides: bool = False  # everything is encrypted
+    admits: bool = True  # a node may come late
+    by_all: bool = False  # who comes late must have asked for it as well
+    finds_others: bool = False  # without a host to meet at
+    started_by: tuple[str, str] = ("", "")  # taken unasked where these variables are a node's rank and their number
+    on_cpu: bool = False  # carries nothing from a GPU's memory
+    package: tuple[str, str] = ("", "")  # that it needs, and the extra that brings it
 
     def lane(self, name: str) -> Link:
         """The same ranks with an order of their own."""
@@ -483,7 +498,7 @@ class Membership:
 
         Raises ValueError where it cannot.
         """
-        raise ValueError("this link ends with the first node that it loses; use PACELINE_LINK=gloo")
+        raise ValueError("this link ends with the first node that it loses; set PACELINE_LINK to another")
 
     def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
         """Those who are left, in the old order, over a link of the next generation. Whoever waits on the old one fails.
@@ -633,6 +648,7 @@ class Codec:
     fidelity = "exact"
     sums = True
     biased = False
+    scaled = False  # of what is a power of two larger, it makes the same
     owes = False
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()

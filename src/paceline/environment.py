@@ -13,6 +13,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.registry import says
+
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
 MOST_PORT = 65535
 # rank, size, local rank, local size
@@ -187,7 +189,8 @@ def _by_mpirun(given: Mapping[str, str], names: Sequence[str], evenly: str) -> d
             f"mpirun made rank {rank} number {local_rank} of the {local_size} on its node; ranks must fill one node "
             f"after the other, with the same number on each: use {evenly.format(max(1, local_size))}"
         )
-    if names is HYDRA and size > local_size and not given.get("MASTER_ADDR") and given.get("PACELINE_LINK") != "mpi":
+    finds = says("link", given.get("PACELINE_LINK", ""), "finds_others")
+    if names is HYDRA and size > local_size and not given.get("MASTER_ADDR") and not finds:
         raise ValueError(
             f"mpirun started {size} processes on several nodes and does not say where rank 0 runs; add -genv "
             f"MASTER_ADDR HOST to mpirun, the name by which the others know the first host"

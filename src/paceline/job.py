@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from paceline.registry import ONE_PROCESS
+
 AS = {
     "loss": " as loss(output, target)",
     "metric": " as metric(output, target)",
@@ -114,7 +116,7 @@ class Job:
                     raise ValueError(
                         f"join: layer {name!r} has {what}, which goes by the rows that a process, replica or "
                         f"micro-batch has before it; leave it out, or compute whole batches in one process: "
-                        f"--plan sequential or threads:k, one node, accumulate=1"
+                        f"--plan {ONE_PROCESS}, one node, accumulate=1"
                     )
 
     def check_norms(self) -> None:

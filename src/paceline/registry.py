@@ -1,12 +1,14 @@
 """A name becomes an object: find("codec", "topk", keep=0.01); names("codec"); typo hints.
 
 A plug-in is one module in a room with one class named as the room's promise (Engine, Link, Codec,
-Exchange). Nothing is registered: the folder is the table.
+Exchange). Nothing is registered: the folder is the table. What stands for a name that nobody has said is said here,
+and nowhere else; what a plug-in is like, it says itself (`says`).
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -24,6 +26,14 @@ FORMERLY = {  # what methods were called once: scripts, plans and checkpoints ma
     "exchange": {"periodic": "local_sgd", "tree": "ordered"},
     "link": {"torch": "gloo"},
 }
+
+# engines: what all others are held against; many cores for one process, for many, for many copies in one
+BASELINE, THREADS, PROCESSES, REPLICAS = "sequential", "threads", "processes", "replicas"
+ONE_PROCESS = f"{BASELINE} or {THREADS}:k"
+# what makes the same bits on any number of nodes: an engine with so many shares, and the exchange that adds them up
+REPRODUCIBLE, SHARES, FIXED_ORDER = "reproducible", 8, "ordered"
+EXCHANGE, CODEC, LINK, ENCRYPTED, ALONE = "allreduce", "none", "gloo", "tls", "memory"
+MODEL, MODEL_OF_SAMPLE = "alexnet", "small"
 
 _PARSING = threading.Lock()  # two threads at once may fail in ast.parse (Python 3.11)
 
@@ -55,6 +65,49 @@ def describe(room: str, name: str) -> str:
     with _PARSING:
         text = ast.parse(_texts(room)[name])
     return (ast.get_docstring(text) or "").partition("\n")[0].rstrip(".")
+
+
+def head(text: str) -> tuple[str, str]:
+    """(name, argument) of a plug-in or a row that starts with one: "processes:2+bf16" is ("processes", "2")."""
+    name, _, argument = text.partition("+")[0].partition("/")[0].strip().partition(":")
+    return name, argument
+
+
+def says(room: str, name: str, trait: str) -> Any:
+    """What the plug-in's class says of itself by a plain value, else the one that it inherits from, else the promise.
+
+    Read and not imported, as `names`. Of a name that nobody has, the promise's.
+    """
+    name = current(room, name)
+    known = name in names(room)
+    values, base = _said(_texts(room)[name] if known else _promises(), ROOMS[room])
+    return values[trait] if trait in values or not known else says(room, base, trait)
+
+
+@cache
+def _promises() -> str:
+    return Path(__file__).with_name("contract.py").read_text(encoding="utf-8")
+
+
+@cache
+def _said(text: str, kind: str) -> tuple[dict[str, Any], str]:
+    """The literal attributes of a module's class, and the module that this inherits from, where that is of its room."""
+    with _PARSING:
+        body = ast.parse(text).body
+    known = {each.asname: each.name for node in body if isinstance(node, ast.ImportFrom) for each in node.names}
+    made = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == kind)
+    base = ast.unparse(made.bases[0]).partition(".")[0] if made.bases else ""
+    values: dict[str, Any] = {}
+    for node in made.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            with contextlib.suppress(ValueError):  # what is no literal, only an import can tell
+                value = ast.literal_eval(node.value)
+                if isinstance(target, ast.Tuple):
+                    values |= zip(map(ast.unparse, target.elts), value, strict=True)
+                else:
+                    values[ast.unparse(target)] = value
+    return values, known.get(base, base)
 
 
 def module(room: str, name: str) -> Any:

@@ -21,7 +21,6 @@ from paceline.elastic.membership import Members
 from paceline.elastic.membership import alone as alone_members
 from paceline.elastic.roles import Roles
 from paceline.elastic.start import start
-from paceline.engine import sequential
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
 from paceline.environment import World
@@ -33,6 +32,7 @@ from paceline.launch.supervise.never_stepped import note
 from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import Witness
 from paceline.planner.measure.stopwatch import Stopwatch
+from paceline.registry import BASELINE, module
 from paceline.report import trace
 from paceline.report.host_health import Signs
 from paceline.report.log import log
@@ -148,7 +148,7 @@ class Training:
             found.append(self.admission)
         if apart and together and not run.watched:
             found.append(ReplicaSync(run))
-        if together and (several or job.accumulate > 1) and isinstance(engine, sequential.Engine):
+        if together and (several or job.accumulate > 1) and isinstance(engine, module("engine", BASELINE).Engine):
             answered = engine.answered if job.batch_norm == "sync" else None
             broadcast = job.buffers == "broadcast"
             found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline import registry
 from paceline.engine.compute import precision
 from paceline.planner.plan_file import Plan, Row
 from paceline.planner.teams import Team
@@ -56,16 +57,22 @@ def test_every_variable_key_and_word_is_explained():
 
 
 def messages() -> list[str]:
-    """Every text in the sources; what a message fills in is a zero byte."""
+    """Every text in the sources; what a message fills in is a zero byte, unless it is the name of a default."""
     found = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                found.append("".join(map(str, parts)))
+                found.append("".join(map(_text, node.values)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found
+
+
+def _text(part: ast.expr) -> str:
+    if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
+        default = vars(registry).get(part.value.id)
+        return "\0" if not isinstance(default, str) else repr(default) if part.conversion == ord("r") else default
+    return str(part.value) if isinstance(part, ast.Constant) else "\0"
 
 
 def test_every_message_that_is_explained_exists():

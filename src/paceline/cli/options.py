@@ -11,7 +11,10 @@ from rich.console import Console
 from paceline import registry
 
 console = Console(highlight=False, soft_wrap=True)
-PLAN = "auto (measured once, then cached), a plan file, or a configuration, as threads:2 or processes:2+channels_last."
+PLAN = (
+    f"auto (measured once, then cached), a plan file, or a configuration, as {registry.THREADS}:2 or "
+    f"{registry.PROCESSES}:2+channels_last."
+)
 
 ModelOption = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")
@@ -25,7 +28,8 @@ ReproducibleOption = Annotated[
     bool,
     typer.Option(
         "--reproducible",
-        help="Bit-identical weights for any number of nodes: --plan reproducible:8, or reproducible:k for k shares.",
+        help=f"Bit-identical weights for any number of nodes: --plan {registry.REPRODUCIBLE}:{registry.SHARES}, or "
+        f"{registry.REPRODUCIBLE}:k for k shares.",
     ),
 ]
 SharesOption = Annotated[

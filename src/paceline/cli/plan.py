@@ -99,7 +99,8 @@ def plan(
     only = rows.replace(",", " ").split() if rows else None
     said = ""
     if hosts and reproducible:
-        raise ValueError("--reproducible is planned for one machine: leave out -H, and run with --plan reproducible:8")
+        steady = planning.STEADY
+        raise ValueError(f"--reproducible is planned for one machine: leave out -H, and run with --plan {steady}")
     if out:
         check_writable(out)
     if hosts:

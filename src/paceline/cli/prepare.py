@@ -375,11 +375,11 @@ def check_script(command: list[str]) -> None:
 def steady(plan: str, reproducible: bool) -> str:
     """The plan that --reproducible makes of what was asked for. Raises ValueError for a row that is not."""
     if not reproducible or plan == "auto":
-        return "reproducible:8" if reproducible else plan
+        return planning.STEADY if reproducible else plan
     asked = Plan.read(plan).chosen if Path(plan).is_file() else row(plan)
-    if split(asked, 1).engine != "reproducible":
+    if not registry.says("engine", registry.head(asked)[0], "reproduces"):
         raise ValueError(
             f"--reproducible computes in virtual shares, and the row asked for is {asked}; give --plan "
-            f"reproducible:8, or leave --plan out"
+            f"{planning.STEADY}, or leave --plan out"
         )
     return plan

@@ -49,6 +49,7 @@ from paceline.cli.prepare import (
 )
 from paceline.launch.hosts import Way, parse
 from paceline.planner.planner import Plan
+from paceline.registry import CODEC, EXCHANGE
 from paceline.train.settings import Settings
 
 
@@ -73,8 +74,8 @@ def train(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; default: as the plan says.")] = None,
     fidelity: FidelityOption = "exact",
     batch_norm: Annotated[str, typer.Option(help="Batch statistics: local to each process, or sync.")] = "local",
-    exchange: Annotated[str, typer.Option(help="Gradient synchronisation between nodes.")] = "allreduce",
-    codec: Annotated[str, typer.Option(help="Gradient compression between nodes.")] = "none",
+    exchange: Annotated[str, typer.Option(help="Gradient synchronisation between nodes.")] = EXCHANGE,
+    codec: Annotated[str, typer.Option(help="Gradient compression between nodes.")] = CODEC,
     shares: SharesOption = None,
     reproducible: ReproducibleOption = False,
     plan: PlanOption = "auto",

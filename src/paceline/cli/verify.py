@@ -53,7 +53,7 @@ def verify(
     compared = (
         verification.over_ssh(hosts, way, command, steps, engine or "", dtype, names, address)
         if hosts
-        else verification.verify([sys.executable, *command], steps, nodes, engine or "sequential", dtype)
+        else verification.verify([sys.executable, *command], steps, nodes, engine or registry.BASELINE, dtype)
     )
     if compared is None:
         return

@@ -21,7 +21,7 @@ class Codec(contract.Codec):
     """Two ranks add in the gradient's own type; among more, sums on the wire are made in 16 bits: N - 1 roundings more
     for N ranks, which training says when it begins."""
 
-    fidelity = "rounded"
+    fidelity, scaled = "rounded", True
 
     def __init__(self, type: str = "bf16"):
         if type not in TYPES:

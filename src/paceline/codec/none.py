@@ -13,6 +13,8 @@ from paceline import contract
 class Codec(contract.Codec):
     """*Cost*: the gradient's own bytes."""
 
+    scaled = True
+
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
         return flat, None
 

@@ -19,6 +19,7 @@ from paceline.data.encoded_images import Pictures
 from paceline.engine.checks.optimizer_options import OWN
 from paceline.engine.compute.precision import PRECISION
 from paceline.job import Job
+from paceline.registry import says
 
 SAMPLES, DRAWN = "numbers of samples", "parts"
 
@@ -134,7 +135,7 @@ def digests(facts: dict[str, Any], thin: torch.dtype | None) -> dict[str, str]:
     """What a node that comes late says of itself: more than those who begin together tell each other."""
     # the first, those who begin together have compared; over another link than theirs nobody is heard
     words = {name: os.environ.get(name, "") for name in ("PACELINE_COLLECTIVE", "PACELINE_LINK")}
-    words["PACELINE_LINK"] = words["PACELINE_LINK"] if words["PACELINE_LINK"] == "nccl" else ""
+    words["PACELINE_LINK"] = words["PACELINE_LINK"] if says("link", words["PACELINE_LINK"], "by_all") else ""
     return {name: _digest(fact).hex()[:32] for name, fact in {**facts, "precision": str(thin), **words}.items()}
 
 

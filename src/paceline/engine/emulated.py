@@ -19,6 +19,7 @@ from paceline import contract
 from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Rule
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.timeline import Timeline
+from paceline.registry import ONE_PROCESS
 
 
 class Engine(contract.Engine):
@@ -125,10 +126,10 @@ class Engine(contract.Engine):
         return True
 
     def run(self, batch: Any) -> NoReturn:
-        raise ValueError("engine 'emulated' emulates: it has no outputs to evaluate; use sequential or threads:k")
+        raise ValueError(f"engine 'emulated' emulates: it has no outputs to evaluate; use {ONE_PROCESS}")
 
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> NoReturn:
-        raise ValueError("engine 'emulated' emulates whole steps: backward() and update() need sequential or threads:k")
+        raise ValueError(f"engine 'emulated' emulates whole steps: backward() and update() need {ONE_PROCESS}")
 
     def sync_norm(self, link: contract.Link | None) -> NoReturn:
         raise ValueError("engine 'emulated' replays no sums within forward; use batch_norm='local'")

@@ -33,12 +33,14 @@ from paceline.engine.node.local_exchange import Follower, Leader
 from paceline.engine.node.local_group import Crew
 from paceline.engine.node.optimizer_shards import Shares
 from paceline.engine.node.shared_memory import Places
+from paceline.registry import THREADS
 
 
 class Engine(sequential.Engine):
     """One of k. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, as launchers set them."""
 
     ahead = False  # the processes of a node update together
+    counts, starts_processes = "copy", True
 
     def __init__(self, num_processes: int = 2):
         super().__init__()
@@ -99,7 +101,7 @@ class Engine(sequential.Engine):
             if self.backward.parameters[name].data_ptr() != place:
                 raise ValueError(
                     f"parameter {name!r} was given other memory after join(), and the processes of this node share the "
-                    f"old one; copy into it, as in `parameter.data.copy_(values)`, or use engine 'threads:k'"
+                    f"old one; copy into it, as in `parameter.data.copy_(values)`, or use engine '{THREADS}:k'"
                 )
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,12 +35,16 @@ from paceline.engine.compute.sync_batch_norm import Layers
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import Circle, Everyone
 from paceline.engine.node.local_group import CrewError
+from paceline.registry import PROCESSES, THREADS
 
 
 class Engine(sequential.Engine):
     """The model itself is the first replica."""
 
     ahead = False  # each replica reads in a thread of its own
+    counts = "copy"
+    # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
+    environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
 
     def __init__(self, num_replicas: int = 2):
         super().__init__()
@@ -150,7 +154,7 @@ class Engine(sequential.Engine):
                 raise ValueError(
                     f"engine 'replicas:{self.num_replicas}': in step {self._turn} forward began to change parameter "
                     f"{name!r}, which does not train and is shared by all replicas; change it from the first step on, "
-                    f"or use engine 'threads:k' or 'processes:k'"
+                    f"or use engine '{THREADS}:k' or '{PROCESSES}:k'"
                 )
 
     def _follow(self) -> None:
@@ -243,7 +247,7 @@ def twin(model: nn.Module, index: int) -> nn.Module:
     except Exception as error:
         raise ValueError(
             f"engine 'replicas:k' needs copies of the model, and {type(model).__name__} cannot be copied ({error}); "
-            f"use 'threads:k' or 'processes:k'"
+            f"use '{THREADS}:k' or '{PROCESSES}:k'"
         ) from error
     for module in made.modules():
         for name, buffer in module._buffers.items():

@@ -30,6 +30,7 @@ from paceline.engine.compute import rng
 from paceline.engine.compute.batch import count, divisible, filled
 from paceline.engine.node import affinity
 from paceline.messages import Span, add_up
+from paceline.registry import THREADS
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
 
@@ -55,6 +56,8 @@ class Shared(Piece):
 
 class Engine(sequential.Engine):
     """``num_threads``: intra-op threads, on which the bits depend, too; 0: one for each physical core here."""
+
+    counts, planned, reproduces = "share", False, True
 
     def __init__(self, num_shares: int = 8, num_threads: int = 0):
         super().__init__()
@@ -116,7 +119,7 @@ class Engine(sequential.Engine):
     def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
         raise ValueError(
             "backward() and update() compute rows in a shape of their own, which engine 'reproducible' cannot cut into "
-            "shares; use step(batch), or an engine that is not reproducible over nodes, such as threads:2"
+            f"shares; use step(batch), or an engine that is not reproducible over nodes, such as {THREADS}:2"
         )
 
     def sync_norm(self, link: contract.Link | None) -> None:

@@ -58,7 +58,7 @@ HASH_STEPS = 1000  # in which every value has been looked at
 class Engine(contract.Engine):
     """What a batch and a loss may be: `engine/compute/batch.py`."""
 
-    ahead = True
+    ahead, planned = True, True
 
     def __init__(self) -> None:
         self.num_threads = 1

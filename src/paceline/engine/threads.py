@@ -8,6 +8,8 @@ from paceline.engine import sequential
 class Engine(sequential.Engine):
     """*Laws*: as sequential, up to the order in which an operation adds."""
 
+    counts = "thread"
+
     def __init__(self, num_threads: int = 2):
         super().__init__()
         if not (isinstance(num_threads, int) and num_threads >= 1):

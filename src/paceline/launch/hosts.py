@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.local import num_processes
+from paceline.registry import PROCESSES, head, says
 
-COUNTING = "processes", "threads", "replicas"  # engines that say how many
+COUNTED = "thread", "copy"  # a host's slots are as many of these
 MOST_SLOTS = 1024  # what is more is a port
 USER = re.compile(r"[A-Za-z0-9_][^\s@:,\[\]]*")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -136,12 +137,12 @@ def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None
     for host in hosts:
         row = own.get(host.name, asked)
         engine, plus, numerics = row.partition("+")
-        name, colon, count = engine.partition(":")
+        name, count = head(row)
         if not row:
-            row = f"processes:{host.slots}" if (host.slots or 1) > 1 else ""
-        elif host.slots is not None and name in COUNTING and not colon:
+            row = f"{PROCESSES}:{host.slots}" if (host.slots or 1) > 1 else ""
+        elif host.slots is not None and says("engine", name, "counts") in COUNTED and engine == name:
             row = f"{name}:{host.slots}{plus}{numerics}"
-        elif host.slots not in (None, num_processes(row)) and count.partition("/")[0] != str(host.slots):
+        elif host.slots not in (None, num_processes(row)) and count != str(host.slots):
             faults.append(f"-H asks for {host.slots} on {host.name}, the row {row!r} for another number; leave one out")
         found.append(row)
     if faults:

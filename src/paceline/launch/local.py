@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline import registry
 from paceline.environment import variable
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
@@ -39,12 +40,11 @@ _kept = deque[int]()  # descriptors of `free_port`
 
 def num_processes(engine: str) -> int:
     """Of an engine like "processes:4" or "processes:2/stages:2"."""
-    head = engine.partition("+")[0].partition("/")[0]
-    name, _, count = head.partition(":")
-    if name != "processes":
+    name, count = registry.head(engine)
+    if not registry.says("engine", name, "starts_processes"):
         return 1
     if count and not (count.isdigit() and int(count) > 0):
-        raise ValueError(f"engine {engine!r}: processes:k needs a whole number k >= 1")
+        raise ValueError(f"engine {engine!r}: {name}:k needs a whole number k >= 1")
     return int(count or 2)
 
 
@@ -146,9 +146,7 @@ def start(
     base = {**os.environ, **(environment or {})}
     if engine:
         base["PACELINE_ENGINE"] = engine
-        if engine.startswith("replicas"):
-            # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
-            base.setdefault("OMP_WAIT_POLICY", "passive")
+        base = {**registry.says("engine", registry.head(engine)[0], "environment"), **base}
     base["WORLD_SIZE"] = str(sum(sizes))
     base.pop("PACELINE_LOCAL_SIZES", None)
     if least:

@@ -127,6 +127,8 @@ class _Handle(contract.Handle):
 class Link(contract.Link):
     """One rank's end. ``world(3)`` makes three that belong together."""
 
+    networked = False
+
     def __init__(self, hub: Hub, rank: int, generation: int = 0, name: str = ""):
         self.hub, self.rank, self.size, self.generation, self.name = hub, rank, hub.size, generation, name
         self.threads = hub.threads

@@ -29,6 +29,7 @@ from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
 from paceline.link.net.mpi_progress import Flight, library
 from paceline.link.net.route import is_loopback
+from paceline.registry import LINK
 
 JOIN_S = 60.0
 PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
@@ -43,6 +44,10 @@ class Link(contract.Link):
     ``host``: rank 0's address for the heartbeat; where it is empty or leads home, the routing table says. The port is
     not used.
     """
+
+    admits, finds_others, on_cpu = False, True, True
+    started_by = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    package = ("mpi4py", "mpi")
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Link(contract.Link):
         if started != str(size):  # before MPI begins, which waits for every process
             raise ValueError(
                 f"link 'mpi' needs one process of mpirun per node, but there are {started} for {size} nodes; use "
-                f"mpirun --map-by ppr:1:node, or set PACELINE_LINK=gloo"
+                f"mpirun --map-by ppr:1:node, or set PACELINE_LINK={LINK}"
             )
         self._library = library()
         world = self._library.mpi.COMM_WORLD
@@ -67,7 +72,7 @@ class Link(contract.Link):
             raise ValueError(
                 f"link 'mpi' is rank {rank} of {size}, but MPI says rank {world.rank} of {world.size}; start "
                 f"the script by mpirun -n {size}, and by that of the library that mpi4py loads "
-                f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK=gloo"
+                f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK={LINK}"
             )
         self.detector: FailureDetector | None = None
         self.whereabouts = whereabouts
@@ -124,7 +129,7 @@ class Link(contract.Link):
         if tensor.device.type != "cpu":
             raise ValueError(
                 f"link 'mpi' moves tensors in host memory, got one on {tensor.device}: MPI is not asked whether it "
-                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK=gloo on every node"
+                f"reads device memory; copy the tensor to the CPU, or set PACELINE_LINK={LINK} on every node"
             )
         if not tensor.is_contiguous():
             raise ValueError(f"link 'mpi' needs a contiguous tensor, got strides {tensor.stride()}; call contiguous()")

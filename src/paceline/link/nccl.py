@@ -30,7 +30,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 class Link(plain.Link):
     """One node's end, as `link.gloo`'s. Raises ValueError where torch has no NCCL, or sees no GPU."""
 
-    carrier = "NCCL"
+    carrier, by_all = "NCCL", True
 
     def __init__(
         self,

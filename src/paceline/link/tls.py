@@ -36,6 +36,7 @@ class Link(plain.Link):
     """One node's end, as `link.gloo`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
 
     carrier, hides, wide = "TLS", True, True
+    package = ("cryptography", "encrypt")
 
     @staticmethod
     def secret() -> bytes:

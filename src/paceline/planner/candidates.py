@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.launch.machine import Machine
-from paceline.registry import current
+from paceline.registry import BASELINE, PROCESSES, current, names, says
 
-BASELINE = "sequential"
 ROUNDED = ("bf16", "fp16")
 WORDS = (*ROUNDED, "channels_last", "fused", "compile")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -53,6 +52,10 @@ class Way:
     threads: int
     words: tuple[str, ...]
 
+    @property
+    def processes(self) -> int:
+        return self.copies if says("engine", self.engine, "starts_processes") else 1
+
 
 def split(row: str, cores: int) -> Way:
     """Raises ValueError for what is no row."""
@@ -61,15 +64,14 @@ def split(row: str, cores: int) -> Way:
     unknown = [word for word in words if word not in WORDS]
     if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
         raise ValueError(
-            f"row {row!r} is not of the form ENGINE[:k][+word...], as in 'processes:2+channels_last'; "
+            f"row {row!r} is not of the form ENGINE[:k][+word...], as in '{PROCESSES}:2+channels_last'; "
             f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
-    k = int(count) if count else {"sequential": 1, "threads": cores}.get(engine, 2)
-    if engine == "reproducible":
-        return Way(engine, 1, cores, tuple(words))
-    if engine in ("sequential", "threads"):
-        return Way(engine, 1, k, tuple(words))
-    return Way(engine, k, max(1, cores // k), tuple(words))
+    counts = says("engine", engine, "counts")
+    k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
+    if counts == "copy":
+        return Way(engine, k, max(1, cores // k), tuple(words))
+    return Way(engine, 1, cores if counts == "share" else k, tuple(words))
 
 
 def fidelity(row: str, facts: Facts | None = None) -> str:
@@ -89,12 +91,22 @@ def check(level: str) -> None:
         raise ValueError(f"fidelity must be one of {', '.join(ALLOWED)}, got {level!r}")
 
 
+def planned() -> tuple[str, ...]:
+    """The engines whose rows are tried, simple before complicated."""
+
+    def complexity(name: str) -> tuple[int, bool]:
+        return ("", "thread", "copy").index(says("engine", name, "counts")), says("engine", name, "starts_processes")
+
+    return tuple(sorted((name for name in names("engine") if says("engine", name, "planned")), key=complexity))
+
+
 def candidates(
     level: str, machine: Machine, facts: Facts, engines: tuple[str, ...], compile_too: bool = False
 ) -> list[str]:
     """The baseline first; then every engine, then the same with words, those beyond ``level`` last.
 
-    ``engines`` are those that exist. Rows beyond the fidelity allowed are kept, to show what they would gain.
+    ``engines``: of those that have copies of the model, which may be tried. Rows beyond the fidelity allowed are kept,
+    to show what they would gain.
     """
     found = [BASELINE, *_engines(machine, facts, engines)]
     numerics = list(_numerics(machine, facts))
@@ -108,12 +120,14 @@ def _engines(machine: Machine, facts: Facts, engines: tuple[str, ...]) -> Iterat
     cores, halves = machine.cores, machine.cores // 2
     if facts.device != "cpu" or cores == 1:
         return
-    if machine.physical_cores < cores and machine.physical_cores > 1:
-        yield f"threads:{machine.physical_cores}"
-    yield f"threads:{cores}"
-    for engine in ("replicas", "processes"):
-        for count in (cores, halves):
-            if engine in engines and 1 < count <= facts.rows:
+    for engine in planned():
+        counts = says("engine", engine, "counts")
+        if counts == "thread" and 1 < machine.physical_cores < cores:
+            yield f"{engine}:{machine.physical_cores}"
+        if counts == "thread":
+            yield f"{engine}:{cores}"
+        for count in (cores, halves) if counts == "copy" and engine in engines else ():
+            if 1 < count <= facts.rows:
                 yield f"{engine}:{count}"
 
 
@@ -130,6 +144,5 @@ def _numerics(machine: Machine, facts: Facts) -> Iterator[str]:
 def needed_bytes(row: str, facts: Facts, cores: int) -> int:
     """Memory of all processes together, roughly: weights and optimizer state once, gradients per copy."""
     way = split(row, cores)
-    runtimes = way.copies if way.engine == "processes" else 1
-    bytes_ = runtimes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
+    bytes_ = way.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
     return bytes_ + way.copies * facts.gradient_bytes + facts.activation_bytes

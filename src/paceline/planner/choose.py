@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.planner.candidates import BASELINE, Facts, allowed, fidelity
+from paceline.planner.candidates import Facts, allowed, fidelity
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, TIE, Row
+from paceline.registry import BASELINE, head, says
 
 SAME = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
 GIVEN = 0.05  # of the speed, for what is simpler and may be as fast
@@ -133,7 +134,7 @@ def _row(one: Candidate, base: Candidate, facts: Facts | None, reason: str) -> R
         fidelity(one.engine, facts),
         bool(ran and ran.extrapolated),
         len(ran.steps_s) if ran else 0,
-        facts.division if facts and one.engine.startswith("processes") else "",
+        facts.division if facts and says("engine", head(one.engine)[0], "starts_processes") else "",
         reason,
     )
 

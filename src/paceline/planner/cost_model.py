@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from paceline.planner.candidates import Way, split
 from paceline.planner.measure.profile import Profile, Setting
+from paceline.registry import says
 
 STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
 RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
@@ -27,7 +28,7 @@ MESSAGES = 4  # per step and process
 def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     """None for what a profile cannot tell: compiled models, unknown engines."""
     way = split(row, cores)
-    if "compile" in way.words or way.engine not in ("sequential", "threads", "replicas", "processes"):
+    if "compile" in way.words or not says("engine", way.engine, "planned"):
         return None
     setting = Setting.of(way, profile.facts.part_rows, profile.absorbs)
     layers_s = _layers_s(setting, profile)
@@ -36,12 +37,11 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     base = _setting(profile.base)
     whole = profile.layers_s[profile.base]
     calibration = profile.whole_s / whole if whole and base else 1.0
-    parallel = way.copies if way.engine == "processes" else 1
     return (
         layers_s * calibration * profile.facts.parts
         + _update_s(way, setting, profile, cores)
         + _engine_s(way, setting, profile)
-        + profile.input_s / parallel
+        + profile.input_s / way.processes
         + STEP_S
     )
 
@@ -101,9 +101,9 @@ def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
         return 0.0
     k = way.copies
     gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
-    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.engine == "processes" else 0)
+    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.processes > 1 else 0)
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
-    if way.engine == "processes":
+    if way.processes > 1:
         return moving_s + MESSAGES * profile.message_s + CROWD_S
     return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
 

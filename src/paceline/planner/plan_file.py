@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.planner.candidates import split
 from paceline.planner.measure.pairs import Between
 from paceline.planner.teams import Team
+from paceline.registry import THREADS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,7 +109,7 @@ class Plan:
         if version != VERSION:
             raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make the plan anew")
         if "chosen" not in given:
-            raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"threads:2\"")
+            raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"{THREADS}:2\"")
         _check(cls, given, where)
         split(given["chosen"], 1)
         lists: dict[str, Any] = {}

@@ -8,19 +8,19 @@ again, by turns. `cached` finds a plan that was made before. Nothing here import
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import BASELINE, Facts, allowed, candidates, check, needed_bytes, split
+from paceline.planner.candidates import Facts, allowed, candidates, check, needed_bytes, planned, split
 from paceline.planner.choose import Candidate, choose, contest, equal, insisted
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, take
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.planner.plan_file import Plan, Row, table
+from paceline.registry import BASELINE, REPRODUCIBLE, SHARES
 
 __all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
 
@@ -33,8 +33,7 @@ MAX_ATTEMPTS = 6  # to get two rows that run
 STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
 SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
 MARGIN = 0.9  # of the memory: more is predicted not to fit
-ENGINES = ("sequential", "threads", "replicas", "processes")
-REPRODUCIBLE = "reproducible:8"
+STEADY = f"{REPRODUCIBLE}:{SHARES}"
 
 Show = Callable[[str], None]
 
@@ -74,18 +73,18 @@ def make(
             store(found, command, machine)
             how = "measured before" if measured else "as before; `paceline plan` measures"
             return dataclasses.replace(found, reason=f"{found.reason} ({how})")
-    names = list(rows or candidates(fidelity, machine, facts, engines(), thorough))
-    names += [REPRODUCIBLE] if reproducible and REPRODUCIBLE not in names else []
+    names = list(rows or candidates(fidelity, machine, facts, planned(), thorough))
+    names += [STEADY] if reproducible and STEADY not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
     budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
     for entry in _worth_trying(entries, fidelity, thorough):
-        if thorough or entry.engine == REPRODUCIBLE or budget.allows(entry, entries, fidelity):
+        if thorough or entry.engine == STEADY or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}")
             entry.trial = budget.trial(command, entry)
     _settle(command, entries, fidelity, budget, show)
     chosen, reason, told = choose(entries, fidelity, facts)
     if reproducible:
-        chosen, reason, told = insisted(told, chosen, REPRODUCIBLE)
+        chosen, reason, told = insisted(told, chosen, STEADY)
     reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
     plan = Plan(
         chosen,
@@ -101,11 +100,6 @@ def make(
     if profile and not rows and not reproducible:
         store(plan, command, machine)
     return plan
-
-
-def engines() -> tuple[str, ...]:
-    """Those that exist, without importing them."""
-    return tuple(name for name in ENGINES if importlib.util.find_spec(f"paceline.engine.{name}"))
 
 
 def _candidate(name: str, profile: Profile | None, facts: Facts, machine: Machine) -> Candidate:

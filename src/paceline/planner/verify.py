@@ -27,6 +27,7 @@ from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
 from paceline.planner.diagnose.causes import Cause
 from paceline.planner.diagnose.equivalence import Comparison, compare, ended, explained
+from paceline.registry import BASELINE
 
 LIMIT_S = 600.0
 SWEEP_S = 20.0
@@ -77,7 +78,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         else:
             code = local.start(command, engine, nodes, told)
         _demand(bool(ended(many)), code, steps, "on all nodes")
-        alone = {**os.environ, "PACELINE_ENGINE": "sequential"}
+        alone = {**os.environ, "PACELINE_ENGINE": BASELINE}
         ticket = "PACELINE_JOIN_TICKET"
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
             alone.pop(name, None)
@@ -123,7 +124,7 @@ def over_ssh(
 ) -> Comparison:
     """`verify`, its nodes being ``hosts``, such as hostA,hostB. ``names``: variables that go along."""
     nodes = parse(hosts)
-    each = [row or "sequential" for row in rows(nodes, engine)]
+    each = [row or BASELINE for row in rows(nodes, engine)]
     carried = ssh.carried(names)
     meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # nobody guesses that name, and the first host's own folder for such things need not be this one's
@@ -133,12 +134,12 @@ def over_ssh(
         code = ssh.start(nodes, ssh.Orders(command, each, way, many), meeting)
         _demand(code == 0, code, steps, "on all nodes")
         one = {**carried, **_told(folder / ONE, steps, dtype, folder / MANY)}
-        code = ssh.start(nodes[:1], ssh.Orders(command, ["sequential"], way, one), meeting)
+        code = ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, one), meeting)
         _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
         compared = _there(nodes[0], way, folder, steps, dtype)
         if not compared.close:
             again = {**carried, **_told(folder / AGAIN, steps, dtype, folder / MANY, examines=folder / MANY)}
-            ssh.start(nodes[:1], ssh.Orders(command, ["sequential"], way, again), meeting)
+            ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, again), meeting)
             compared = _there(nodes[0], way, folder, steps, dtype)
         return compared
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.load_balance import wanted
+from paceline.registry import CODEC, EXCHANGE, MODEL, MODEL_OF_SAMPLE
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
 SCALINGS = ("none", "linear", "sqrt")
@@ -48,8 +49,8 @@ class Settings:
     batch_norm: str = "local"
     device: str = "auto"
     seed: int = 0
-    codec: str = "none"
-    exchange: str = "allreduce"
+    codec: str = CODEC
+    exchange: str = EXCHANGE
     save_every: int | None = None
     keep: int = 2
     shares: str | None = None
@@ -90,7 +91,7 @@ class Settings:
 
     @property
     def model_name(self) -> str:
-        return self.model or ("small" if self.data is None else "alexnet")
+        return self.model or (MODEL_OF_SAMPLE if self.data is None else MODEL)
 
     def others_than(self, *names: str) -> list[str]:
         """The options that differ from their defaults, besides these."""

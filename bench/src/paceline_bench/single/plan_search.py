@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.launch.machine import Machine, survey
 from paceline.planner import planner
-from paceline.planner.candidates import allowed, candidates
+from paceline.planner.candidates import allowed, candidates, planned
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import take
 from paceline.planner.measure.trial import measure
@@ -115,7 +115,7 @@ def _predict(command: list[str], machine: Machine, predicted: dict[str, list[flo
     profile, unknown = take(command, "exact", planner.LEAST_BUDGET_S * planner.PROFILE_SHARE, machine)
     if profile is None:
         raise ValueError(f"{' '.join(command[1:])} could not be profiled: {unknown}")
-    rows = [row for row in candidates("exact", machine, profile.facts, planner.engines()) if allowed(row, "exact")]
+    rows = [row for row in candidates("exact", machine, profile.facts, planned()) if allowed(row, "exact")]
     for row in rows:
         said = predicted_s(row, profile, machine.cores)
         predicted.setdefault(row, []).extend([said] if said is not None else [])

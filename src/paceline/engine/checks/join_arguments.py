@@ -14,7 +14,7 @@ from paceline.engine.checks import wrapped_models
 from paceline.engine.compute import deferred_update
 from paceline.engine.compute.precision import parse_row
 from paceline.environment import World
-from paceline.registry import parse
+from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, THREADS, head, parse, says
 
 MOST_SHARES = 256
 
@@ -58,7 +58,7 @@ def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterabl
     return found
 
 
-EXAMPLES = {"engine": "threads:2", "exchange": "allreduce", "codec": "none"}
+EXAMPLES = {"engine": f"{THREADS}:2", "exchange": EXCHANGE, "codec": CODEC}
 
 
 def _engine(row: str) -> None:
@@ -78,33 +78,34 @@ def clashes(
     """What of it does not go together. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
     ``agreeing``: what ``exchange`` names."""
     found: list[str] = []
-    if world.local_size > 1 and chosen != f"processes:{world.local_size}":
+    name, count = head(chosen)
+    if world.local_size > 1 and (not says("engine", name, "starts_processes") or count != str(world.local_size)):
         found.append(
             f"{world.local_size} processes were started on this node (LOCAL_WORLD_SIZE), but the engine is {chosen!r}; "
-            f"use 'processes:{world.local_size}', or start one process per node"
+            f"use '{PROCESSES}:{world.local_size}', or start one process per node"
         )
-    if codec != "none" and not agreeing.uses_codec:
+    if codec != CODEC and not agreeing.uses_codec:
         what = "gradients" if agreeing.consensus == "step" else "weights"
-        found.append(f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use 'none'")
+        found.append(f"exchange {exchange!r} sends {what} as they are and takes no codec, got {codec!r}; use {CODEC!r}")
     if num_shares and agreeing.consensus == "step" and not agreeing.fixed_order:
         found.append(
             f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
-            f"adds them up in another order; use exchange='ordered', or leave it out"
+            f"adds them up in another order; use exchange={FIXED_ORDER!r}, or leave it out"
         )
     if world.least and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
         found.append(
             f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
-            f"use overlap='backward' and an exchange that agrees each step, such as allreduce; got "
+            f"use overlap='backward' and an exchange that agrees each step, such as {EXCHANGE}; got "
             f"{agreeing.overlap!r} and {exchange!r}"
         )
     if buffers == "broadcast" and agreeing.consensus != "step":
         found.append(
             f"buffers='broadcast' is after each step, and with exchange {exchange!r} nodes meet less often; use "
-            f"allreduce, or buffers='own'"
+            f"{EXCHANGE}, or buffers='own'"
         )
-    if precision == "fp16" and codec not in ("none", "half"):
+    if precision == "fp16" and not says("codec", head(codec)[0], "scaled"):
         found.append(
             f"fp16 scales gradients and skips steps, which what codec {codec!r} remembers does not survive; use bf16, "
-            f"or codec 'none'"
+            f"or codec {CODEC!r}"
         )
     return found

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from paceline.registry import REPLICAS
+
 SERVED = (DistributedDataParallel, DataParallel)
 # by the module that a class comes from, or the class itself: what it does
 MODELS = {
@@ -67,7 +69,7 @@ def faults(model: nn.Module, optimizer: Any = None) -> list[str]:
         if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
             found.append(f"{where} is DistributedDataParallel with mixed_precision; use join(precision='bf16') instead")
         if isinstance(module, DataParallel) and len(module.device_ids) > 1 and name:
-            found.append(f"{where} is DataParallel over {len(module.device_ids)} devices; use engine 'replicas:k'")
+            found.append(f"{where} is DataParallel over {len(module.device_ids)} devices; use engine '{REPLICAS}:k'")
     parameters = list(model.named_parameters())
     sharded = [name for name, each in parameters if any(kind.endswith(".DTensor") for kind in kinds(each))]
     if sharded:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.contract import Ballot
 from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
+from paceline.registry import BASELINE, PROCESSES, THREADS
 
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
@@ -121,8 +122,8 @@ def divisible(batch: Any, dealt: int | None) -> int:
     if rows != known:
         raise ValueError(
             f"a batch of {known} samples has {rows} rows in its first tensor: where samples do not lie along the first "
-            f"dimension they cannot be divided further; use accumulate=1 and engine 'sequential', 'threads:k' or "
-            f"'processes:k', or let collate_fn put the samples first"
+            f"dimension they cannot be divided further; use accumulate=1 and engine {BASELINE!r}, '{THREADS}:k' or "
+            f"'{PROCESSES}:k', or let collate_fn put the samples first"
         )
     return rows
 

@@ -32,6 +32,7 @@ from paceline.contract import Agreement, Ballot, Coming, Engine, Exchange, LinkE
 from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
 from paceline.job import Job
+from paceline.registry import EXCHANGE, ONE_PROCESS
 
 
 class Ahead:
@@ -223,7 +224,7 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
     numerics = getattr(engine, "numerics", None)
     against = []
     if not engine.ahead:
-        against.append(f"engine {row!r} updates all at once: use sequential or threads:k")
+        against.append(f"engine {row!r} updates all at once: use {ONE_PROCESS}")
     if getattr(numerics, "compile", False):
         against.append(f"row {row!r} compiles the model, which hides where it reads a weight: use one without compile")
     if any(_is_closed(module) for module in job.model.modules()):
@@ -233,7 +234,7 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
     if getattr(numerics, "precision", "fp32") == "fp16":
         against.append("fp16 scales the loss and may skip a step only when all of its gradient is there: use bf16")
     if chosen not in exchange.overlaps:
-        against.append("the exchange has nothing that arrives later: use 'allreduce'")
+        against.append(f"the exchange has nothing that arrives later: use {EXCHANGE!r}")
     if not splits(job.optimizer):
         against.append(
             f"optimizer {type(job.optimizer).__name__} cannot update one weight after the other (hooks around its "

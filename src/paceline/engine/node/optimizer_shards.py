@@ -25,6 +25,7 @@ from paceline.contract import Window
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
 from paceline.engine.node.local_group import Crew
+from paceline.registry import THREADS
 
 # torch.optim's optimizers of which any slice of a weight may be updated by itself
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
@@ -55,7 +56,7 @@ class Shares:
         if not elementwise and crew.size > 1 and _couples(optimizer):
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its "
-                f"work cannot be divided among {crew.size} processes; use engine 'threads:k', or an optimizer of "
+                f"work cannot be divided among {crew.size} processes; use engine '{THREADS}:k', or an optimizer of "
                 f"torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -216,7 +217,7 @@ class Shares:
             return value, [], None
         raise ValueError(
             f"optimizer {type(self.optimizer).__name__} keeps a {type(value).__name__} as {key!r} of a parameter; a "
-            f"state divided among processes is gathered from tensors and plain numbers only; use engine 'threads:k'"
+            f"state divided among processes is gathered from tensors and plain numbers only; use engine '{THREADS}:k'"
         )
 
     def _part_shape(self, i: int) -> torch.Size:

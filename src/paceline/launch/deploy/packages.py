@@ -13,20 +13,18 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.launch.doctor.host_facts import PACKAGES
-
-# by environment variable and its value: the package, the extra that brings it, who asks for it
-ASKED = {
-    ("PACELINE_ENCRYPT", "1"): ("cryptography", "encrypt", "--encrypt"),
-    ("PACELINE_LINK", "mpi"): ("mpi4py", "mpi", "PACELINE_LINK=mpi"),
-}
-
+from paceline.registry import ENCRYPTED, names, says
 
 TRAIN = "paceline.train.run"
 
 
 def needed(command: Sequence[str]) -> dict[str, str]:
     """By each package: who needs it."""
-    asked = {package: who for (name, value), (package, _, who) in ASKED.items() if os.environ.get(name) == value}
+    link, asked = os.environ.get("PACELINE_LINK", ""), {}
+    if package := says("link", link, "package")[0]:
+        asked[package] = f"PACELINE_LINK={link}"
+    if os.environ.get("PACELINE_ENCRYPT") == "1":
+        asked[says("link", ENCRYPTED, "package")[0]] = "--encrypt"
     for script, own in _sources(command):
         if script.is_file():
             return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **asked}
@@ -56,9 +54,9 @@ def imported(source: bytes, own: Path) -> list[str]:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
         return []  # it tells that itself
-    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    found = {name.partition(".")[0] for name in names} - set(PACKAGES) - sys.stdlib_module_names
+    modules = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    found = {name.partition(".")[0] for name in modules} - set(PACKAGES) - sys.stdlib_module_names
     beside = [str(own), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     moves = b"sys.path" in source
     return sorted(
@@ -83,8 +81,8 @@ def lacking(needs: Mapping[str, str], lacks: Sequence[str], python: str) -> list
 
 def _distribution(package: str) -> str:
     """As pip calls it: what brought it here, in the same version."""
-    if extra := next((extra for name, extra, _ in ASKED.values() if name == package), None):
+    if extra := dict(says("link", name, "package") for name in names("link")).get(package):
         return f"'paceline[{extra}]'"
-    if not (names := importlib.metadata.packages_distributions().get(package)):
+    if not (found := importlib.metadata.packages_distributions().get(package)):
         return package
-    return f"{names[0]}=={importlib.metadata.version(names[0]).partition('+')[0]}"
+    return f"{found[0]}=={importlib.metadata.version(found[0]).partition('+')[0]}"

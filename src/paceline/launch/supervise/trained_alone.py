@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.supervise import exit_note
+from paceline.registry import ONE_PROCESS
 from paceline.report.log import log
 
 NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
@@ -47,6 +48,6 @@ def exit_code(found: str, num_processes: int) -> int:
         log.error(
             f"{num_processes} processes ran the script, and none joined the others (paceline.join, "
             f"torch.distributed or MPI): each did all of it alone. Call paceline.join and pace.step in the script, or "
-            f"start one process: --plan sequential or threads:k"
+            f"start one process: --plan {ONE_PROCESS}",
         )
     return 1 if found else 0

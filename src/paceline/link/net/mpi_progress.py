@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.registry import LINK
+
 DRAIN_S = 5.0
 
 
@@ -33,17 +35,17 @@ class Library:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise ValueError(
-                f"link 'mpi' needs mpi4py and an MPI library ({str(error).partition(chr(10))[0]}); "
-                f"pip install 'paceline[mpi]', or set PACELINE_LINK=gloo"
+                f"a link over MPI needs mpi4py and an MPI library ({str(error).partition(chr(10))[0]}); "
+                f"pip install 'paceline[mpi]', or set PACELINE_LINK={LINK}"
             ) from error
         self.mpi: Any = MPI
         self.ours = not MPI.Is_initialized()
         level = MPI.Init_thread(MPI.THREAD_MULTIPLE) if self.ours else MPI.Query_thread()
         if level != MPI.THREAD_MULTIPLE:
             raise ValueError(
-                f"link 'mpi' calls MPI from several threads and needs MPI_THREAD_MULTIPLE (level "
+                f"a link over MPI calls it from several threads and needs MPI_THREAD_MULTIPLE (level "
                 f"{MPI.THREAD_MULTIPLE}), but this process has level {level}; join before the script initialises MPI, "
-                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK=gloo"
+                f"or have it ask for MPI_THREAD_MULTIPLE, or set PACELINE_LINK={LINK}"
             )
         self.progress = Progress()
         self.unclosed: set[object] = set()
@@ -67,7 +69,7 @@ class Library:
     def operation(self, kind: str, dtype: torch.dtype) -> Any:
         if dtype not in self.types:
             known = ", ".join(str(known).removeprefix("torch.") for known in self.types)
-            raise ValueError(f"link 'mpi': {kind} is made in {known}, got {dtype}; convert the tensor")
+            raise ValueError(f"a link over MPI: {kind} is made in {known}, got {dtype}; convert the tensor")
         return self.operations.get((kind, dtype)) or self.operations[kind, None]
 
     def close(self) -> None:

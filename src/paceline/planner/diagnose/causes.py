@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.planner.diagnose.saved_state import far
+from paceline.registry import CODEC, EXCHANGE
 
 Facts = Mapping[str, Any]
 FEW = 3
@@ -64,7 +65,7 @@ REMEDIES = {
     "update": "let the optimizer do the same in every process: no random numbers, no rank",
     "metric": "return a sum over samples, or (sum, weight)",
     "padding": "pad every batch to a fixed length, or let the model mask what is padded",
-    "synchronisation": "use exchange='allreduce' with codec 'none' to be exact",
+    "synchronisation": f"use exchange={EXCHANGE!r} with codec {CODEC!r} to be exact",
     "float32": "this is rounding: compute the loss in the model's type, or accept it",
     "loop": "give pace.backward a mean over this process's samples, or (sum, weight)",
     "unknown": "compare the runs with fewer layers, or with fewer steps",

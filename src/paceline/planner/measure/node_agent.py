@@ -24,6 +24,7 @@ from paceline.planner.candidates import split
 from paceline.planner.measure import fresh_process, profile, trial
 from paceline.planner.planner import Plan
 from paceline.planner.step_model import Line
+from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
 # who this process is among the others, which what it starts by itself must not believe to be, too
@@ -54,9 +55,7 @@ def measure_node(
     if kept and mark != kept.fingerprint:  # the script is the same, and what it trains is not
         made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
         whole, quarter, batch_size, _ = record(made)
-    if (
-        split(made.chosen, machine.cores).engine == "reproducible"
-    ):  # whose exchange is another than that of what was recorded
+    if says("engine", head(made.chosen)[0], "reproduces"):  # its exchange is another than that of what was recorded
         steady = replace(whole.ways, factors=False, gathers=True)
         whole, quarter = replace(whole, ways=steady), replace(quarter, ways=steady)
     return {
@@ -70,9 +69,9 @@ def measure_node(
 def one_process(made: Plan, cores: int) -> str:
     """The row that a step is recorded by: the plan's own, or threads with the same words on as many cores."""
     way = split(made.chosen, cores)
-    own = way.engine in ("sequential", "threads")
-    head = made.chosen.partition("+")[0] if own else f"threads:{cores}"
-    return "+".join([head, *(word for word in way.words if word != "compile")])
+    own = says("engine", way.engine, "counts") in ("", "thread")
+    engine = made.chosen.partition("+")[0] if own else f"{THREADS}:{cores}"
+    return "+".join([engine, *(word for word in way.words if word != "compile")])
 
 
 def measure_wire() -> dict[str, Any]:
@@ -82,7 +81,7 @@ def measure_wire() -> dict[str, Any]:
     world = World.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
     # as those who train on the CPU choose it
-    kind = "tls" if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or "gloo"
+    kind = ENCRYPTED if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or LINK
     link = connect(kind, world.node, world.num_nodes, world.host, world.port, collective=name).link
     found: dict[str, Any] = replace(network.measure(link), collective=name).to_dict()
     link.close()

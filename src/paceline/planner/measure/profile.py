@@ -19,6 +19,7 @@ from paceline.launch.machine import Machine
 from paceline.planner.candidates import Facts, Way
 from paceline.planner.measure import fresh_process
 from paceline.planner.step_model import Line, Ways
+from paceline.registry import BASELINE
 
 START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
 PARTS = (1, 4)  # of the batch, that a step is recorded with
@@ -89,7 +90,7 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
         form = Path(folder) / "profile.json"
         form.write_text(json.dumps({"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": begun}))
         ended = fresh_process.run(
-            [sys.executable, "-m", "paceline", "run", "--engine", "sequential", *command],
+            [sys.executable, "-m", "paceline", "run", "--engine", BASELINE, *command],
             {"PACELINE_PROFILE": str(form), "OMP_NUM_THREADS": "1"},
             START_LIMIT_S + 10 * budget_s,
         )

@@ -23,7 +23,7 @@ from paceline import contract
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import Facts, candidates, split
+from paceline.planner.candidates import Facts, candidates, planned, split
 from paceline.planner.measure.forked_copies import Copies
 from paceline.planner.measure.layers import Layers, autocast, now, part, shapes, typical
 from paceline.planner.measure.profile import Profile, Setting
@@ -36,7 +36,6 @@ FUSING_PAYS = 0.03  # of a step
 STEPS_OF_ONE = 6  # that recording a line by one pass takes
 MAX_PASSES = 7
 LEAST_ROWS = 2  # that batch norm needs
-ENGINES = ("sequential", "threads", "replicas", "processes")
 
 
 @dataclass
@@ -208,7 +207,7 @@ class _Examination:
     def _settings(self, facts: Facts) -> list[Setting]:
         """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
         found: dict[Setting, None] = {}
-        for row in candidates(self.level, survey(), facts, ENGINES):
+        for row in candidates(self.level, survey(), facts, planned()):
             setting = Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None

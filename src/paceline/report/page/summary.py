@@ -14,7 +14,7 @@ from html import escape
 
 import numpy as np
 
-from paceline.registry import current
+from paceline.registry import CODEC, head, says
 from paceline.report.page import bars
 from paceline.report.page.charts import Values, number, quantity, table
 from paceline.report.page.run import Run
@@ -141,8 +141,8 @@ def _rolling(run: Run) -> str:
 def _exchange(run: Run) -> str:
     if run.join.get("num_nodes", 1) == 1:
         return ""
-    codec = run.join.get("codec", "none")
-    return str(run.join.get("exchange", "")) + (f", {codec}" if codec != "none" else "")
+    codec = run.join.get("codec", CODEC)
+    return str(run.join.get("exchange", "")) + (f", {codec}" if codec != CODEC else "")
 
 
 MOST_TOLD = 10
@@ -153,7 +153,7 @@ def faults(run: Run) -> list[str]:
 
     A step on which all do not agree says what one node has used.
     """
-    alone = current("exchange", str(run.join.get("exchange", ""))).startswith("local_sgd")
+    alone = says("exchange", head(str(run.join.get("exchange", "")))[0], "consensus") != "step"
     names = ("step", "epoch", "batch", "rows", "samples", "ends_epoch")
     columns = np.stack([run.steps[name] for name in names], axis=1)
     columns = columns[np.isfinite(columns[:, 2])]
