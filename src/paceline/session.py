@@ -10,15 +10,18 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.checkpoint import auto_resume
+from paceline.contract import Codec, Engine, Exchange
 from paceline.data import load_balance
-from paceline.elastic.membership import Members, connect
+from paceline.elastic.membership import Members, connect, joining
 from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
@@ -29,21 +32,37 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.launch.signals import RESUME_CODE
 from paceline.launch.supervise import process_status
-from paceline.link import memory
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.collective_run import Collective
 from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
-from paceline.registry import current, find, parse
+from paceline.registry import (
+    CODEC,
+    ENCRYPTED,
+    EXCHANGE,
+    FIXED_ORDER,
+    LINK,
+    PROCESSES,
+    REPRODUCIBLE,
+    SHARES,
+    THREADS,
+    current,
+    head,
+    names,
+    parse,
+    says,
+)
 from paceline.registry import module as find_module
 from paceline.report.log import configure, log
 from paceline.training import Training
 
+if TYPE_CHECKING:
+    from paceline.elastic.joiner import Late
+
 _here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
-LINKS = "gloo", "mpi", "nccl", "tls"
 
 
 def join(
@@ -62,8 +81,8 @@ def join(
     metric: Callable[..., Any] | None = None,
     forward: Callable[..., Any] | None = None,
     engine: str | None = None,
-    exchange: str = "allreduce",
-    codec: str = "none",
+    exchange: str = EXCHANGE,
+    codec: str = CODEC,
     folder: str | os.PathLike[str] | None = None,
     keep: int = 2,
     shares: str | Sequence[float] | None = None,
@@ -107,86 +126,67 @@ def join(
     ValueError for wrong arguments, LinkError when the others cannot be reached.
     """
     configure()
-    if shares is None:
-        shares = os.environ.get("PACELINE_SHARES", "measured")
-    words: dict[str, Any] = {
-        "engine": engine,
-        "exchange": exchange,
-        "codec": codec,
-        "shares": shares,
-        "overlap": overlap,
-        "keep": keep,
-    }
-    words |= {"reproducible": reproducible, "encrypt": encrypt, "folder": folder}
+    asked = _Asked(engine, exchange, codec, shares, overlap, keep, reproducible, encrypt, folder)
     joined = [each.job.model for each in _here if not each.training.over and not each.training.broken]
-    found = join_arguments.faults(model, optimizer, words, joined)
-    given, model = model, wrapped_models.inside(model)
-    job = Job(
-        model,
-        optimizer,
-        loss,
-        batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size,
-        clip,
-        seed,
-        metric,
-        accumulate,
-        precision,
-        scheduler,
-        batch_norm,
-        forward,
-        "measured" if found else load_balance.wanted(shares),
-        most_rows,
-        buffers,
-        found,
-    )
-    batch_size = job.batch_size
-    told = equivalence.asked().get("told")  # of a comparison: a rank that a process alone is told
-    world = World() if told else World.of_environment()
-    hidden = _encrypted(encrypt)
+    found = join_arguments.faults(model, optimizer, asked.words, joined)
+    size = batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size
+    dealt = "measured" if found else load_balance.wanted(asked.words["shares"])
+    job_of = partial(Job, batch_norm=batch_norm, forward=forward, most_rows=most_rows, buffers=buffers, found=found)
+    inside, how = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
+    job = job_of(inside, optimizer, loss, size, clip, seed, *how, shares=dealt)
+    # of a comparison: a rank that a process alone is told
+    world = World() if equivalence.asked().get("told") else World.of_environment()
+    return _train(asked, job, world, model)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `join` was given that says how nodes compute and agree, and where they write."""
+
+    engine: str | None
+    exchange: str
+    codec: str
+    shares: str | Sequence[float] | None
+    overlap: str | None
+    keep: int
+    reproducible: bool | int
+    encrypt: bool | None
+    folder: str | os.PathLike[str] | None
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """By their names; shares that nobody has given are the environment's."""
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        shares = os.environ.get("PACELINE_SHARES", "measured") if self.shares is None else self.shares
+        return {**said, "shares": shares}
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """``row``: of the engine and its numerics. ``exchange_name``: with its options."""
+
+    row: str
+    engine: Engine
+    exchange: Exchange
+    codec: Codec
+    exchange_name: str
+
+
+def _train(asked: _Asked, job: Job, world: World, given: torch.nn.Module) -> Pace:
+    """Parts, a link between the nodes, and the training that they make. ``given``: the model, wrapped as it was."""
+    hidden = _encrypted(asked.encrypt)
     secret_of_environment()  # what this process starts from now on need not know it
-    row = engine or os.environ.get("PACELINE_ENGINE") or ("reproducible" if reproducible else _default_row(world, job))
-    row, exchange = current("engine", row), current("exchange", exchange)
-    if reproducible:
-        row = _reproducible(row, reproducible)
-    chosen, numerics = parse_row(row)
+    row = _row(asked, world, job)
     sys.excepthook = _one_line(sys.excepthook)
     affinity.keep()
-    if adding := os.environ.get("PACELINE_COLLECTIVE", ""):
-        Collective(adding)  # a name that is not known is told before the others are called
-    members: Members | None = None
-    parts = parse("engine", chosen), parse("exchange", exchange), parse("codec", codec)
-    if parts[0].num_shares and exchange == "allreduce":
-        exchange, parts = "ordered", (parts[0], find("exchange", "ordered"), parts[2])
-    parts[0].seed = seed
-    parts[0].numerics = dataclasses.replace(numerics, precision=precision) if precision else numerics
-    parts[0].accumulate = accumulate
-    if forward:
-        parts[0].forward = forward
-    parts[1].overlap = overlaps.choose(overlap, job, row, parts[0], parts[1])
-    if against := join_arguments.clashes(
-        world, chosen, parts[0].numerics.precision, parts[1], exchange, codec, buffers, parts[0].num_shares
-    ):
-        raise ValueError(f"join: {'; '.join(against)}")
-    late: Late | None = None
-    if world.late and world.local_rank == 0:
-        from paceline.elastic.joiner import Late  # which only some need
-
-        if (kind := _link(world, model, hidden)) == "mpi":
-            raise ValueError("nobody comes late over MPI, which PACELINE_LINK asks for; start the run again")
-        late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
-        members = Members(memory.world(1)[0], late.activity, adding, late.join)
-    elif world.num_nodes > 1:
-        if (kind := _link(world, model, hidden)) != "mpi" and not world.host:
-            raise ValueError(
-                f"mpirun started {world.size} processes on several nodes and does not say where rank 0 runs; add -x "
-                f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
-                f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
-            )
-        if world.local_rank == 0:
-            members = connect(kind, world.node, world.num_nodes, world.host, world.port, next(_joins), adding)
+    if collective := os.environ.get("PACELINE_COLLECTIVE", ""):
+        Collective(collective)  # a name that is not known is told before the others are called
+    parts = _parts(asked, row, world, job)
+    members, late = _linked(world, job.model, hidden, collective)
     wrappers = wrapped_models.Wrappers(given)
     try:
-        training = Training(job, *parts, members, world, _folder(folder), keep, late)
+        made = parts.engine, parts.exchange, parts.codec
+        training = Training(job, *made, members, world, _folder(asked.folder), asked.keep, late)
     except BaseException:
         wrappers.restore()
         raise
@@ -196,25 +196,7 @@ def join(
         log.info(wrappers.words)
         pace.record.write("hint", text=wrappers.words)
     _here[:] = [*(each for each in _here if not each.training.over), pace]
-    planned = os.environ.pop("PACELINE_PLAN", "")
-    if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
-        from paceline.planner.planner import Plan
-
-        if planned:
-            Plan.from_toml(planned, "PACELINE_PLAN").write(pace.record.folder / "plan.toml")
-        pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
-    pace.record.write(
-        "join",
-        engine=row,
-        exchange=exchange,
-        codec=codec,
-        num_nodes=pace.world.num_nodes,
-        batch_size=batch_size,
-        shares=pace.shares,
-        **({"encrypted": True} if members and hidden else {}),
-        **({"overlap": parts[1].overlap} if parts[1].overlap != "backward" else {}),
-        **({"emulated": True} if parts[0].fidelity == "emulated" else {}),
-    )
+    _record(pace, parts, asked.codec, job.batch_size, bool(members and hidden))
     training.announce_met()
     training.home.measure()
     auto_resume.enlist(pace, bool(world.late))
@@ -224,12 +206,83 @@ def join(
     return pace
 
 
-def _reproducible(row: str, asked: bool | int) -> str:
-    """The row with engine "reproducible" in place of its own."""
+def _row(asked: _Asked, world: World, job: Job) -> str:
+    """How this node computes: as `join` says, else the environment, else what fits; made reproducible where asked."""
+    row = asked.engine or os.environ.get("PACELINE_ENGINE")
+    row = current("engine", row or (REPRODUCIBLE if asked.reproducible else _default_row(world, job)))
+    if not asked.reproducible:
+        return row
     engine, *words = row.split("+")
-    if engine.partition(":")[0] != "reproducible" or asked is not True:
-        engine = f"reproducible:{8 if asked is True else asked}"
+    if asked.reproducible is not True or not says("engine", head(engine)[0], "reproduces"):
+        engine = f"{REPRODUCIBLE}:{SHARES if asked.reproducible is True else asked.reproducible}"
     return "+".join([engine, *words])
+
+
+def _parts(asked: _Asked, row: str, world: World, job: Job) -> _Parts:
+    """Raises ValueError for what does not go together."""
+    name, numerics = parse_row(row)
+    engine, exchange = parse("engine", name), current("exchange", asked.exchange)
+    if engine.reproduces and exchange == EXCHANGE:
+        exchange = FIXED_ORDER
+    parts = _Parts(row, engine, parse("exchange", exchange), parse("codec", asked.codec), exchange)
+    engine.seed, engine.accumulate = job.seed, job.accumulate
+    engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
+    if job.forward:
+        engine.forward = job.forward
+    parts.exchange.overlap = overlaps.choose(asked.overlap, job, row, engine, parts.exchange)
+    precision, shares = engine.numerics.precision, engine.num_shares
+    if against := join_arguments.clashes(
+        world, name, precision, parts.exchange, exchange, asked.codec, job.buffers, shares
+    ):
+        raise ValueError(f"join: {'; '.join(against)}")
+    return parts
+
+
+def _linked(world: World, model: torch.nn.Module, hidden: bool, collective: str) -> tuple[Members | None, Late | None]:
+    """The nodes of the run, where there are several and this process is its node's first; of a late one, as which."""
+    if world.late and world.local_rank == 0:
+        from paceline.elastic.joiner import Late  # which only some need
+
+        if not says("link", kind := _link(world, model, hidden), "admits"):
+            raise ValueError(
+                f"nobody comes late over {kind.upper()}, which PACELINE_LINK asks for; start the run again"
+            )
+        late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
+        return joining(late.activity, collective, late.join), late
+    if world.late or world.num_nodes == 1:
+        return None, None
+    if not says("link", kind := _link(world, model, hidden), "finds_others") and not world.host:
+        raise ValueError(
+            f"mpirun started {world.size} processes on several nodes and does not say where rank 0 runs; add -x "
+            f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
+            f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
+        )
+    if world.local_rank:
+        return None, None
+    return connect(kind, world.node, world.num_nodes, world.host, world.port, next(_joins), collective), None
+
+
+def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: bool) -> None:
+    """The plan that the run follows, if any, and how it has joined."""
+    planned = os.environ.pop("PACELINE_PLAN", "")
+    if pace.record.folder and (planned or (pace.record.folder / "plan.toml").exists()):
+        from paceline.planner.planner import Plan
+
+        if planned:
+            Plan.from_toml(planned, "PACELINE_PLAN").write(pace.record.folder / "plan.toml")
+        pace.record.write("plan", **Plan.read(pace.record.folder / "plan.toml").to_dict())
+    pace.record.write(
+        "join",
+        engine=parts.row,
+        exchange=parts.exchange_name,
+        codec=codec,
+        num_nodes=pace.world.num_nodes,
+        batch_size=batch_size,
+        shares=pace.shares,
+        **({"encrypted": True} if encrypted else {}),
+        **({"overlap": parts.exchange.overlap} if parts.exchange.overlap != "backward" else {}),
+        **({"emulated": True} if parts.engine.fidelity == "emulated" else {}),
+    )
 
 
 def _encrypted(asked: bool | None) -> bool:
@@ -240,44 +293,56 @@ def _encrypted(asked: bool | None) -> bool:
 
 
 def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
-    """PACELINE_LINK, else "tls" where all is encrypted, else "mpi" where mpirun started one process per node and a
-    model on the CPU, else "gloo"."""
+    """PACELINE_LINK, else one that encrypts where that is asked for, else one whose own launcher started one process
+    per node and that carries what the model lies on, else the default."""
     said = current("link", os.environ.get("PACELINE_LINK", ""))
     if hidden:
-        if said not in ("", "tls"):
-            raise ValueError(f"PACELINE_LINK={said!r} does not encrypt, as asked for; unset it, or use tls")
-        return "tls"
+        if said and not says("link", said, "hides"):
+            raise ValueError(f"PACELINE_LINK={said!r} does not encrypt, as asked for; unset it, or use {ENCRYPTED}")
+        return said or ENCRYPTED
+    known = [name for name in names("link") if says("link", name, "networked")]
     if said:
-        if said not in LINKS:
-            raise ValueError(f"PACELINE_LINK={said!r} is no link between nodes; use {', '.join(LINKS)}, or unset it")
+        if said not in known:
+            raise ValueError(f"PACELINE_LINK={said!r} is no link between nodes; use {', '.join(known)}, or unset it")
         return said
-    started = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
-    possible = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if started == (str(world.node), str(world.num_nodes)) and possible and importlib.util.find_spec("mpi4py"):
-        return "mpi"
-    return "gloo"
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return next((name for name in known if _suits(name, world, on_cpu)), LINK)
+
+
+def _suits(link: str, world: World, on_cpu: bool) -> bool:
+    """Whether its own launcher has started the nodes, and it can carry what they have to say."""
+    started = tuple(os.environ.get(variable) for variable in says("link", link, "started_by"))
+    possible = on_cpu or not says("link", link, "on_cpu")
+    package = says("link", link, "package")[0]
+    here = not package or importlib.util.find_spec(package) is not None
+    return started == (str(world.node), str(world.num_nodes)) and possible and here
 
 
 def _default_row(world: World, job: Job) -> str:
     """Nobody has said how to compute: as planned for this job, else threads. One line says so."""
     cores = survey().cores
     if world.local_size > 1:
-        return f"processes:{world.local_size}"
+        return f"{PROCESSES}:{world.local_size}"
+    plain = f"{THREADS}:{cores}"
     if cores == 1:
-        return f"threads:{cores}"
+        return plain
     made = plan_cache.of_job(job, "exact", sys.argv)
     if made is None and world.num_nodes > 1:
-        return f"threads:{cores}"
+        return plain
     if made is None:
-        row, hint = f"threads:{cores}", "not measured; `paceline run SCRIPT` measures and may be faster"
-    elif not made.chosen.startswith("processes"):
+        row, hint = plain, "not measured; `paceline run SCRIPT` measures and may be faster"
+    elif not _starts_processes(made.chosen):
         row, hint = made.chosen, f"as measured {made.date}"
     else:
-        here = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not r.engine.startswith("processes")]
-        row = min(here, key=lambda r: r.measured_s or 0.0).engine if here else f"threads:{cores}"
+        here = [r for r in made.rows if r.measured_s and r.fidelity == "exact" and not _starts_processes(r.engine)]
+        row = min(here, key=lambda r: r.measured_s or 0.0).engine if here else plain
         hint = f"the fastest in one process; `paceline run SCRIPT` starts the faster {made.chosen}"
     log.info(f"{row}, {hint}")
     return row
+
+
+def _starts_processes(row: str) -> bool:
+    return bool(says("engine", head(row)[0], "starts_processes"))
 
 
 def _folder(given: str | os.PathLike[str] | None) -> Path | None:

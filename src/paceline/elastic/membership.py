@@ -17,12 +17,12 @@ from paceline import contract
 from paceline.contract import Guest, Link, LinkError, Porter, View
 from paceline.elastic.heartbeat import Pulse
 from paceline.elastic.reconfigure import Place, Survivors
-from paceline.link import gloo, memory
+from paceline.link import gloo
 from paceline.link.net.collective_override import agree_on, override
 from paceline.link.net.metered import Ledger
 from paceline.link.net.rendezvous import Unreached
 from paceline.link.net.store_server import MeetingPoint
-from paceline.registry import find
+from paceline.registry import ALONE, find, module
 from paceline.report.activity import BACK_S, Whereabouts
 
 MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
@@ -55,7 +55,12 @@ def connect(
 
 def alone() -> Members:
     """A process without a link to other nodes."""
-    return Members(memory.world(1)[0], Whereabouts())
+    return Members(module("link", ALONE).world(1)[0], Whereabouts())
+
+
+def joining(activity: Whereabouts, collective: str, join: Callable[[contract.Detect, Whereabouts], Joined]) -> Members:
+    """Of a node that comes late, which is alone until it is taken in; ``join`` waits for that."""
+    return Members(module("link", ALONE).world(1)[0], activity, collective, join)
 
 
 class Members(contract.Membership):
