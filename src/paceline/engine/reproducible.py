@@ -30,7 +30,7 @@ from paceline.engine.compute import rng
 from paceline.engine.compute.batch import count, divisible, filled
 from paceline.engine.node import affinity
 from paceline.messages import Span, add_up
-from paceline.registry import THREADS
+from paceline.registry import SHARES, THREADS
 
 MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
 
@@ -59,7 +59,7 @@ class Engine(sequential.Engine):
 
     counts, planned, reproduces = "share", False, True
 
-    def __init__(self, num_shares: int = 8, num_threads: int = 0):
+    def __init__(self, num_shares: int = SHARES, num_threads: int = 0):
         super().__init__()
         if not (isinstance(num_shares, int) and 1 <= num_shares <= MOST_SHARES):
             raise ValueError(
