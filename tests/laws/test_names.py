@@ -43,6 +43,11 @@ MEANT = {
         ),
         *("train/lr_schedule.py", "train/run.py", "train/settings.py"),
     ),
+    # what is emulated, or the same bits everywhere: a fidelity and an argument of `join`
+    "emulated": ("report/page/scaling.py", "report/page/summary.py", "session.py"),
+    "reproducible": ("engine/checks/join_arguments.py",),
+    # a backend of torch's
+    "gloo": ("link/nccl.py",),
     "half": ("launch/doctor/host_probe.py",),  # duplex
     "processes": ("report/usage.py",),  # of the machine
 }

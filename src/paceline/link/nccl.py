@@ -21,6 +21,7 @@ from torch import Tensor
 from paceline.contract import Detect, Waits
 from paceline.link import gloo as plain
 from paceline.link.net.works import PATIENCE_S
+from paceline.registry import LINK
 
 GLANCE_S = 5e-5  # a step's messages are some: the host looks often
 
@@ -50,7 +51,7 @@ class Link(plain.Link):
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise ValueError(
                 f"PACELINE_LINK=nccl needs a GPU that torch sees, and a torch built with NCCL; this is torch "
-                f"{torch.__version__} with {torch.cuda.device_count()} GPUs. Unset it, or use torch (gloo)"
+                f"{torch.__version__} with {torch.cuda.device_count()} GPUs. Unset it, or use {LINK}"
             )
 
     def _connect(self, store: Any) -> Any:
