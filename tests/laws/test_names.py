@@ -213,7 +213,7 @@ if pace.leader:
     [
         (["run", "--plan", "threads_new:1", "script.py"], "threads_new:1"),
         (["run", "--plan", "processes_new:2", "script.py"], "processes_new:2"),
-        (["run", "--plan", "threads_new:1", "--nodes", "2", "script.py", "steady"], "virtual_new:8"),
+        (["run", "--plan", "threads_new:1", "--nodes", "2", "script.py", "steady"], "reproducible_new:8"),
         (["plan", "--rows", "sequential_new,replicas_new:2", "--budget", "1", "script.py"], "sequential_new"),
         (["train", "--epochs", "1", "--plan", "replicas_new:2"], "small_new"),
     ],
