@@ -25,13 +25,13 @@ import torch
 from torch.nn import functional as F
 
 import paceline
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.ticket import JoinTicket
 from paceline.registry import find
 from paceline.report.record import NAME
 from paceline_bench.cluster.namespaces import Cluster, unavailable
 
 BEFORE, NODES, STEPS, LIMIT_S = 3, 4, 12, 400.0
-GLANCE_S = 0.2
+POLL_S = 0.2
 
 
 class Noise:
@@ -70,7 +70,7 @@ def wait(record: Path, enough, processes) -> list[dict]:
     while not enough(found := events(record)):
         if time.monotonic() > end or any(process.poll() is not None for process in processes):
             raise SystemExit(f"the training ended, or took longer than {LIMIT_S:.0f} s; see what it said above")
-        time.sleep(GLANCE_S)
+        time.sleep(POLL_S)
     return found
 
 
@@ -96,7 +96,7 @@ def one(model: str, batch: int, rate: str, processes: int) -> dict[str, float]:
             keeps = {"PACELINE_FOLDER": folder} if n == 0 else {}
             start(n, n * processes, BEFORE * processes, {"PACELINE_TICKET_FILE": str(ticket), **keeps})
         wait(record, lambda found: len(steps(found)) >= STEPS, nodes)
-        told = Ticket.read(ticket)
+        told = JoinTicket.read(ticket)
         late = {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": told.secret, "PACELINE_NODES": told.nodes}
         asked_s = time.time()
         start(BEFORE, 0, processes, late)

@@ -25,70 +25,70 @@ from paceline.messages import (
     DENSE,
     FACTORS,
     FIDELITY,
-    Agreement,
-    Ballot,
+    Bucket,
     CheckpointError,
-    Coming,
-    Cost,
-    Guest,
+    CommCost,
+    Decision,
+    Gradient,
+    Joiner,
     LinkError,
     NeverStepped,
     NoGradient,
     NotFinite,
-    Piece,
-    Regroup,
-    Rule,
-    Spec,
+    PendingGradient,
+    RowRange,
+    StepOutcome,
     Tally,
     UnlikeOptions,
-    Verdict,
-    Window,
-    framed,
-    unframed,
+    UpdateRule,
+    ViewChange,
+    Vote,
+    pack_frames,
+    unpack_frames,
 )
 
 __all__ = [
     "DENSE",
     "FACTORS",
     "FIDELITY",
-    "Agreement",
-    "Ballot",
     "Board",
+    "Bucket",
     "CheckpointError",
     "Codec",
     "Collectives",
-    "Coming",
+    "CommCost",
     "Control",
-    "Cost",
+    "Decision",
     "Detect",
     "Engine",
     "Exchange",
     "FailureDetector",
     "GlobalBatch",
-    "Guest",
+    "Gradient",
     "Handle",
+    "Joiner",
     "Link",
     "LinkError",
     "Membership",
     "NeverStepped",
     "NoGradient",
     "NotFinite",
-    "Piece",
-    "Regroup",
-    "Rule",
+    "PendingGradient",
+    "RowRange",
     "Share",
-    "Spec",
     "StepObserver",
+    "StepOutcome",
     "StepSummary",
     "Tally",
     "Threads",
     "UnlikeOptions",
-    "Verdict",
+    "UpdateRule",
     "View",
+    "ViewChange",
+    "Vote",
     "Waits",
-    "Window",
-    "framed",
-    "unframed",
+    "pack_frames",
+    "unpack_frames",
 ]
 
 
@@ -140,7 +140,7 @@ class GlobalBatch:
 
     ``epoch``, ``step``, ``num_steps``: its place in the data, and the steps of its epoch, where they are known.
     ``wait_s``: seconds for which its rows were waited for, so far. ``dealt``: whether seats say whose its rows are.
-    ``held``: how many `share` gave here, where that is known.
+    ``num_local_samples``: how many `share` gave here, where that is known.
     """
 
     weight: float
@@ -149,10 +149,10 @@ class GlobalBatch:
     num_steps: int | None = None
     ends_epoch = False
     wait_s = 0.0
-    dealt = False
-    held: int | None = None
+    assigned = False
+    num_local_samples: int | None = None
 
-    def share(self, seat: Share) -> Any:
+    def share(self, assignment: Share) -> Any:
         """The seat's rows, or None if it has none."""
         raise NotImplementedError
 
@@ -162,25 +162,26 @@ class Engine:
 
     fidelity = "exact"
     optimizer: torch.optim.Optimizer
-    specs: tuple[Spec, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
-    numbers: Mapping[str, int] = {}  # each parameter's in the optimizer's state_dict; none where it holds other things
-    absorbs: bool = False  # the optimizer takes a layer's factors instead of its gradient
-    seat: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
+    # each parameter's in the optimizer's state_dict; none where it holds other things
+    optimizer_index: Mapping[str, int] = {}
+    optimizer_takes_factors: bool = False  # the optimizer takes a layer's factors instead of its gradient
+    local_place: tuple[int, int] = (0, 1)  # which of how many parts of the node's share this process computes
     # (into, left, right): what an update does with a layer's factors, momentum left out
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
     norm: float | None = None  # of the whole gradient at the last update, where the rule asked for it
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     accumulate: int = 1  # micro-batches that a share is computed in
-    held: int | None = None  # samples of the share that comes next, where they are dealt
+    num_local_samples: int | None = None  # samples of the share that comes next, where they are dealt
     still: Mapping[str, tuple[int, int]] = {}  # marks of the parameters that do not train, as they were when all joined
-    num_shares: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
+    num_virtual_shards: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
     seed: int = 0  # of what virtual shares draw
-    redoes: bool = False  # a step may be computed again after its pieces have left
+    may_retry: bool = False  # a step may be computed again after its pieces have left
     hint: str = ""  # what the last gradient has shown that users should know
     divided: bool = False  # a global batch is computed in several parts, here or elsewhere
-    ahead: bool = False  # may begin the next step while pieces of the last are still coming
+    defers_updates: bool = False  # may begin the next step while pieces of the last are still coming
     # read by `registry.says`, before anything is imported:
     counts: str = ""  # what the k of NAME:k counts: a "thread", a "copy" of the model, a "share" of a batch
     starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
@@ -222,17 +223,19 @@ class Engine:
         """What forward and backward compute in: fp32, bf16 or fp16."""
         return "fp32"
 
-    def relay(self, exchange: Exchange, control: Control, alone: bool, activity: Waits) -> tuple[Exchange, Control]:
+    def local_exchange(
+        self, exchange: Exchange, control: Control, alone: bool, activity: Waits
+    ) -> tuple[Exchange, Control]:
         """Both as this process sees them: themselves, or stand-ins where another process holds the link.
 
         ``alone``: there is no other node, and none comes later.
         """
         return exchange, control
 
-    def place(self, seat: Share, step: int) -> None:
+    def begin_step(self, assignment: Share, step: int) -> None:
         """Told before each gradient: whose rows these will be, and of which step."""
 
-    def run(self, batch: Any) -> tuple[Any, Any]:
+    def forward(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output)."""
         raise NotImplementedError
 
@@ -243,25 +246,25 @@ class Engine:
         """
         raise NotImplementedError
 
-    def relink(self, link: Link | None) -> None:
+    def reopen(self, link: Link | None) -> None:
         """What `sync_norm` was given has been rebuilt: its sums go over ``link`` from the next step on."""
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
         raise NotImplementedError
 
-    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
-        """As `gradient`, with what the caller's own backward passes have left in ``.grad``; its sums in ``ballot``."""
+    def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
+        """As `gradient`, with what the caller's own backward passes have left in ``.grad``; its sums in ``vote``."""
         raise NotImplementedError
 
-    def update(self, agreement: Agreement, rule: Rule) -> bool:
+    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
         """False if ``rule.check`` found the gradient not finite: nothing was changed.
 
         With pieces that are still coming, True: they are applied while the next step's forward pass runs.
         """
         raise NotImplementedError
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Waits for pieces that are still coming, and applies them. Raises NotFinite, LinkError."""
 
     def options(self) -> list[dict[str, Any]]:
@@ -294,14 +297,14 @@ class Engine:
         """Takes a whole ``state_dict``, the same on every process of the node."""
         raise NotImplementedError
 
-    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
-        """Of the optimizer's state what belongs to these rows of these parameters, by their names in `numbers`.
+    def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
+        """Of the optimizer's state what belongs to these rows of these parameters, by their names in `optimizer_index`.
 
         Every process of the node must call it.
         """
         raise NotImplementedError
 
-    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
         """What `optimizer_rows` gave elsewhere. Every process of the node must call it."""
         raise NotImplementedError
 
@@ -309,7 +312,7 @@ class Engine:
         pass
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """For much, to one node that comes late."""
 
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
@@ -321,7 +324,7 @@ class Line(Protocol):
     def close(self) -> None: ...
 
 
-class Porter:
+class JoinDesk:
     """Speaks for the members to nodes that come late, which have proved that they belong to the run.
 
     ``glance`` is called while this process, cut off from the other members, waits for them: it may raise.
@@ -336,12 +339,12 @@ class Porter:
     def answer(self, name: str, said: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def line(self, name: str) -> Line:
+    def line(self, name: str) -> Channel:
         """That by which it came last. Raises LinkError where it does not come."""
         raise NotImplementedError
 
 
-def ticks() -> float:
+def boottime_s() -> float:
     """Seconds, also those in which the machine was suspended, where that can be told."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
@@ -358,13 +361,14 @@ class FailureDetector(Protocol):
     def verdict(self, grace_s: float) -> int | None:
         """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
 
-    def confirms(self, since: float) -> bool:
-        """Whether the others have not given this process up, as far as it stood still ``since`` then, by `ticks`."""
+    def still_member(self, since: float) -> bool:
+        """Whether the others have not given this process up, as far as it stood still ``since`` then, by
+        `boottime_s`."""
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
+    def peer_status(self) -> dict[int, dict[str, Any]]:
         """What each rank is at, as it said last."""
 
-    def ask(self, rank: int) -> str:
+    def peer_stack(self, rank: int) -> str:
         """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
 
     def abandon(self) -> None:
@@ -387,7 +391,7 @@ Detect = Callable[[int, int, Board, str, bytes, Callable[[], None]], FailureDete
 
 
 class Waits(Protocol):
-    """Where this process notes what it is at, and for whom it waits (`report.activity.Whereabouts`)."""
+    """Where this process notes what it is at, and for whom it waits (`report.activity.Activity`)."""
 
     host: str
     step: int
@@ -440,9 +444,9 @@ class Link(Collectives):
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
     threads: Threads = Threads()
-    wide: bool = False  # 16-bit floats are added in 32 bits
-    quick: bool = False  # a byte costs more on processors than on the wire
-    whereabouts: Waits | None = None  # told of every wait
+    accumulates_fp32: bool = False  # 16-bit floats are added in 32 bits
+    high_bandwidth: bool = False  # a byte costs more on processors than on the wire
+    activity: Waits | None = None  # told of every wait
     detector: FailureDetector | None = None
     # read by `registry.says`, before anything is imported:
     networked: bool = True  # between nodes
@@ -458,17 +462,17 @@ class Link(Collectives):
         """The same ranks with an order of their own."""
         raise NotImplementedError
 
-    def hurry(self, quick: bool) -> None:
+    def set_regime(self, quick: bool) -> None:
         """What is gathered from now on goes as is best over a quick wire, or a slow one: all ranks say the same."""
-        self.quick = quick
+        self.high_bandwidth = quick
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         """Messages in sequence and bytes sent per rank of one collective on ``num_bytes``."""
         raise NotImplementedError
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Within, this process waits for others."""
-        return self.whereabouts.waiting(what) if self.whereabouts else nullcontext()
+        return self.activity.waiting(what) if self.activity else nullcontext()
 
     def close(self) -> None:
         pass
@@ -481,17 +485,17 @@ class View:
 
     link: Link
     previous: tuple[int, ...]
-    joined: tuple[Guest, ...] = ()
+    joined: tuple[Joiner, ...] = ()
 
 
 class Membership:
     """Who takes part in a training, and the link between them, which is made anew when that changes.
 
-    ``grows``: others come later, though there is one rank now.
+    ``expects_joiners``: others come later, though there is one rank now.
     """
 
     link: Link
-    grows: bool = False
+    expects_joiners: bool = False
 
     def stand_by(self, least: int = 1) -> None:
         """From now on a loss can be survived by `reconfigure`, with ``least`` ranks or more. Every rank calls it.
@@ -500,7 +504,7 @@ class Membership:
         """
         raise ValueError("this link ends with the first node that it loses; set PACELINE_LINK to another")
 
-    def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
+    def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
         """Those who are left, in the old order, over a link of the next generation. Whoever waits on the old one fails.
 
         ``admits``, of rank 0: who is taken in. None of them is where a member is lost at the same time.
@@ -509,20 +513,20 @@ class Membership:
         """
         raise LinkError("this link ends with the first node that it loses")
 
-    def certain(self, since: float) -> None:
-        """Called when an operation has ended, with when the one before did, by `ticks`. Raises LinkError where this
-        process stood still in between, and the others went on without it: what it heard, they may not have."""
+    def assert_still_member(self, since: float) -> None:
+        """Called when an operation has ended, with when the one before did, by `boottime_s`. Raises LinkError where
+        this process stood still in between, and the others went on without it: what it heard, they may not have."""
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
+    def peer_status(self) -> dict[int, dict[str, Any]]:
         """What each rank is at, as it said last; nothing where ranks do not tell each other."""
         return {}
 
-    def ask(self, rank: int) -> str:
+    def peer_stack(self, rank: int) -> str:
         """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
         return ""
 
     @property
-    def porter(self) -> Porter | None:
+    def join_desk(self) -> JoinDesk | None:
         """Who answers the nodes that come late; None where none can. Rank 0's has the say."""
         return None
 
@@ -530,45 +534,45 @@ class Membership:
 class Control:
     """Small words of all processes, in one order, besides the gradients: votes, sums, texts, rank 0's tensors.
 
-    ``rank``, ``size``: of nodes. ``regroups``: losses so far after which something was done again.
+    ``rank``, ``size``: of nodes. ``num_view_changes``: losses so far after which something was done again.
     """
 
     rank: int
     size: int
     generation: int
-    survives: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
-    regroups: int = 0
-    regrouped: Callable[[Regroup], None] | None = None  # told of each loss before anything is done again
+    tolerates_loss: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
+    num_view_changes: int = 0
+    on_view_change: Callable[[ViewChange], None] | None = None  # told of each loss before anything is done again
 
-    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+    def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         """The vote on a step, once all its pieces are here. ``finish`` is called where it came through, even if for
-        others alone. REDO where it came through for nobody."""
+        others alone. RETRY where it came through for nobody."""
         raise NotImplementedError
 
-    def recover(self, error: LinkError) -> Agreement:
-        """Instead of `commit`, after the link broke before it: REDO, or raises ``error``."""
+    def recover(self, error: LinkError) -> StepOutcome:
+        """Instead of `commit`, after the link broke before it: RETRY, or raises ``error``."""
         raise error
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Sums of a few numbers over all processes, for evaluation and reports."""
         raise NotImplementedError
 
-    def gather(self, *words: bytes) -> list[bytes]:
+    def all_gather(self, *words: bytes) -> list[bytes]:
         """What every process has to say, in the order of nodes and their processes, to everyone.
 
         Between nodes it is given the words of all processes of a node; nodes may have unlike numbers of them.
         """
         raise NotImplementedError
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Rank 0's tensors into everyone's."""
         raise NotImplementedError
 
-    def hand(self, words: bytes | bytearray) -> bytes | bytearray:
+    def node_broadcast(self, words: bytes | bytearray) -> bytes | bytearray:
         """What the process that holds the link has for all processes of this node."""
         return words
 
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
+    def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         """Between two steps: takes those in whom rank 0 names. Every process of every member must call it."""
         raise NotImplementedError
 
@@ -586,7 +590,7 @@ class StepSummary:
 
     step: int
     batch: GlobalBatch
-    agreement: Agreement
+    outcome: StepOutcome
     seconds: float
     spent: dict[str, float]
     sent_bytes: int
@@ -611,21 +615,21 @@ class StepObserver:
         or as this training sees it."""
         return batch
 
-    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
+    def offering(self, offer: Callable[[Gradient], None]) -> Callable[[Gradient], None]:
         """A gradient is about to be computed. Returns what takes its pieces."""
         return offer
 
-    def votes(self, ballot: Ballot) -> None:
+    def votes(self, vote: Vote) -> None:
         """The gradient is computed; what this process is about to say of the step."""
 
-    def again(self, step: int, agreement: Agreement) -> None:
+    def again(self, step: int, outcome: StepOutcome) -> None:
         """All is as before the step, which is computed again next."""
 
-    def applies(self, agreement: Agreement, rule: Rule) -> Callable[[], None] | None:
+    def applies(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None] | None:
         """Before an update; what is returned is called once it was applied."""
         return None
 
-    def updated(self, agreement: Agreement) -> None:
+    def updated(self, outcome: StepOutcome) -> None:
         """The step is applied, or skipped. May raise, in all processes."""
 
     def ends(self, summary: StepSummary) -> None:
@@ -642,18 +646,19 @@ class Codec:
     """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
 
     ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is
-    gathered and decoded. ``biased``: loses mass unless wrapped by ``feedback``. ``owes``: its memory is to be sent yet.
+    gathered and decoded. ``needs_feedback``: loses mass unless wrapped by ``feedback``. ``has_residual``: its memory is
+    to be sent yet.
     """
 
     fidelity = "exact"
     sums = True
-    biased = False
+    needs_feedback = False
     scaled = False  # of what is a power of two larger, it makes the same
-    owes = False
+    has_residual = False
     wire = "the gradient's own type"
     takes_over: tuple[str, ...] = ()
 
-    def init(self, spec: Spec, rank: int, seed: int) -> Any:
+    def init(self, bucket: Bucket, rank: int, seed: int) -> Any:
         return None
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
@@ -663,16 +668,16 @@ class Codec:
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError
 
-    def settle(self, pending: Any, agreed: Tensor) -> Any:
-        """The next memory. Called on APPLY alone."""
+    def commit(self, pending: Any, agreed: Tensor) -> Any:
+        """The next memory. Called on COMMIT alone."""
         return pending
 
-    def retain(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
+    def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
         """The next memory, where these values of what was agreed on were not applied."""
         return after
 
-    def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        """This rank's memory of a spec, of those that ``len(memories)`` ranks had: among as many, its own.
+    def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
+        """This rank's memory of a bucket, of those that ``len(memories)`` ranks had: among as many, its own.
 
         Among others nothing that is owed may be lost or owed twice.
         """
@@ -691,46 +696,47 @@ class Exchange:
     factors: bool = False  # fully-connected layers may travel as such
     fixed_order: bool = False  # sums are the same bits whoever has computed which share of a batch
     gathers: bool = False  # each rank's gradients go to all others, who add up by themselves
-    thin: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
+    factor_dtype: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
     # how a node adds a product to a gradient, (into, left, right), and the processes that share in it
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
-    hands: int = 1
+    num_multipliers: int = 1
     link: Link
 
     def open(
         self,
-        specs: Sequence[Spec],
+        buckets: Sequence[Bucket],
         link: Link,
         codec: Codec,
         rows: int = 1,
         seed: int = 0,
-        absorbs: bool = False,
+        optimizer_takes_factors: bool = False,
     ) -> None:
-        """``absorbs``: the engine's optimizer takes factors, so that they pay even where nothing is sent."""
+        """``optimizer_takes_factors``: the engine's optimizer takes factors, so that they pay even where nothing is
+        sent."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
-        """DENSE or FACTORS per spec, equal on all ranks; changes only by agreement."""
+        """DENSE or FACTORS per bucket, equal on all ranks; changes only by agreement."""
         raise NotImplementedError
 
-    def why(self) -> Sequence[str]:
+    def explain(self) -> Sequence[str]:
         """A line for each fully-connected layer: how its gradient travels, and why. Changes with the forms alone."""
         return ()
 
-    def before(self) -> None:
+    def begin(self) -> None:
         """Called before each gradient is computed."""
 
-    def offer(self, piece: Piece) -> None:
-        """Takes a piece, in any order; pieces leave in the order of their specs."""
+    def put(self, gradient: Gradient) -> None:
+        """Takes a piece, in any order; pieces leave in the order of their buckets."""
         raise NotImplementedError
 
-    def collect(self, ballot: Ballot) -> Ballot:
+    def collect(self, vote: Vote) -> Vote:
         """Waits until every piece of the step is here: who votes has them all. What this node votes."""
         raise NotImplementedError
 
-    def finish(self, tally: Tally) -> Agreement:
+    def finish(self, tally: Tally) -> StepOutcome:
         """What has come of the step, with its vote. Only here a codec's memory moves."""
         raise NotImplementedError
 
@@ -743,7 +749,7 @@ class Exchange:
     def dealt(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
 
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:

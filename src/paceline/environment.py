@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from paceline.registry import says
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgoing connections
-MOST_PORT = 65535
+MAX_PORT = 65535
 # rank, size, local rank, local size
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 # as variables were called once, which are read where today's are not set
@@ -36,7 +36,7 @@ def variable(name: str, given: Mapping[str, str] | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class World:
+class LaunchEnvironment:
     """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
     What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
@@ -53,15 +53,15 @@ class World:
     host: str = "127.0.0.1"
     port: int = 0
     local_sizes: tuple[int, ...] = ()
-    least: int = 0
-    late: str = ""
+    min_nodes: int = 0
+    join_ticket: str = ""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return self.local_sizes or (self.local_size,) * self.num_nodes
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         return sum(self.sizes)
 
     @property
@@ -69,14 +69,14 @@ class World:
         return sum(self.sizes[: self.node]) + self.local_rank
 
     @property
-    def who(self) -> str:
+    def identity(self) -> str:
         """As others are told of it."""
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {self.local_rank}" if self.local_size > 1 else ""
         return f"rank {self.node} of {self.num_nodes} on {host}{part}"
 
     @classmethod
-    def of_environment(cls) -> World:
+    def of_environment(cls) -> LaunchEnvironment:
         adopt()
         given = os.environ
         size, local_size = _number(given, "WORLD_SIZE", 1), _number(given, "LOCAL_WORLD_SIZE", 1)
@@ -84,7 +84,7 @@ class World:
             local_rank = _number(given, "LOCAL_RANK", 0)
             if local_rank >= local_size:
                 raise ValueError(f"LOCAL_RANK={local_rank} must be below LOCAL_WORLD_SIZE={local_size}")
-            return cls(local_rank, local_size, least=1, late=late)
+            return cls(local_rank, local_size, min_nodes=1, join_ticket=late)
         rank, per_node = _number(given, "RANK", 0), max(1, local_size)
         node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
         sizes = _sizes(given)
@@ -109,8 +109,8 @@ class World:
             raise ValueError(
                 "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
             )
-        if (port := _number(given, "MASTER_PORT", 0)) > MOST_PORT:
-            raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MOST_PORT}")
+        if (port := _number(given, "MASTER_PORT", 0)) > MAX_PORT:
+            raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MAX_PORT}")
         return cls(
             local_rank,
             local_size,
@@ -265,7 +265,7 @@ def _number(given: Mapping[str, str], name: str, default: int) -> int:
 
 JOIN_S = 60.0
 WAIT_S = 600.0
-MOST_S = 1e6  # clocks and sockets know no more
+MAX_S = 1e6  # clocks and sockets know no more
 
 
 def join_s() -> float:
@@ -275,9 +275,9 @@ def join_s() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < MOST_S:
+    if not 0 < seconds < MAX_S:
         raise ValueError(
-            f"PACELINE_RENDEZVOUS_TIMEOUT_S={text!r} must be a number of seconds above 0 and below {MOST_S:.0f}; mend "
+            f"PACELINE_RENDEZVOUS_TIMEOUT_S={text!r} must be a number of seconds above 0 and below {MAX_S:.0f}; mend "
             f"it, or unset it"
         )
     return seconds
@@ -301,9 +301,9 @@ def wait_s() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0 <= seconds < MOST_S:
+    if not 0 <= seconds < MAX_S:
         raise ValueError(
-            f"PACELINE_WAIT={text!r} must be a number of seconds from 0 and below {MOST_S:.0f}; fix it, or unset it "
+            f"PACELINE_WAIT={text!r} must be a number of seconds from 0 and below {MAX_S:.0f}; fix it, or unset it "
             f"(--wait sets it)"
         )
     return seconds

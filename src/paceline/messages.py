@@ -25,45 +25,45 @@ __all__ = [
     "DENSE",
     "FACTORS",
     "FIDELITY",
-    "Agreement",
-    "Ballot",
+    "Bucket",
     "CheckpointError",
-    "Coming",
-    "Cost",
-    "Guest",
+    "CommCost",
+    "Decision",
+    "Gradient",
+    "Joiner",
     "LinkError",
     "NeverStepped",
     "NoGradient",
     "NotFinite",
-    "Piece",
-    "Regroup",
-    "Rule",
+    "PendingGradient",
+    "RowRange",
     "Span",
-    "Spec",
+    "StepOutcome",
     "UnlikeOptions",
-    "Verdict",
-    "Window",
+    "UpdateRule",
+    "ViewChange",
+    "Vote",
     "add_up",
-    "framed",
+    "pack_frames",
     "spans",
-    "unframed",
+    "unpack_frames",
 ]
 
 FIDELITY = ("exact", "rounded", "approximate")
 DENSE, FACTORS = "dense", "factors"
 
-Window = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
+RowRange = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
 
 
-class Verdict(enum.Enum):
-    APPLY = "apply"  # everyone agreed: update
-    REDO = "redo"  # as if the step had never been; the same global batch again
+class Decision(enum.Enum):
+    COMMIT = "apply"  # everyone agreed: update
+    RETRY = "redo"  # as if the step had never been; the same global batch again
     SKIP = "skip"  # as if the step had never been; go on with the next batch
     ADOPTED = "adopted"  # the scheme has already set the weights
 
 
 @dataclass(frozen=True)
-class Spec:
+class Bucket:
     """One unit of sending: a large parameter, or several small ones. Cut once, in backward order."""
 
     index: int
@@ -84,25 +84,26 @@ class Spec:
         return num_rows * sum(self.shapes[0]) <= self.numel
 
 
-class Piece:
-    """The gradient of one spec. *Shapes*: flat (numel,) or left (rows, out) with right (rows, in).
+class Gradient:
+    """The gradient of one bucket. *Shapes*: flat (numel,), or output_grad (rows, out) with layer_input (rows, in).
 
-    With factors the layer's gradient is ``left.T @ right``, exactly. ``flat`` is the receiver's: an
+    With factors the layer's gradient is ``output_grad.T @ layer_input``, exactly. ``flat`` is the receiver's: an
     exchange adds into it. ``grads``: each parameter's own, until someone asks for them in one.
     """
 
     def __init__(
         self,
-        spec: Spec,
+        bucket: Bucket,
         flat: Tensor | None = None,
-        left: Tensor | None = None,
-        right: Tensor | None = None,
+        output_grad: Tensor | None = None,
+        layer_input: Tensor | None = None,
         grads: Sequence[Tensor] | None = None,
     ):
-        self.spec, self._flat, self.left, self.right, self.grads = spec, flat, left, right, grads
+        self.bucket, self._flat, self.grads = bucket, flat, grads
+        self.output_grad, self.layer_input = output_grad, layer_input
         # where the order of sums is fixed: those over which of so many virtual shares there are
         self.sums: dict[tuple[int, int], Tensor] | None = None
-        self.span, self.num_shares = (0, 0), 0
+        self.span, self.num_virtual_shards = (0, 0), 0
 
     @property
     def flat(self) -> Tensor | None:
@@ -114,12 +115,12 @@ class Piece:
     @property
     def parts(self) -> list[Tensor]:
         """The gradient, or both its factors."""
-        return [each for each in (self.flat, self.left, self.right) if each is not None]
+        return [each for each in (self.flat, self.output_grad, self.layer_input) if each is not None]
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
         """Type and place of its numbers."""
-        own = (*(self.grads or ()), self._flat, self.left, *(self.sums or {}).values())
+        own = (*(self.grads or ()), self._flat, self.output_grad, *(self.sums or {}).values())
         some = next((each for each in own if each is not None), None)
         some = self.flat if some is None else some
         assert some is not None
@@ -127,7 +128,7 @@ class Piece:
 
 
 @dataclass
-class Ballot:
+class Vote:
     """A rank's vote on a step, and what all must know. A few hundred bytes; every rank sends one."""
 
     ok: bool = True
@@ -145,24 +146,25 @@ class Ballot:
     hash: int = 0  # of a slice of the weights before the step; equal on all replicas
     options: int = 0  # checksum of the numbers in the optimizer's groups
     unlike: bool = False  # of several: these checksums differ
-    stop: int = 0  # a signal has asked this process to end after this step
-    hung: bool = False  # whoever started this process is cut off from it; where all are, training ends
-    guests: int = 0  # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
-    follows: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
+    stop_signal: int = 0  # a signal has asked this process to end after this step
+    launcher_lost: bool = False  # whoever started this process is cut off from it; where all are, training ends
+    # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
+    join_generation: int = 0
+    state_streaming: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
     idle: bool = False  # this process had no samples in this step
     moves: int = 0  # buffers and parameters that do not train, which forward was found to change
     source: int = 0  # the first process that had samples
     terms: tuple[float, ...] = ()  # each named part of the loss, as a sum
     used: bytes = b""  # per parameter: 1 if it got a gradient
-    dense: bytes = b""  # per spec: 1 if factors were not its whole gradient
-    rows: tuple[int, ...] = ()  # per spec: rows that its factors have, or would have had
-    ready: tuple[float, ...] = ()  # per spec: seconds after the first in which it was offered
-    took: tuple[float, ...] = ()  # per spec: seconds on the wire, its wait in line left out; 0 with another
+    dense: bytes = b""  # per bucket: 1 if factors were not its whole gradient
+    rows: tuple[int, ...] = ()  # per bucket: rows that its factors have, or would have had
+    ready: tuple[float, ...] = ()  # per bucket: seconds after the first in which it was offered
+    took: tuple[float, ...] = ()  # per bucket: seconds on the wire, its wait in line left out; 0 with another
     paces: tuple[tuple[float, float], ...] = ()  # of a vote's result, per node: (busy, fixed)
     shares: tuple[tuple[float, float, float], ...] = ()  # per virtual share: its loss, metric and weight
 
-    # one without rows does not know how many terms the loss has, and all ballots of a vote are of one size
-    MOST_TERMS = 32
+    # one without rows does not know how many terms the loss has, and all votes of a step are of one size
+    MAX_TERMS = 32
     NOBODY = (1 << 32) - 1  # in ``source``
 
     _HEAD = struct.Struct("<???ddIddddddqI?B?I??IIIIIIIII")
@@ -185,10 +187,10 @@ class Ballot:
             self.hash,
             self.options,
             self.unlike,
-            self.stop,
-            self.hung,
-            self.guests,
-            self.follows,
+            self.stop_signal,
+            self.launcher_lost,
+            self.join_generation,
+            self.state_streaming,
             self.idle,
             self.moves,
             self.source,
@@ -204,17 +206,17 @@ class Ballot:
         shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
         numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
         shares = b"".join(self._SHARE.pack(*share) for share in self.shares)
-        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MOST_TERMS - len(self.terms))) + shares
+        return head + self.used + self.dense + numbers + bytes(8 * max(0, self.MAX_TERMS - len(self.terms))) + shares
 
     @classmethod
-    def unpack(cls, data: bytes) -> Ballot:
+    def unpack(cls, data: bytes) -> Vote:
         *scalars, num_used, num_dense, num_rows, num_terms, num_nodes, num_ready, num_took = cls._HEAD.unpack_from(data)
         a = cls._HEAD.size
         b = a + num_used
         c = b + num_dense
         shape = f"<{num_rows}I{num_ready + num_took}f{num_terms + 2 * num_nodes}d"
         numbers = iter(struct.unpack_from(shape, data, c))
-        end = c + struct.calcsize(shape) + 8 * max(0, cls.MOST_TERMS - num_terms)
+        end = c + struct.calcsize(shape) + 8 * max(0, cls.MAX_TERMS - num_terms)
 
         def take(count: int) -> tuple[Any, ...]:
             return tuple(itertools.islice(numbers, count))
@@ -232,52 +234,52 @@ class Ballot:
         return cls(*scalars, **tail)
 
     @staticmethod
-    def merge(ballots: Sequence[Ballot]) -> Ballot:
-        """All ballots as one, in rank order: sums, unions, the slowest, and ok only if all are.
+    def merge(votes: Sequence[Vote]) -> Vote:
+        """All votes as one, in rank order: sums, unions, the slowest, and ok only if all are.
 
         Raises ValueError, on everyone who merges them, if they are of different batches.
         """
-        first = ballots[0]
-        if any(b.expected != first.expected for b in ballots):
+        first = votes[0]
+        if any(b.expected != first.expected for b in votes):
             raise ValueError(
-                f"the processes were given batches of {', '.join(f'{b.expected:g}' for b in ballots)} rows for one and "
+                f"the processes were given batches of {', '.join(f'{b.expected:g}' for b in votes)} rows for one and "
                 f"the same step; give each process the whole dataset, from which pace.batches deals, or its own rows "
                 f"of one global batch to pace.step"
             )
-        merged = Ballot(
-            ok=all(b.ok for b in ballots),
-            finite=all(b.finite for b in ballots),
-            constant=any(b.constant for b in ballots),
-            loss_sum=sum(b.loss_sum for b in ballots),
-            metric_sum=sum(b.metric_sum for b in ballots),
-            samples=sum(b.samples for b in ballots),
-            weight=sum(b.weight for b in ballots),
+        merged = Vote(
+            ok=all(b.ok for b in votes),
+            finite=all(b.finite for b in votes),
+            constant=any(b.constant for b in votes),
+            loss_sum=sum(b.loss_sum for b in votes),
+            metric_sum=sum(b.metric_sum for b in votes),
+            samples=sum(b.samples for b in votes),
+            weight=sum(b.weight for b in votes),
             expected=first.expected,
-            seconds=max(b.seconds for b in ballots),
-            busy=max(b.busy for b in ballots),
-            fixed=max(b.fixed for b in ballots),
-            multiply=max(b.multiply for b in ballots),
+            seconds=max(b.seconds for b in votes),
+            busy=max(b.busy for b in votes),
+            fixed=max(b.fixed for b in votes),
+            multiply=max(b.multiply for b in votes),
             hash=first.hash,
             options=first.options,
-            unlike=any(b.unlike or b.options != first.options for b in ballots),
-            stop=max(b.stop for b in ballots),
-            hung=all(b.hung for b in ballots),
-            guests=max(b.guests for b in ballots),
-            follows=any(b.follows for b in ballots),
-            idle=any(b.idle for b in ballots),
-            moves=max(b.moves for b in ballots),
-            source=min(b.source for b in ballots),
+            unlike=any(b.unlike or b.options != first.options for b in votes),
+            stop_signal=max(b.stop_signal for b in votes),
+            launcher_lost=all(b.launcher_lost for b in votes),
+            join_generation=max(b.join_generation for b in votes),
+            state_streaming=any(b.state_streaming for b in votes),
+            idle=any(b.idle for b in votes),
+            moves=max(b.moves for b in votes),
+            source=min(b.source for b in votes),
             # a process without rows has no terms
-            terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in ballots), fillvalue=0.0)),
-            used=bytes(max(column) for column in zip(*(b.used for b in ballots), strict=True)),
-            dense=bytes(max(column) for column in zip(*(b.dense for b in ballots), strict=True)),
-            rows=tuple(sum(column) for column in zip(*(b.rows for b in ballots), strict=True)),
-            ready=tuple(max(column) for column in zip(*(b.ready for b in ballots), strict=True)),
+            terms=tuple(sum(column) for column in itertools.zip_longest(*(b.terms for b in votes), fillvalue=0.0)),
+            used=bytes(max(column) for column in zip(*(b.used for b in votes), strict=True)),
+            dense=bytes(max(column) for column in zip(*(b.dense for b in votes), strict=True)),
+            rows=tuple(sum(column) for column in zip(*(b.rows for b in votes), strict=True)),
+            ready=tuple(max(column) for column in zip(*(b.ready for b in votes), strict=True)),
             # the last to come to a meeting waits for nobody: its time is that of the wire
-            took=tuple(min(column) for column in zip(*(b.took for b in ballots), strict=True)),
+            took=tuple(min(column) for column in zip(*(b.took for b in votes), strict=True)),
         )
         if first.shares:  # each is somebody's, and nothing everywhere else: losses are added up in their order, too
-            everyone = zip(*(b.shares for b in ballots), strict=True)
+            everyone = zip(*(b.shares for b in votes), strict=True)
             merged.shares = tuple(_added_up(said) for said in everyone)
             merged.loss_sum, merged.metric_sum, merged.weight = _added_up(merged.shares)
         return merged
@@ -295,42 +297,42 @@ def _added_up(shares: Iterable[tuple[float, float, float]]) -> tuple[float, floa
 
 @dataclass
 class Tally:
-    """A vote that is over: all ballots as one, each node's, and whether the replicas' hashes differ."""
+    """A vote that is over: all votes as one, each node's, and whether the replicas' hashes differ."""
 
-    ballot: Ballot
-    ballots: list[Ballot]
+    vote: Vote
+    votes: list[Vote]
     drift: bool = False
 
 
-class Coming:
+class PendingGradient:
     """A piece that has been agreed on and may still be on its way."""
 
-    spec: Spec
+    bucket: Bucket
 
-    def arrived(self) -> bool:
+    def ready(self) -> bool:
         raise NotImplementedError
 
-    def wait(self) -> Piece:
+    def wait(self) -> Gradient:
         """Called once. Raises LinkError."""
         raise NotImplementedError
 
 
 @dataclass
-class Agreement:
-    """What everyone holds after a vote: the verdict, all pieces in order, and all ballots as one.
+class StepOutcome:
+    """What everyone holds after a vote: the verdict, all pieces in order, and all votes as one.
 
-    ``coming``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
+    ``pending``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
     """
 
-    verdict: Verdict
-    pieces: list[Piece] = field(default_factory=list)
-    ballot: Ballot = field(default_factory=Ballot)
+    decision: Decision
+    gradients: list[Gradient] = field(default_factory=list)
+    vote: Vote = field(default_factory=Vote)
     drift: bool = False  # the replicas' hashes differ
-    coming: list[Coming] = field(default_factory=list)
+    pending: list[PendingGradient] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Guest:
+class Joiner:
     """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes.
 
     ``turn``: which of its questions asks for it.
@@ -345,33 +347,34 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class Regroup:
-    """Other nodes from now on. ``origin``, ``rows``: the rank that each of the old ones had before, and its rows.
+class ViewChange:
+    """Other nodes from now on. ``previous_ranks``, ``rows``: the rank that each of the old ones had before, and its
+    rows.
 
-    ``came``: the new ones, whose ranks are the last.
+    ``joined``: the new ones, whose ranks are the last.
     """
 
     generation: int
-    origin: tuple[int, ...]
+    previous_ranks: tuple[int, ...]
     rows: tuple[int, ...]
     lost: tuple[str, ...]  # by host
     seconds: float  # from the broken operation, or the end of a step, to the new link
     why: str
-    came: tuple[Guest, ...] = ()
+    joined: tuple[Joiner, ...] = ()
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, data: bytes) -> Regroup:
+    def unpack(cls, data: bytes) -> ViewChange:
         said: dict[str, Any] = json.loads(data)
-        said["came"] = [Guest(**each) for each in said["came"]]
+        said["joined"] = [Joiner(**each) for each in said["joined"]]
         said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
         return cls(**said)
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How agreed sums become an update. Normalised once: gradient = scale * sum."""
 
     scale: float = 1.0
@@ -381,7 +384,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CommCost:
     """*Units*: sequential messages, bytes sent per rank, floating-point operations per rank."""
 
     steps: float
@@ -394,12 +397,12 @@ class Cost:
         return self.bytes
 
 
-def framed(parts: Sequence[bytes]) -> bytes:
+def pack_frames(parts: Sequence[bytes]) -> bytes:
     """Several words as one."""
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
-def unframed(words: bytes) -> list[bytes]:
+def unpack_frames(words: bytes) -> list[bytes]:
     parts = []
     while words:
         (length,) = struct.unpack_from("<I", words)

@@ -20,7 +20,7 @@ from paceline.data.batches import batches as global_batches
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute.evaluate import evaluate
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import Stopped
@@ -30,13 +30,13 @@ from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
 from paceline.step.manual_loop import ManualLoop
-from paceline.step.step import Gradient
+from paceline.step.step import ComputeGradient
 from paceline.training import Training
 
 if TYPE_CHECKING:
     pass
 
-MOST_LOSSES = 16  # during one evaluation
+MAX_LOSSES = 16  # during one evaluation
 
 
 class Pace:
@@ -64,7 +64,7 @@ class Pace:
         return self.run.job
 
     @property
-    def world(self) -> World:
+    def world(self) -> LaunchEnvironment:
         return self.run.world
 
     @property
@@ -92,7 +92,7 @@ class Pace:
         return self.run.leader
 
     @property
-    def agreement(self) -> contract.Agreement:
+    def agreement(self) -> contract.StepOutcome:
         """Of the last step."""
         return self.run.last
 
@@ -151,7 +151,7 @@ class Pace:
         last = (
             sys.maxsize if self.training.stopwatch else cursor.began + epochs
         )  # a trial ends when it has enough steps
-        source = dataset, run.job.batch_size, last, run.job.seed, lambda: run.seat, shuffle
+        source = dataset, run.job.batch_size, last, run.job.seed, lambda: run.assignment, shuffle
         cursor.between = False
         try:
             place = cursor.epoch, cursor.next_step
@@ -196,7 +196,7 @@ class Pace:
         auto_resume.missed(self)
         return self.training.step(batch)
 
-    def _manual_step(self, batch: GlobalBatch, gradient: Gradient) -> float:
+    def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
         auto_resume.missed(self)
         loss = self.training.step(batch, gradient)
         self.settle()  # a loop of your own reads weights where it likes
@@ -258,21 +258,21 @@ class Pace:
         if metric is None:
             raise ValueError("evaluate() needs a metric: a function (output, target) -> sum over rows")
         self.settle()
-        rows = rows or max(1, self.job.batch_size // self.world.size)
+        rows = rows or max(1, self.job.batch_size // self.world.world_size)
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         with self.training.among_all("evaluating"):
             self.exchange.level(self.engine.weights)
-            for _ in range(MOST_LOSSES):
+            for _ in range(MAX_LOSSES):
                 buffer_broadcast.spread(self.job.model, self.engine, self.control)
                 found = evaluate(
-                    self.job.model, self.engine, self.control, self.run.seat, dataset, metric, rows, self._seen
+                    self.job.model, self.engine, self.control, self.run.assignment, dataset, metric, rows, self._seen
                 )
                 if found is not None:
                     if self.training.witness:
                         self.training.witness.evaluate(found, metric)
                     return found
-            raise LinkError(f"{MOST_LOSSES} times not all counted who had begun; look at the network")
+            raise LinkError(f"{MAX_LOSSES} times not all counted who had begun; look at the network")
 
     def _seen(self, rows: Any) -> Any:
         return self.training.witness.cast(rows, batches_.mapped) if self.training.witness else rows

@@ -26,7 +26,7 @@ from paceline.engine.checks import join_arguments, wrapped_models
 from paceline.engine.compute import deferred_update as overlaps
 from paceline.engine.compute.precision import parse_row
 from paceline.engine.node import affinity
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.job import Job
 from paceline.launch.machine import survey
@@ -59,7 +59,7 @@ from paceline.report.log import configure, log
 from paceline.training import Training
 
 if TYPE_CHECKING:
-    from paceline.elastic.joiner import Late
+    from paceline.elastic.joiner import JoiningLink
 
 _here: list[Pace] = []  # that this process has joined, and not left
 _joins = itertools.count()  # every process joins in the same order, so each join is a meeting of its own
@@ -135,7 +135,7 @@ def join(
     inside, how = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
     job = job_of(inside, optimizer, loss, size, clip, seed, *how, shares=dealt)
     # of a comparison: a rank that a process alone is told
-    world = World() if equivalence.asked().get("told") else World.of_environment()
+    world = LaunchEnvironment() if equivalence.asked().get("told") else LaunchEnvironment.of_environment()
     return _train(asked, job, world, model)
 
 
@@ -172,7 +172,7 @@ class _Parts:
     exchange_name: str
 
 
-def _train(asked: _Asked, job: Job, world: World, given: torch.nn.Module) -> Pace:
+def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Module) -> Pace:
     """Parts, a link between the nodes, and the training that they make. ``given``: the model, wrapped as it was."""
     hidden = _encrypted(asked.encrypt)
     secret_of_environment()  # what this process starts from now on need not know it
@@ -199,14 +199,14 @@ def _train(asked: _Asked, job: Job, world: World, given: torch.nn.Module) -> Pac
     _record(pace, parts, asked.codec, job.batch_size, bool(members and hidden))
     training.announce_met()
     training.home.measure()
-    auto_resume.enlist(pace, bool(world.late))
-    if not world.late:
+    auto_resume.enlist(pace, bool(world.join_ticket))
+    if not world.join_ticket:
         process_status.report(joined=True)
     atexit.register(lambda: process_status.report(step=pace.num_steps))  # of a script that ends by an exit code alone
     return pace
 
 
-def _row(asked: _Asked, world: World, job: Job) -> str:
+def _row(asked: _Asked, world: LaunchEnvironment, job: Job) -> str:
     """How this node computes: as `join` says, else the environment, else what fits; made reproducible where asked."""
     row = asked.engine or os.environ.get("PACELINE_ENGINE")
     row = current("engine", row or (REPRODUCIBLE if asked.reproducible else _default_row(world, job)))
@@ -218,7 +218,7 @@ def _row(asked: _Asked, world: World, job: Job) -> str:
     return "+".join([engine, *words])
 
 
-def _parts(asked: _Asked, row: str, world: World, job: Job) -> _Parts:
+def _parts(asked: _Asked, row: str, world: LaunchEnvironment, job: Job) -> _Parts:
     """Raises ValueError for what does not go together."""
     name, numerics = parse_row(row)
     engine, exchange = parse("engine", name), current("exchange", asked.exchange)
@@ -228,9 +228,9 @@ def _parts(asked: _Asked, row: str, world: World, job: Job) -> _Parts:
     engine.seed, engine.accumulate = job.seed, job.accumulate
     engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
-        engine.forward = job.forward
+        engine.call_model = job.forward
     parts.exchange.overlap = overlaps.choose(asked.overlap, job, row, engine, parts.exchange)
-    precision, shares = engine.numerics.precision, engine.num_shares
+    precision, shares = engine.numerics.precision, engine.num_virtual_shards
     if against := join_arguments.clashes(
         world, name, precision, parts.exchange, exchange, asked.codec, job.buffers, shares
     ):
@@ -238,22 +238,24 @@ def _parts(asked: _Asked, row: str, world: World, job: Job) -> _Parts:
     return parts
 
 
-def _linked(world: World, model: torch.nn.Module, hidden: bool, collective: str) -> tuple[Members | None, Late | None]:
+def _linked(
+    world: LaunchEnvironment, model: torch.nn.Module, hidden: bool, collective: str
+) -> tuple[Members | None, JoiningLink | None]:
     """The nodes of the run, where there are several and this process is its node's first; of a late one, as which."""
-    if world.late and world.local_rank == 0:
-        from paceline.elastic.joiner import Late  # which only some need
+    if world.join_ticket and world.local_rank == 0:
+        from paceline.elastic.joiner import JoiningLink  # which only some need
 
         if not says("link", kind := _link(world, model, hidden), "admits"):
             raise ValueError(
                 f"nobody comes late over {kind.upper()}, which PACELINE_LINK asks for; start the run again"
             )
-        late = Late(Path(world.late), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
+        late = JoiningLink(Path(world.join_ticket), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
         return joining(late.activity, collective, late.join), late
-    if world.late or world.num_nodes == 1:
+    if world.join_ticket or world.num_nodes == 1:
         return None, None
     if not says("link", kind := _link(world, model, hidden), "finds_others") and not world.host:
         raise ValueError(
-            f"mpirun started {world.size} processes on several nodes and does not say where rank 0 runs; add -x "
+            f"mpirun started {world.world_size} processes on several nodes and does not say where rank 0 runs; add -x "
             f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
             f"per node (--map-by ppr:1:node) with paceline[mpi] installed, where MPI itself knows the way"
         )
@@ -292,7 +294,7 @@ def _encrypted(asked: bool | None) -> bool:
     return said == "1" if asked is None else asked
 
 
-def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
+def _link(world: LaunchEnvironment, model: torch.nn.Module, hidden: bool = False) -> str:
     """PACELINE_LINK, else one that encrypts where that is asked for, else one whose own launcher started one process
     per node and that carries what the model lies on, else the default."""
     said = current("link", os.environ.get("PACELINE_LINK", ""))
@@ -309,7 +311,7 @@ def _link(world: World, model: torch.nn.Module, hidden: bool = False) -> str:
     return next((name for name in known if _suits(name, world, on_cpu)), LINK)
 
 
-def _suits(link: str, world: World, on_cpu: bool) -> bool:
+def _suits(link: str, world: LaunchEnvironment, on_cpu: bool) -> bool:
     """Whether its own launcher has started the nodes, and it can carry what they have to say."""
     started = tuple(os.environ.get(variable) for variable in says("link", link, "started_by"))
     possible = on_cpu or not says("link", link, "on_cpu")
@@ -318,7 +320,7 @@ def _suits(link: str, world: World, on_cpu: bool) -> bool:
     return started == (str(world.node), str(world.num_nodes)) and possible and here
 
 
-def _default_row(world: World, job: Job) -> str:
+def _default_row(world: LaunchEnvironment, job: Job) -> str:
     """Nobody has said how to compute: as planned for this job, else threads. One line says so."""
     cores = survey().cores
     if world.local_size > 1:

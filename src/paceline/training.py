@@ -16,27 +16,27 @@ from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.saver import FAILED, Saver
 from paceline.contract import GlobalBatch, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.elastic.admission import Admission
-from paceline.elastic.joiner import Joiner
+from paceline.elastic.joiner import JoinClient
 from paceline.elastic.membership import Members
 from paceline.elastic.membership import alone as alone_members
 from paceline.elastic.roles import Roles
 from paceline.elastic.start import start
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
 from paceline.launch.supervise import never_stepped
 from paceline.launch.supervise.never_stepped import note
 from paceline.planner import plan_cache
-from paceline.planner.diagnose.equivalence import Witness
+from paceline.planner.diagnose.equivalence import EquivalenceRun
 from paceline.planner.measure.stopwatch import Stopwatch
 from paceline.registry import BASELINE, module
 from paceline.report import trace
-from paceline.report.host_health import Signs
+from paceline.report.host_health import HostHealth
 from paceline.report.log import log
-from paceline.report.status_server import Live, stacks, tell
+from paceline.report.status_server import StatusServer, stacks, status
 from paceline.report.step_record import StepRecord
 from paceline.report.stragglers import Stragglers
 from paceline.step.forward_state_sync import ForwardStateSync
@@ -44,10 +44,10 @@ from paceline.step.hints import Hints
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
 from paceline.step.run_state import RunState
-from paceline.step.step import Gradient, step
+from paceline.step.step import ComputeGradient, step
 
 if TYPE_CHECKING:
-    from paceline.elastic.joiner import Late
+    from paceline.elastic.joiner import JoiningLink
     from paceline.engine.checks.wrapped_models import Wrappers
 
 
@@ -68,13 +68,13 @@ class Training:
         exchange: contract.Exchange,
         codec: contract.Codec,
         members: Members | None,
-        world: World,
+        world: LaunchEnvironment,
         folder: Path | None,
         keep: int = 2,
-        late: Late | None = None,
+        late: JoiningLink | None = None,
     ):
         self.linked, self.members = members is not None, members or alone_members()
-        self.witness = Witness.of_environment()
+        self.witness = EquivalenceRun.of_environment()
         if self.witness:
             self.witness.prepare(job.model)
             job.loss = self.witness.cast_loss(job.loss)
@@ -88,7 +88,7 @@ class Training:
             self.witness.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(run.leader)
         self.home = RunFolder(None if watched else folder, run.record)
-        if not world.late:  # who is refused ends all, and is no lost node that the others go on without
+        if not world.join_ticket:  # who is refused ends all, and is no lost node that the others go on without
             alone(run.control, lambda: run.leader, self.home.open)
         self._hints = Hints(run)
         self._warn(codec)
@@ -100,8 +100,10 @@ class Training:
         self._roles.admission = self.admission
         if met.surviving:
             met.surviving.rows = lambda: run.shares[run.world.node]
-        self.joiner = Joiner(run, late, met.said, self._glance) if world.late else None
-        self._stragglers = Stragglers(run.record, run.members.everyone, job.shares == "measured") if members else None
+        self.joiner = JoinClient(run, late, met.said, self._glance) if world.join_ticket else None
+        self._stragglers = (
+            Stragglers(run.record, run.members.peer_status, job.shares == "measured") if members else None
+        )
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
         run.observers = self._observers(met.several, Path(form) if form else None)
         self._report()
@@ -109,7 +111,7 @@ class Training:
         self.heed()
         note("met")
         self._own_steps = OwnSteps(job.optimizer)
-        if world.size > 1 and not world.late and not watched:  # who comes late follows the others' steps
+        if world.world_size > 1 and not world.join_ticket and not watched:  # who comes late follows the others' steps
             self._unstepped = True
             atexit.register(self._say_unstepped)
         if members:
@@ -120,7 +122,7 @@ class Training:
             self.joiner.hello()
         for news in self._met:
             self._roles.move(news)
-        run.control.regrouped = self._roles.on_view_change
+        run.control.on_view_change = self._roles.on_view_change
 
     def announce_met(self) -> None:
         """Who was lost while all joined; once the record has told who did."""
@@ -132,7 +134,13 @@ class Training:
         if run.leader and (stale := plan_cache.confirm(run.job)):
             log.info(f"{stale}; the next start measures again")
             run.record.write("hint", text=stale)
-        if run.leader and run.world.num_nodes > 2 and codec.sums and codec.fidelity == "rounded" and not run.link.wide:
+        if (
+            run.leader
+            and run.world.num_nodes > 2
+            and codec.sums
+            and codec.fidelity == "rounded"
+            and not run.link.accumulates_fp32
+        ):
             text = (
                 f"the wire adds in {codec.wire}: among {run.world.num_nodes} nodes a sum is rounded once more by each"
             )
@@ -142,7 +150,7 @@ class Training:
     def _observers(self, several: bool, form: Path | None) -> list[contract.StepObserver]:
         """Each is told of a step before the next one."""
         run, job, engine = self.run, self.run.job, self.run.engine
-        together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.late)
+        together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
         found: list[contract.StepObserver] = [self.steps]
         if self.admission:
             found.append(self.admission)
@@ -153,7 +161,7 @@ class Training:
             broadcast = job.buffers == "broadcast"
             found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))
         found += [Rebalance(run, None if run.watched else self._stragglers), self._hints]
-        if not run.watched and not run.world.late and (steps := trace.asked(run.control)):
+        if not run.watched and not run.world.join_ticket and (steps := trace.asked(run.control)):
             found.append(trace.Tracer(run, self.members.link, *steps))
         if form or self.stopwatch:
             from paceline.planner.measure.profile_job import ProfileJob  # what it needs, training does not
@@ -170,9 +178,9 @@ class Training:
         run, engine = self.run, self.run.engine
         run.activity.notice = self._notice
         seen = self.linked and not run.watched
-        self._signs = Signs(run.activity, lambda: engine.pids).start() if seen else None
+        self._signs = HostHealth(run.activity, lambda: engine.pids).start() if seen else None
         asked = (run.folder or os.environ.get("PACELINE_RUN")) and not run.watched
-        self._live = Live(partial(tell, run)) if asked else None
+        self._live = StatusServer(partial(status, run)) if asked else None
         if run.world.local_size > 1 and run.world.local_rank == 0:
             run.activity.siblings = lambda: stacks(engine.pids[1:])
 
@@ -181,7 +189,7 @@ class Training:
         log.warning(text)
         self.run.record.write("late", step=self.run.num_steps, text=text)
 
-    def step(self, batch: GlobalBatch, gradient: Gradient | None = None) -> float:
+    def step(self, batch: GlobalBatch, gradient: ComputeGradient | None = None) -> float:
         run, cursor = self.run, self.run.cursor
         if not self._stepped:
             self._own_steps.refuse()
@@ -196,7 +204,7 @@ class Training:
         if batch.step is not None:
             facts |= {"batch": batch.step, "rows": int(batch.weight), "ends_epoch": batch.ends_epoch}
         try:
-            ballot = step(run, batch, gradient, **facts).ballot
+            vote = step(run, batch, gradient, **facts).vote
         except LinkError:
             self.broken = True
             # a thread still inside the network library when Python ends would abort the process
@@ -207,16 +215,16 @@ class Training:
             raise
         if batch.step is not None:
             cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)
-        if ballot.stop or ballot.hung:
-            self.end(ballot.stop or HANGUP)
-        return ballot.loss_sum / ballot.weight if ballot.weight else float("nan")
+        if vote.stop_signal or vote.launcher_lost:
+            self.end(vote.stop_signal or HANGUP)
+        return vote.loss_sum / vote.weight if vote.weight else float("nan")
 
     _stepped = False
     _unstepped = False  # until the first step: whether to say at the end that there was none
 
     def _say_unstepped(self) -> str:
         """At the end: whether each process trained alone, which a script that does not close is told here."""
-        text = never_stepped.words(self._own_steps.count, self.run.world.size) if self._unstepped else ""
+        text = never_stepped.words(self._own_steps.count, self.run.world.world_size) if self._unstepped else ""
         if text:
             self._unstepped = False
             note("unstepped")
@@ -233,7 +241,7 @@ class Training:
             except LinkError as error:
                 self.broken = True
                 self.run.exchange.close()  # as in a step
-                words = f"{self.run.who}, {doing} at step {self.run.num_steps}: {error}"
+                words = f"{self.run.identity}, {doing} at step {self.run.num_steps}: {error}"
                 raise LinkError(words, error.peer, error.resumes) from error
 
     def save(self, folder: Path, wait: bool = True) -> Path | None:
@@ -243,14 +251,14 @@ class Training:
 
     def _listen(self) -> Interrupt | None:
         """A node that is cut off from who started it trains on, where the others are not."""
-        signals = (*(SIGNALS if self.run.folder else ()), *([HANGUP] if self.run.world.least else ()))
+        signals = (*(SIGNALS if self.run.folder else ()), *([HANGUP] if self.run.world.min_nodes else ()))
         return Interrupt(self._heard, signals) if signals and not self.run.watched else None
 
     def _heard(self, number: int) -> None:
         if number == HANGUP:
-            self.run.hung = True
+            self.run.launcher_lost = True
         else:
-            self.run.stop = number
+            self.run.stop_signal = number
 
     def end(self, number: int) -> None:
         if number == FAILED:
@@ -274,23 +282,23 @@ class Training:
 
     def _glance(self) -> None:
         """While others are waited for: a signal ends what a step would have ended."""
-        if number := self.run.stop:
+        if number := self.run.stop_signal:
             raise Stopped(number)
 
     def heed(self) -> None:
         """Signals end this process also while it is cut off from the others."""
-        if porter := self.run.members.porter:
+        if porter := self.run.members.join_desk:
             porter.glance = self._glance
 
     def close(self, reason: str = "finished") -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""
-        late, self.run.stop = self.run.stop, 0
+        late, self.run.stop_signal = self.run.stop_signal, 0
         self.run.settle()
         try:
             with self.among_all("leaving"):
                 self.run.exchange.level(self.run.engine.weights)
-                if self.run.control.survives:
-                    self.run.control.gather(b"")  # nobody leaves before all know what became of the last step
+                if self.run.control.tolerates_loss:
+                    self.run.control.all_gather(b"")  # nobody leaves before all know what became of the last step
         except LinkError as error:
             self.leave(f"LinkError: {error}")
             raise

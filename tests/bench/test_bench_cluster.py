@@ -338,10 +338,10 @@ def test_emulated_compute_is_labelled_and_its_dense_twin_sends_more():
 def test_no_layer_of_the_dense_twin_may_be_factors(tmp_path):
     emulated_scaling.keep("tiny", 4, tmp_path / "line.json")
     line = Timeline.read(tmp_path / "line.json")
-    assert any(spec.linear for spec in line.specs)
+    assert any(bucket.linear for bucket in line.buckets)
     twin = emulated_scaling.all_dense(line)
-    assert not any(spec.linear for spec in twin.specs)
-    assert [spec.numel for spec in twin.specs] == [spec.numel for spec in line.specs]
+    assert not any(bucket.linear for bucket in twin.buckets)
+    assert [bucket.numel for bucket in twin.buckets] == [bucket.numel for bucket in line.buckets]
 
 
 # mistakes

@@ -12,7 +12,7 @@ from paceline.cli import app
 from paceline_bench.result import Finding
 from paceline_bench.single import one_machine
 from paceline_bench.single.decode import decode
-from paceline_bench.single.paired import Contender, Duel, Spread, Turn, fight
+from paceline_bench.single.paired import Contender, PairedRun, Spread, Turn, fight
 from paceline_bench.single.plan_search import Searched
 
 
@@ -36,7 +36,7 @@ def test_a_slow_round_of_both_changes_no_ratio():
 
 
 def test_memory_is_of_all_processes():
-    duel = Duel("m", 1, {"a": [Turn(1, 0, 300, 200)], "b": [Turn(1, 0, 150, 50)]})
+    duel = PairedRun("m", 1, {"a": [Turn(1, 0, 300, 200)], "b": [Turn(1, 0, 150, 50)]})
     assert duel.memory("a", "b") == 0.5
     assert duel.memory("a", "b", "pss_bytes") == 0.25
 

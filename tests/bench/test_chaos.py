@@ -25,7 +25,7 @@ from disks import tmpfs
 from machines import needs_cluster, needs_machines
 from paceline_bench.chaos import campaign, faults, summary, training
 from paceline_bench.chaos.__main__ import chosen, main
-from paceline_bench.chaos.fault_run import LEAST, Outcome
+from paceline_bench.chaos.fault_run import MIN_NODES, Outcome
 from paceline_bench.chaos.faults import CLASSES, ENDING, LOSING, Fault, strike
 from paceline_bench.chaos.invariants import breaches
 from paceline_bench.chaos.journal import Journal, Life, read
@@ -144,7 +144,7 @@ def test_faults_are_of_those_who_take_part():
         assert set(fault.victims) <= {1, 2, 3}
         assert (1 in fault.victims) or kind != faults.KILL_0
         assert (1 not in fault.victims) or kind != faults.KILL
-        assert len(fault.victims) < LEAST + (kind == faults.PAIR) or kind not in LOSING
+        assert len(fault.victims) < MIN_NODES + (kind == faults.PAIR) or kind not in LOSING
         assert (fault.lasts_s > 0) == (kind in faults.LASTS)
 
 

@@ -13,7 +13,7 @@ from paceline_bench.simulated.fault_link import CLASSES, LONG, PARTITION, Net
 from paceline_bench.simulated.scenarios import WAYS
 from paceline_bench.simulated.schedule import Schedule, cases
 from paceline_bench.simulated.simulate import play
-from paceline_bench.simulated.summary import Tally, tally
+from paceline_bench.simulated.summary import Summary, tally
 from paceline_bench.simulated.virtual_time import World
 
 pytestmark = pytest.mark.long
@@ -24,7 +24,7 @@ COUNT = 300  # on a busy machine a schedule may take a tenth of a second
 @pytest.mark.dear("20000", "60000", "70000", "50000", "10000", "40000", "30000")
 @pytest.mark.parametrize("first", range(0, 80_000, 10_000))
 def test_no_schedule_breaks_a_law_and_every_class_of_fault_has_struck(first):
-    found = Tally.of(range(first, first + COUNT))
+    found = Summary.of(range(first, first + COUNT))
     assert found.violations == {}
     assert set(found.ranks) >= {2, 3, 4}
     assert set(found.ways) == set(WAYS)
@@ -180,10 +180,10 @@ def test_many_are_recorded(tmp_path, capsys):
 
 @pytest.mark.dear
 def test_two_processes_play_what_one_does():
-    assert tally(0, 24, processes=2) == Tally.of(range(24))
+    assert tally(0, 24, processes=2) == Summary.of(range(24))
 
 
 def test_when_time_is_up_no_seed_is_left_out_between():
     found = tally(0, 10_000, seconds=1e-9)
     assert found.schedules == 0
-    assert dataclasses.asdict(found) == dataclasses.asdict(Tally())
+    assert dataclasses.asdict(found) == dataclasses.asdict(Summary())

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.contract import Agreement, Ballot, LinkError
-from paceline.contract import Verdict as Outcome
+from paceline.contract import Decision as Outcome
+from paceline.contract import LinkError, StepOutcome, Vote
 from paceline.elastic import assignment
-from paceline.elastic.fault_tolerant import Surviving
-from paceline.elastic.quorum import Decision, Found, Roll, Verdict
+from paceline.elastic.fault_tolerant import FaultTolerantControl
+from paceline.elastic.quorum import Found, QuorumDecision, QuorumVerdict, Roll
 from paceline.exchange import allreduce
 from paceline.exchange.flow.control import Control, counted
 from paceline.step.rebalance import Rebalance
@@ -42,35 +42,35 @@ def test_without_a_mistake_nothing_is_found(kind, way):
 
 def test_those_who_are_left_forget_what_some_have_applied(monkeypatch):
     """Planted: after a loss the step is always computed again, though a rank that is left has applied it."""
-    compare = Surviving._compare
-    monkeypatch.setattr(Surviving, "_compare", lambda self: (None, *compare(self)[1:]))
+    compare = FaultTolerantControl._compare
+    monkeypatch.setattr(FaultTolerantControl, "_compare", lambda self: (None, *compare(self)[1:]))
     assert found(struck(DEATH))
 
 
 def test_a_rank_that_leaves_before_all_know(monkeypatch):
     """Planted: whoever has applied the last step goes, and takes the knowledge along."""
     monkeypatch.setattr(Rank, "part", lambda self: None)
-    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
+    monkeypatch.setattr(FaultTolerantControl, "_all_know", lambda self: None)
     assert found(struck(DEATH, num_seeds=150))
 
 
 def test_a_step_that_is_applied_before_all_know_the_vote(monkeypatch):
     """Planted: who is cut off with everyone's votes applies what the others compute again."""
-    monkeypatch.setattr(Surviving, "_all_know", lambda self: None)
+    monkeypatch.setattr(FaultTolerantControl, "_all_know", lambda self: None)
     assert found(struck(PARTITION, num_seeds=150))
 
 
 def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monkeypatch):
     """Planted: a partition strikes in the message that tells it, and one part of those who meet applies the step."""
-    compare, schedule = Surviving._compare, Schedule.of(20448)
+    compare, schedule = FaultTolerantControl._compare, Schedule.of(20448)
     assert not found([schedule])
-    monkeypatch.setattr(Surviving, "_compare", lambda self: (*compare(self)[:2], False))
+    monkeypatch.setattr(FaultTolerantControl, "_compare", lambda self: (*compare(self)[:2], False))
     assert found([schedule])
 
 
 def test_a_refused_step_that_is_not_taken_back(monkeypatch):
     """Planted: those who are left go on with the next batch."""
-    monkeypatch.setattr(Surviving, "_redo", lambda self: Agreement(Outcome.SKIP))
+    monkeypatch.setattr(FaultTolerantControl, "_redo", lambda self: StepOutcome(Outcome.SKIP))
     assert found(struck(DEATH))
 
 
@@ -78,11 +78,11 @@ def test_a_step_that_is_applied_before_it_is_agreed_on(monkeypatch):
     """Planted: whoever misses a vote counts its own alone."""
     commit = Control.commit
 
-    def hasty(self, ballot, finish):
+    def hasty(self, vote, finish):
         try:
-            return commit(self, ballot, finish)
+            return commit(self, vote, finish)
         except LinkError:
-            return finish(counted([ballot.pack()]))
+            return finish(counted([vote.pack()]))
 
     monkeypatch.setattr(Control, "commit", hasty)
     assert found(struck(DEATH))
@@ -98,10 +98,10 @@ def test_a_node_that_keeps_its_old_share(monkeypatch):
     """Planted: of those who are left each takes more rows for its own than it has told the others."""
     regroup = assignment.regroup
 
-    def stubborn(seat, balance, count, limits, news):
-        own = news.origin.index(seat.node)
+    def stubborn(mine, balance, count, limits, news):
+        own = news.previous_ranks.index(mine.node)
         rows = tuple(each + 6 * (node == own) for node, each in enumerate(news.rows))
-        return regroup(seat, balance, count, limits, dataclasses.replace(news, rows=rows))
+        return regroup(mine, balance, count, limits, dataclasses.replace(news, rows=rows))
 
     monkeypatch.setattr(assignment, "regroup", stubborn)
     assert found(struck(DEATH, "uneven"))
@@ -111,10 +111,10 @@ def test_a_codec_that_remembers_a_refused_step(monkeypatch):
     """Planted: what was left out counts as owed as soon as it is sent, whether the step is applied or not."""
     receive = allreduce.Exchange.receive
 
-    def early(self, flight, spec):
-        piece, pending = receive(self, flight, spec)
-        self.remember([(piece, pending)], Ballot(weight=1.0, used=bytes([1]) * len(self.specs) * 9))
-        return piece, pending
+    def early(self, flight, bucket):
+        gradient, pending = receive(self, flight, bucket)
+        self.remember([(gradient, pending)], Vote(weight=1.0, used=bytes([1]) * len(self.buckets) * 9))
+        return gradient, pending
 
     monkeypatch.setattr(allreduce.Exchange, "receive", early)
     assert found(struck(DEATH, "topk"))
@@ -125,7 +125,7 @@ def test_both_parts_of_a_run_go_on(monkeypatch):
 
     def anyhow(found, minimum=1, names=()):
         settled = Found.EXPECTED not in found
-        return Decision(Verdict.GO_ON if settled else Verdict.WAIT, quorum=settled)
+        return QuorumDecision(QuorumVerdict.GO_ON if settled else QuorumVerdict.WAIT, quorum=settled)
 
     monkeypatch.setattr(assembly, "decide", anyhow)
     assert found(struck(PARTITION))
@@ -147,7 +147,7 @@ def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
     def alone(self, tensors):
         while True:
             try:
-                self.control.spread(tensors)
+                self.control.broadcast(tensors)
             except LinkError as error:
                 self.regroups += 1
                 if self._again(error, bytes) is not None:
@@ -156,7 +156,7 @@ def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
                 self._end(b"")
                 return
 
-    monkeypatch.setattr(Surviving, "spread", alone)
+    monkeypatch.setattr(FaultTolerantControl, "broadcast", alone)
     assert found(struck(DEATH, "drifting", 100))
 
 

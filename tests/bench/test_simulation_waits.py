@@ -13,7 +13,7 @@ from paceline_bench.simulated.rank import Rank
 from paceline_bench.simulated.returns import Hall
 from paceline_bench.simulated.schedule import STORIES, Schedule
 from paceline_bench.simulated.simulate import play
-from paceline_bench.simulated.summary import Tally
+from paceline_bench.simulated.summary import Summary
 
 COUNT = 60  # ten of each story
 
@@ -21,7 +21,7 @@ COUNT = 60  # ten of each story
 @pytest.mark.dear
 @pytest.mark.parametrize("first", range(0, 24_000, 6_000))
 def test_no_history_breaks_a_law(first):
-    found = Tally.of(range(first, first + COUNT), waits=True)
+    found = Summary.of(range(first, first + COUNT), waits=True)
     assert found.violations == {}
     assert set(found.stories) == set(STORIES)
     assert found.admitted > COUNT / 2

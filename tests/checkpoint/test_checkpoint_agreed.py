@@ -12,13 +12,13 @@ import ranks
 from paceline.checkpoint import transfer
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.checkpoint import WEIGHTS, CheckpointError, read, read_newest, write
-from paceline.checkpoint.transfer import Post
+from paceline.checkpoint.transfer import CheckpointTransfer
 from paceline.exchange.flow.control import Control
 from paceline.link.memory import Members
 
 
 def gathering(link):
-    return Control(Members(link)).gather
+    return Control(Members(link)).all_gather
 
 
 def choose(*runs):
@@ -132,7 +132,7 @@ def deliver(run, lacking=(2, 3, 4)):
 
     def work(link):
         kept = None if link.rank in lacking else read(run)
-        return Post(link.rank, NODES, gathering(link)).send(kept, lacking)
+        return CheckpointTransfer(link.rank, NODES, gathering(link)).send(kept, lacking)
 
     return ranks.run(len(NODES), work)
 

@@ -19,7 +19,7 @@ import paceline
 from disks import tmpfs
 from launching import environment
 from paceline.checkpoint import async_writer, atomic_write
-from paceline.checkpoint.async_writer import Copies
+from paceline.checkpoint.async_writer import StagingBuffers
 from paceline.checkpoint.checkpoint import CheckpointError, read_newest
 from paceline.contract import NotFinite
 from paceline.report import record
@@ -116,7 +116,7 @@ def test_restore_waits_for_it(tmp_path, hold):
 
 
 def test_a_snapshot_takes_memory_once():
-    copies = Copies()
+    copies = StagingBuffers()
     tensors = {
         "a": nn.Parameter(torch.randn(3, 5)),
         "b": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
@@ -248,7 +248,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, hold, capsys):
 
 
 def test_a_disk_that_does_not_answer_is_told(tmp_path, hold, monkeypatch):
-    monkeypatch.setattr(async_writer, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(async_writer, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(async_writer, "SLOWEST_BYTES_PER_S", math.inf)
     words = r"the checkpoint of step 1 in .* is not on the disk after 0 s; what was there before is untouched"
     pace = training(tmp_path)

@@ -17,7 +17,7 @@ import torch
 from feeding import Counted, Failing, Noisy, run, seats
 from paceline.data import workers
 from paceline.data.batches import batches
-from paceline.data.sampler import Seat, permutation
+from paceline.data.sampler import Assignment, permutation
 
 
 def children() -> list[psutil.Process]:
@@ -34,7 +34,7 @@ def wait_for(condition, seconds: float = 10) -> bool:
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_samples_made_by_processes_do_not_depend_on_who_makes_them(num_nodes):
     def rows(num_workers, num_nodes):
-        parts = [list(batches(Noisy(11), 4, 2, 7, seat, workers=num_workers)) for seat in seats(num_nodes)]
+        parts = [list(batches(Noisy(11), 4, 2, 7, assignment, workers=num_workers)) for assignment in seats(num_nodes)]
         shares = [
             [b.share(s) for b, s in zip(together, seats(num_nodes), strict=True)]
             for together in zip(*parts, strict=True)
@@ -48,23 +48,25 @@ def test_samples_made_by_processes_do_not_depend_on_who_makes_them(num_nodes):
 
 def test_a_batch_from_processes_can_be_dealt_again_and_asked_twice():
     before = torch.get_rng_state()
-    for batch in batches(Noisy(11), 4, 1, 7, Seat(0, 2), workers=1):
-        mine, other, both = batch.share(Seat(0, 2)), batch.share(Seat(1, 2)), batch.share(Seat())
+    for batch in batches(Noisy(11), 4, 1, 7, Assignment(0, 2), workers=1):
+        mine, other, both = batch.share(Assignment(0, 2)), batch.share(Assignment(1, 2)), batch.share(Assignment())
         assert torch.equal(torch.cat([mine[1], other[1]]), both[1])
-        assert torch.equal(batch.share(Seat(0, 2))[1], mine[1])
+        assert torch.equal(batch.share(Assignment(0, 2))[1], mine[1])
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_batches_that_are_skipped_or_come_late_are_the_right_ones():
-    made = list(batches(Noisy(40), 4, 1, 7, Seat(), workers=2))
+    made = list(batches(Noisy(40), 4, 1, 7, Assignment(), workers=2))
     order = permutation(7, 0, 40)
     for at in (3, 9, 9, 0, 5):
-        assert made[at].share(Seat())[0].tolist() == order[4 * at : 4 * at + 4].tolist()
+        assert made[at].share(Assignment())[0].tolist() == order[4 * at : 4 * at + 4].tolist()
 
 
 def test_resuming_with_processes_gives_the_same_rows():
     def rows(**options):
-        return [batch.share(Seat())[1] for batch in batches(Noisy(11), 4, 2, 7, Seat(), workers=1, **options)]
+        return [
+            batch.share(Assignment())[1] for batch in batches(Noisy(11), 4, 2, 7, Assignment(), workers=1, **options)
+        ]
 
     every = rows()
     assert all(torch.equal(a, b) for a, b in zip(rows(start=(0, 2)), every[2:], strict=True))
@@ -78,8 +80,8 @@ def test_rows_arrive_whole_with_and_without_shared_memory(monkeypatch, room):
         for i in range(4)
     ]
     monkeypatch.setattr(workers, "_has_room", lambda: room)
-    (batch,) = batches(items, 4, 1, 0, Seat(), shuffle=False, workers=1)
-    rows = batch.share(Seat())
+    (batch,) = batches(items, 4, 1, 0, Assignment(), shuffle=False, workers=1)
+    rows = batch.share(Assignment())
     assert rows["a"].tolist() == [0, 1, 2, 3]
     assert rows["a"].dtype == torch.bfloat16
     assert rows["b"][0].shape == (4, 0)
@@ -91,11 +93,11 @@ def test_rows_arrive_whole_with_and_without_shared_memory(monkeypatch, room):
 @pytest.mark.parametrize("dataset", [Noisy(100), Counted(100)])
 @pytest.mark.parametrize("ending", ["close", "exception", "exhausted"])
 def test_no_process_is_left_however_the_loop_ends(dataset, ending):
-    made = batches(dataset, 4, 1, 7, Seat(), workers=2)
+    made = batches(dataset, 4, 1, 7, Assignment(), workers=2)
     if ending == "exhausted":
-        assert len([batch.share(Seat()) for batch in made]) == 25
+        assert len([batch.share(Assignment()) for batch in made]) == 25
     else:
-        next(made).share(Seat())
+        next(made).share(Assignment())
         assert children()
         if ending == "exception":
             with pytest.raises(ZeroDivisionError):
@@ -117,15 +119,15 @@ def test_wait_is_the_time_a_batch_was_waited_for():
             time.sleep(0.01)
             return super().__getitem__(i)
 
-    for batch in batches(Slow(8), 4, 1, 0, Seat()):
+    for batch in batches(Slow(8), 4, 1, 0, Assignment()):
         assert batch.wait_s == 0
-        batch.share(Seat())
+        batch.share(Assignment())
         assert 0.04 <= batch.wait_s < 1
-    made = batches(Slow(40), 4, 1, 0, Seat(), workers=1)
+    made = batches(Slow(40), 4, 1, 0, Assignment(), workers=1)
     waits = []
     for batch in itertools.islice(made, 5):
         time.sleep(0.15)  # the process goes on meanwhile
-        batch.share(Seat())
+        batch.share(Assignment())
         waits.append(batch.wait_s)
     made.close()
     assert min(waits) < 0.03, "other work on the machine only adds"
@@ -135,7 +137,7 @@ SCRIPT = """
 import os, socket, sys, time
 import torch
 from paceline.data.batches import batches
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 mine = socket.socket(fileno=int(sys.argv[1]))
 torch.set_num_threads(2)
 torch.rand(500, 500) @ torch.rand(500, 500)
@@ -144,8 +146,8 @@ class Slow:
     def __getitem__(self, i):
         time.sleep(0.05)
         return torch.tensor(i)
-made = batches(Slow(), 4, 1, 0, Seat(0, 2), workers=2)
-next(made).share(Seat(0, 2))
+made = batches(Slow(), 4, 1, 0, Assignment(0, 2), workers=2)
+next(made).share(Assignment(0, 2))
 print("ready", flush=True)
 time.sleep(60)
 """

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from feeding import Counted, Noisy, run, seats, whole
 from paceline.data.batches import as_source, batches
-from paceline.data.sampler import Seat, permutation
+from paceline.data.sampler import Assignment, permutation
 
 # DataLoaders.
 
@@ -86,7 +86,7 @@ def test_a_loaders_order_is_kept_or_replaced_by_ours():
 
 def test_listing_a_sampler_leaves_the_random_state_alone():
     before = torch.get_rng_state(), random.getstate()
-    next(batches(loaders(TensorDataset(torch.arange(11)))["weighted"], 4, 1, 7, Seat()))
+    next(batches(loaders(TensorDataset(torch.arange(11)))["weighted"], 4, 1, 7, Assignment()))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 
@@ -98,21 +98,24 @@ def double(items):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loaders_collate_fn_is_kept(num_workers):
     loader = DataLoader(Noisy(5), 4, collate_fn=double, num_workers=num_workers)
-    assert [b.share(Seat())["twice"].tolist() for b in batches(loader, 4, 1, 0, Seat())] == [[0, 2, 4, 6], [8]]
+    assert [b.share(Assignment())["twice"].tolist() for b in batches(loader, 4, 1, 0, Assignment())] == [
+        [0, 2, 4, 6],
+        [8],
+    ]
     assert as_source(loader).fetch(range(1, 3), 0)["twice"].tolist() == [2, 4]
 
 
 def test_a_loader_of_another_batch_size_is_refused_with_both():
     for loader in (DataLoader(Noisy(5), 3), DataLoader(Counted(5), 3)):
         with pytest.raises(ValueError, match=r"batch_size=3, the job 4.*loader\.dataset"):
-            next(batches(loader, 4, 1, 0, Seat()))
+            next(batches(loader, 4, 1, 0, Assignment()))
     for whole_batches in (Noisy(5), Counted(5)):
         with pytest.raises(ValueError, match=r"batch_size=None.*whole batches.*batch_size=4, or call pace\.step"):
-            next(batches(DataLoader(whole_batches, batch_size=None), 4, 1, 0, Seat()))
+            next(batches(DataLoader(whole_batches, batch_size=None), 4, 1, 0, Assignment()))
     sampler = BatchSampler(SequentialSampler(range(5)), 3, False)
-    assert len(list(batches(DataLoader(Noisy(5), batch_sampler=sampler), 3, 1, 0, Seat()))) == 2
+    assert len(list(batches(DataLoader(Noisy(5), batch_sampler=sampler), 3, 1, 0, Assignment()))) == 2
     with pytest.raises(ValueError, match=r"batches of 2 to 4 samples, the job's batch_size is 3"):
-        next(batches(DataLoader(Noisy(9), batch_sampler=Ragged()), 3, 1, 0, Seat()))
+        next(batches(DataLoader(Noisy(9), batch_sampler=Ragged()), 3, 1, 0, Assignment()))
 
 
 # Streams.
@@ -130,7 +133,7 @@ def test_a_streams_global_batches_do_not_depend_on_how_many_read_them(num_nodes,
     assert [entry[:3] for entry in together] == [(e, s, s == steps - 1) for e in range(2) for s in range(steps)]
     for epoch in range(2):
         assert sorted(i for e, *_, rows in together if e == epoch for i in rows) == list(range(size))
-    (first, *_) = batches(stream, 4, 1, 7, Seat())
+    (first, *_) = batches(stream, 4, 1, 7, Assignment())
     assert first.num_steps == (steps if has_length else None)
 
 
@@ -144,17 +147,17 @@ def test_a_stream_is_resumed_at_any_step(size, num_workers):
 
 def test_a_stream_leaves_the_random_state_alone_and_has_its_own():
     before = torch.get_rng_state()
-    (batch,) = batches(Counted(4), 4, 1, 7, Seat())
-    first = batch.share(Seat())[1]
+    (batch,) = batches(Counted(4), 4, 1, 7, Assignment())
+    first = batch.share(Assignment())[1]
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(5)
-    (again,) = batches(Counted(4), 4, 1, 7, Seat())
-    assert torch.equal(again.share(Seat())[1], first)
+    (again,) = batches(Counted(4), 4, 1, 7, Assignment())
+    assert torch.equal(again.share(Assignment())[1], first)
 
 
 def test_a_streams_batch_can_be_dealt_again_to_other_seats():
-    for batch in batches(Counted(11), 4, 1, 7, Seat(0, 2)):
-        parts = [batch.share(seat) for seat in seats(2)] + [batch.share(Seat())]
+    for batch in batches(Counted(11), 4, 1, 7, Assignment(0, 2)):
+        parts = [batch.share(assignment) for assignment in seats(2)] + [batch.share(Assignment())]
         assert torch.equal(torch.cat([part[0] for part in parts[:2] if part]), parts[2][0])
 
 
@@ -186,22 +189,22 @@ def range_stream(size):
 
 def test_streams_that_give_nothing_or_too_little_are_told():
     with pytest.raises(ValueError, match="gave 0 samples in epoch 0"):
-        next(batches(Counted(0), 4, 10**9, 7, Seat()))
+        next(batches(Counted(0), 4, 10**9, 7, Assignment()))
     with pytest.raises(ValueError, match=r"gave 3 samples in epoch 0; one batch"):
-        next(batches(DataLoader(Counted(3), 4, drop_last=True), 4, 10**9, 7, Seat()))
+        next(batches(DataLoader(Counted(3), 4, drop_last=True), 4, 10**9, 7, Assignment()))
     with pytest.raises(ValueError, match=r"ended after 11 samples, 16 were used"):
-        next(batches(Counted(11), 4, 2, 7, Seat(), start=(0, 4)))
+        next(batches(Counted(11), 4, 2, 7, Assignment(), start=(0, 4)))
     assert run(Counted(11), start=(0, 3)) == run(Counted(11), start=(1, 0))
 
 
 def test_positions_follow_each_other():
-    made = list(batches(Noisy(11), 4, 2, 0, Seat()))
+    made = list(batches(Noisy(11), 4, 2, 0, Assignment()))
     assert [batch.next for batch in made] == [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
 
 def test_settings_out_of_range_are_told():
     for wrong in ({"workers": -1}, {"ahead": -1}, {"start": (0, -1)}):
         with pytest.raises(ValueError, match="numbers of 0 or more"):
-            next(batches(Noisy(3), 4, 1, 0, Seat(), **wrong))
+            next(batches(Noisy(3), 4, 1, 0, Assignment(), **wrong))
     with pytest.raises(ValueError, match=r"epoch 0 has 3 batches of 4 samples, and step 4 was asked for"):
-        next(batches(Noisy(11), 4, 1, 0, Seat(), start=(0, 4)))
+        next(batches(Noisy(11), 4, 1, 0, Assignment(), start=(0, 4)))

@@ -12,15 +12,15 @@ import torch
 
 from paceline.contract import LinkError
 from paceline.elastic import bulk_channel, state_transfer
-from paceline.elastic.bulk_channel import MAX_STRANGERS, Hatch, reach
-from paceline.link.net.auth import Hiding
+from paceline.elastic.bulk_channel import MAX_STRANGERS, BulkServer, reach
+from paceline.link.net.auth import EncryptionKey
 from waiting import until
 
 SECRET = b"of this run"
 
 
 def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
-    hatch = Hatch("127.0.0.1", SECRET)
+    hatch = BulkServer("127.0.0.1", SECRET)
     said = {
         "weights": {
             "a": torch.arange(7.0).double(),
@@ -56,12 +56,12 @@ def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
 def ends(ours, theirs, secret):
     nonces = bytes(64)
     return (
-        bulk_channel.Bulk(ours, secret, 1, nonces, (bulk_channel.DOWN, bulk_channel.UP)),
-        bulk_channel.Bulk(theirs, secret, 1, nonces, (bulk_channel.UP, bulk_channel.DOWN)),
+        bulk_channel.BulkChannel(ours, secret, 1, nonces, (bulk_channel.DOWN, bulk_channel.UP)),
+        bulk_channel.BulkChannel(theirs, secret, 1, nonces, (bulk_channel.UP, bulk_channel.DOWN)),
     )
 
 
-@pytest.mark.parametrize("secret", [SECRET, Hiding(SECRET)], ids=["plain", "hidden"])
+@pytest.mark.parametrize("secret", [SECRET, EncryptionKey(SECRET)], ids=["plain", "hidden"])
 def test_much_at_once_arrives_bit_by_bit_and_where_it_is_hidden_nobody_reads_it(secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = socket.create_connection(server.getsockname())
@@ -78,14 +78,14 @@ def test_much_at_once_arrives_bit_by_bit_and_where_it_is_hidden_nobody_reads_it(
         sends._line = Wire()
         for message in (sent, b"", sent):
             sends.send([memoryview(message)], len(message))
-        assert (b"nobody should see" in caught) == (not isinstance(secret, Hiding))
+        assert (b"nobody should see" in caught) == (not isinstance(secret, EncryptionKey))
         writer = threading.Thread(target=_write, args=(ours, caught), daemon=True)
         writer.start()
         assert [bytes(receives.receive()) for _ in range(3)] == [sent, b"", sent]
         writer.join(10.0)
 
 
-@pytest.mark.parametrize("secret", [SECRET, Hiding(SECRET)], ids=["plain", "hidden"])
+@pytest.mark.parametrize("secret", [SECRET, EncryptionKey(SECRET)], ids=["plain", "hidden"])
 @pytest.mark.parametrize("at", [3, 20, 4_000_000, -1], ids=["length", "first", "second part", "seal"])
 def test_a_flipped_byte_is_refused(at, secret):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -156,7 +156,7 @@ def _write(line, data):
 
 
 def test_a_stranger_at_the_hatch_is_given_nothing():
-    hatch = Hatch("127.0.0.1", SECRET)
+    hatch = BulkServer("127.0.0.1", SECRET)
     try:
         with pytest.raises(LinkError, match="did not prove"):
             reach(hatch.address, hatch.port, b"another", "2-name")
@@ -174,7 +174,7 @@ def test_a_stranger_at_the_hatch_is_given_nothing():
 
 
 def test_strangers_who_say_nothing_keep_nobody_out():
-    hatch, silent = Hatch("127.0.0.1", SECRET), []
+    hatch, silent = BulkServer("127.0.0.1", SECRET), []
     try:
         for _ in range(2 * MAX_STRANGERS):
             silent.append(socket.create_connection((hatch.address, hatch.port), timeout=5.0))
@@ -188,7 +188,7 @@ def test_strangers_who_say_nothing_keep_nobody_out():
 
 
 def test_who_is_admitted_while_the_hatch_closes_is_hung_up_on():
-    hatch, closed = Hatch("127.0.0.1", SECRET), threading.Event()
+    hatch, closed = BulkServer("127.0.0.1", SECRET), threading.Event()
     hear = hatch._hear
     hatch._hear = lambda line: (hear(line), closed.wait(20.0))[0]
     with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as line:
@@ -200,7 +200,7 @@ def test_who_is_admitted_while_the_hatch_closes_is_hung_up_on():
 
 
 def test_who_comes_by_another_line_has_that_one_alone():
-    hatch = Hatch("127.0.0.1", SECRET)
+    hatch = BulkServer("127.0.0.1", SECRET)
     try:
         with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as first:
             until(lambda: "2-name" in hatch.here)

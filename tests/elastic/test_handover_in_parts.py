@@ -36,7 +36,7 @@ def trained(kind, steps, seed):
 @pytest.mark.parametrize("steps", [0, 2])
 def test_all_parts_are_the_whole(kind, steps, monkeypatch):
     monkeypatch.setattr(state_transfer, "PART_BYTES", 4096)
-    with trained(kind, 3, seed=1) as leader, trained(kind, steps, seed=2) as guest:
+    with trained(kind, 3, seed=1) as leader, trained(kind, steps, seed=2) as joiner:
         parts = state_transfer.parts(leader.run)
         rows = Counter((name, row) for part in parts for name, start, stop in part for row in range(start, stop))
         cut = {name for part in parts for name, _, stop in part if stop}
@@ -47,13 +47,13 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
         assert sorted(name for part in parts for name, _, stop in part if not stop) == sorted(weights.keys() - cut)
         assert len(parts) > 1
         for part in parts:
-            message = state_transfer.Message(state_transfer.part(leader.run, part))
+            message = state_transfer.Message(state_transfer.state_part(leader.run, part))
             assert kind == "adafactor" or message.num_bytes < 3 * state_transfer.PART_BYTES
             state_transfer.take_part(
-                guest, state_transfer.read(bytearray(b"".join(bytes(each) for each in message.parts())))
+                joiner, state_transfer.read(bytearray(b"".join(bytes(each) for each in message.parts())))
             )
-        assert all(torch.equal(value, guest.engine.state()[name]) for name, value in weights.items())
-        theirs, mine = (each.engine.optimizer_state()["state"] for each in (leader, guest))
+        assert all(torch.equal(value, joiner.engine.state()[name]) for name, value in weights.items())
+        theirs, mine = (each.engine.optimizer_state()["state"] for each in (leader, joiner))
         assert theirs.keys() == mine.keys()
         for number, state in theirs.items():
             assert state.keys() == mine[number].keys()
@@ -72,8 +72,8 @@ class Told(StepObserver):
     def __init__(self, following):
         self.following = following
 
-    def applies(self, agreement, rule):
-        return self.following.before(agreement, rule)
+    def applies(self, outcome, rule):
+        return self.following.before(outcome, rule)
 
 
 class Slow:
@@ -112,9 +112,9 @@ def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
     with trained("momentum", 0, seed=1) as leader:
         following, slow = followed(leader)
         step(leader, 1)
-        want = state_transfer.part(leader.run, following.next)
+        want = state_transfer.state_part(leader.run, following.next)
         want = state_transfer.read(bytearray(b"".join(bytes(each) for each in state_transfer.Message(want).parts())))
-        following.part(state_transfer.part(leader.run, following.next))
+        following.part(state_transfer.state_part(leader.run, following.next))
         step(leader, 2)
         slow.go.set()
         following.end(True)
@@ -133,12 +133,12 @@ def test_what_waits_to_be_sent_is_bounded(monkeypatch):
         assert len(following._left) > 20
         leader.run.observers.append(Told(following))
         for turn in range(20):
-            following.part(state_transfer.part(leader.run, following.next))
+            following.part(state_transfer.state_part(leader.run, following.next))
             step(leader, turn)
-            if following.hopeless:
+            if following.diverging:
                 break
-        assert following.hopeless
-        assert not following.level
+        assert following.diverging
+        assert not following.caught_up
         most = following.num_bytes
         assert most < 5 * state_transfer.copy_bytes(leader.run) + 100_000  # of which trees are some
         slow.go.set()

@@ -13,17 +13,17 @@ import time
 
 import pytest
 
-from paceline.contract import Guest, LinkError
+from paceline.contract import Joiner, LinkError
 from paceline.elastic import joiner
-from paceline.elastic.joiner import Late
-from paceline.elastic.reconfigure import Place, Survivors
-from paceline.environment import World
+from paceline.elastic.joiner import JoiningLink
+from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
+from paceline.environment import LaunchEnvironment
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
 from paceline.link import gloo as plain
 from paceline.link import tls
-from paceline.link.net.store_server import MeetingPoint
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.store_server import RendezvousStore
+from paceline.link.net.ticket import JoinTicket
 from waiting import until
 
 SECRET = b"of this run"
@@ -35,11 +35,13 @@ def team(tmp_path):
     points, made = [], []
 
     def make(size):
-        points[:] = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
-        places = [Place(f"{rank}-name", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(points)]
-        made[:] = [Survivors(rank, places, 0, points[rank], SECRET) for rank in range(size)]
+        points[:] = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(size)]
+        places = [
+            MemberAddress(f"{rank}-name", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(points)
+        ]
+        made[:] = [Reconfiguration(rank, places, 0, points[rank], SECRET) for rank in range(size)]
         ticket = tmp_path / "ticket.json"
-        Ticket(SECRET.decode(), f"1:{size}", [place.write() for place in places]).write(ticket)
+        JoinTicket(SECRET.decode(), f"1:{size}", [place.write() for place in places]).write(ticket)
         return made, ticket
 
     yield make
@@ -49,8 +51,8 @@ def team(tmp_path):
             each.late._point.close()
     ASKING.clear()
     for each in made:
-        if each.hatch:
-            each.hatch.close()
+        if each.bulk_server:
+            each.bulk_server.close()
     for point in points:
         point.close()
 
@@ -63,7 +65,7 @@ class Asking(threading.Thread):
 
     def __init__(self, ticket, node="", **said):
         super().__init__(daemon=True)
-        self.late, self.said, self.told, self.error = Late(ticket, node), said, None, ""
+        self.late, self.said, self.told, self.error = JoiningLink(ticket, node), said, None, ""
         ASKING.append(self)
         self.start()
 
@@ -77,10 +79,10 @@ class Asking(threading.Thread):
 def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
     path = tmp_path / "new" / "ticket.json"
     path.parent.mkdir()
-    ticket = Ticket("word", "2:4", ["name 127.0.0.1 80 host"])
+    ticket = JoinTicket("word", "2:4", ["name 127.0.0.1 80 host"])
     ticket.write(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert Ticket.read(path) == ticket
+    assert JoinTicket.read(path) == ticket
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     trap = path.with_name(f"{path.name}.{os.getpid()}.part")
     trap.symlink_to(tmp_path / "elsewhere")
@@ -88,23 +90,23 @@ def test_a_ticket_is_its_owners_alone_and_says_what_it_is_not(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no ticket of a run"):
-        Ticket.read(path)
+        JoinTicket.read(path)
 
 
 @pytest.mark.parametrize("hides", [False, True])
 def test_to_a_run_that_is_encrypted_one_comes_encrypted_and_to_another_not(tmp_path, hides):
     path, kinds = tmp_path / "ticket.json", {False: plain.Link, True: tls.Link}
-    Ticket("word", "2:4", ["name 127.0.0.1 80 host"], hides).write(path)
-    Late(path, "", kinds[hides])
+    JoinTicket("word", "2:4", ["name 127.0.0.1 80 host"], hides).write(path)
+    JoiningLink(path, "", kinds[hides])
     with pytest.raises(ValueError, match="start it as the others"):
-        Late(path, "", kinds[not hides])
+        JoiningLink(path, "", kinds[not hides])
 
 
 def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
     """Rank 0 has died: the members' own list is newer than the ticket."""
     members, ticket = team(3)
     members[0].point.close()
-    left = [Survivors(rank, members[0].places[1:], 1, members[1 + rank].point, SECRET) for rank in range(2)]
+    left = [Reconfiguration(rank, members[0].places[1:], 1, members[1 + rank].point, SECRET) for rank in range(2)]
     asking = Asking(ticket, began=3)
     (name, said), *more = until(left[0].waiting).items()
     assert not more
@@ -113,11 +115,11 @@ def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
     left[0].answer(name, {"position": [1, 2, 0]})
     asking.join(20.0)
     assert asking.told["position"] == [1, 2, 0]
-    until(lambda: left[0].hatch and left[0].hatch.here)
-    where = left[0].hatch.address, left[0].hatch.port
+    until(lambda: left[0].bulk_server and left[0].bulk_server.here)
+    where = left[0].bulk_server.address, left[0].bulk_server.port
     asking.late.leave()
     # once nobody asks, nobody listens for who does
-    until(lambda: not left[0].waiting() and left[0].hatch is None)
+    until(lambda: not left[0].waiting() and left[0].bulk_server is None)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(where, timeout=5.0)
 
@@ -145,7 +147,7 @@ def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
 def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, monkeypatch):
     monkeypatch.setattr(joiner, "OVER_S", 0.5)
     members, ticket = team(2)
-    stranger = Ticket("another", "1:2", Ticket.read(ticket).members)
+    stranger = JoinTicket("another", "1:2", JoinTicket.read(ticket).members)
     other = ticket.with_name("other.json")
     stranger.write(other)
     for path in (other, ticket):
@@ -158,13 +160,13 @@ def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, 
         assert not path.exists()  # nobody tries again
 
 
-def admit(members, guests):
+def admit(members, joiners):
     """What each of the members comes to: (generation, ranks, who came) or an error's words."""
     found = {}
 
     def one(rank):
         try:
-            meeting, generation, ranks = members[rank].meet(guests if rank == 0 else ())
+            meeting, generation, ranks = members[rank].reconfigure(joiners if rank == 0 else ())
             found[rank] = generation, ranks, [guest.name for _, guest in members[rank].came]
             with contextlib.closing(meeting):
                 if members[rank].came:
@@ -188,7 +190,7 @@ def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
     until(lambda: asking.late._point)
     asking.late._point.close()
     begin = time.monotonic()
-    found = admit(members, [Guest(name, "late host", turn=members[0].waiting()[name]["turn"])])
+    found = admit(members, [Joiner(name, "late host", turn=members[0].waiting()[name]["turn"])])
     assert time.monotonic() - begin < 15.0  # and not as long as one waits for a member
     for rank in range(2):
         assert "late host was to be taken in and is gone" in found[rank]
@@ -199,7 +201,7 @@ def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
 
 def test_who_has_gone_before_they_meet_is_left_out(team):
     members, _ = team(2)
-    assert admit(members, [Guest("2-nobody", "late host")]) == dict.fromkeys(range(2), (1, [0, 1], []))
+    assert admit(members, [Joiner("2-nobody", "late host")]) == dict.fromkeys(range(2), (1, [0, 1], []))
 
 
 def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_wants(team):
@@ -208,7 +210,7 @@ def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_want
     asking = Asking(ticket, began=0)
     (name,) = until(members[0].waiting)
     before = members[0].waiting()[name]["turn"]
-    found = admit(members, [Guest(name, "late host", turn=before - 1)])
+    found = admit(members, [Joiner(name, "late host", turn=before - 1)])
     assert found == dict.fromkeys(range(2), (1, [0, 1], []))
     members[0].answer(name, {"position": [0, 1, 0]})
     asking.join(20.0)
@@ -237,7 +239,7 @@ if node == "1":
 
 
 def start(tmp_path, monkeypatch, lives, node=None):
-    monkeypatch.setattr(node_restarts, "PAUSE_S", 0.02)
+    monkeypatch.setattr(node_restarts, "RETRY_DELAY_S", 0.02)
     monkeypatch.setenv("PACELINE_NODES", "1:2")
     command = [sys.executable, "-c", NODE, str(tmp_path), str(lives)]
     how = {"node": node, "asked": tuple} if node is not None else {"least": 1}
@@ -259,7 +261,7 @@ def test_a_node_whose_others_are_elsewhere_comes_back_as_often_and_then_says_how
 
 
 def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_restarts, "PEACE_S", 0.0)
+    monkeypatch.setattr(node_restarts, "STABLE_AFTER_S", 0.0)
     assert start(tmp_path, monkeypatch, 5) == 0
     assert (tmp_path / "lives-1").read_text() == "6"
 
@@ -280,10 +282,10 @@ def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch
     monkeypatch.setenv("PACELINE_TICKET_FILE", str(path))
     monkeypatch.setenv("PACELINE_SECRET", SECRET.decode())
     monkeypatch.setenv("PACELINE_NODES", "1:2")
-    Survivors(0, members[0].places[1:], 1, members[1].point, SECRET)
-    found = Ticket.read(path)
+    Reconfiguration(0, members[0].places[1:], 1, members[1].point, SECRET)
+    found = JoinTicket.read(path)
     assert (found.secret, found.nodes) == (SECRET.decode(), "1:2")
-    assert [Place.read(each.encode()).name for each in found.members] == ["1-name"]
+    assert [MemberAddress.read(each.encode()).name for each in found.members] == ["1-name"]
     assert json.loads(members[1].point.posted("members")[""]) == list(found.members)
 
 
@@ -293,9 +295,9 @@ def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkey
     for each, value in zip(names, ("5", "6", "1", "2", "2", "nowhere", "1"), strict=True):
         monkeypatch.setenv(each, value)
     monkeypatch.setenv(name, "ticket.json")
-    world = World.of_environment()
+    world = LaunchEnvironment.of_environment()
     assert (world.local_rank, world.local_size, world.node, world.num_nodes) == (1, 2, 0, 1)
-    assert (world.late, world.least) == ("ticket.json", 1)
+    assert (world.join_ticket, world.min_nodes) == ("ticket.json", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"):
-        World.of_environment()
+        LaunchEnvironment.of_environment()

@@ -15,23 +15,23 @@ import ranks
 from nodes import OPTIMIZERS, build
 from paceline import contract
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Codec, Control, LinkError, Membership, Regroup
+from paceline.contract import Codec, Control, LinkError, Membership, ViewChange
 from paceline.data.load_balance import Limits
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.elastic import consistency, reconfigure, roles
 from paceline.elastic.membership import Members, alone, connect
-from paceline.elastic.quorum import HERE, SILENT
-from paceline.elastic.reconfigure import Place, Survivors
+from paceline.elastic.quorum import ALIVE, UNREACHABLE
+from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.engine.sequential import Engine
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
 from paceline.link.net import rendezvous, route
 from paceline.link.net.rendezvous import Unreached
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.store_server import RendezvousStore
 from paceline.registry import parse
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 from paceline.step.run_state import RunState
 
 SECRET = b"of this run"
@@ -110,27 +110,27 @@ def test_any_byte_of_any_file_makes_another_package(tmp_path, monkeypatch):
 def mute():
     """Where a kernel answers for a process that does not: as for one that is stopped."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield Place("mute", "host2", "127.0.0.1", server.getsockname()[1])
+        yield MemberAddress("mute", "host2", "127.0.0.1", server.getsockname()[1])
 
 
 def test_who_does_not_greet_is_silent(mute, monkeypatch):
     monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
-    point = MeetingPoint("127.0.0.1", 0, SECRET)
-    assert Place("one", "host0", "127.0.0.1", point.port).look() == HERE
+    point = RendezvousStore("127.0.0.1", 0, SECRET)
+    assert MemberAddress("one", "host0", "127.0.0.1", point.port).probe() == ALIVE
     point.close()
-    assert mute.look() == SILENT
+    assert mute.probe() == UNREACHABLE
 
 
 @pytest.mark.dear
 def test_a_stopped_member_is_left_behind(mute, monkeypatch):
     """Story: its kernel answered, so the others waited for it, for five minutes."""
     monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.6)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.6)
     monkeypatch.setattr(reconfigure, "TURN_S", 0.6)
-    points = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(2)]
-    places = [Place(f"name{i}", f"host{i}", "127.0.0.1", point.port) for i, point in enumerate(points)]
-    members = [Survivors(i, [*places, mute], 0, point, SECRET) for i, point in enumerate(points)]
-    met = together(*(member.meet for member in members))
+    points = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2)]
+    places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", point.port) for i, point in enumerate(points)]
+    members = [Reconfiguration(i, [*places, mute], 0, point, SECRET) for i, point in enumerate(points)]
+    met = together(*(member.reconfigure for member in members))
     assert [(generation, who) for _, generation, who in met] == [(1, [0, 1])] * 2
     for meeting, *_ in met:
         meeting.close()
@@ -140,14 +140,14 @@ def test_a_stopped_member_is_left_behind(mute, monkeypatch):
 
 def test_who_has_stood_still_does_not_take_the_others_for_killed():
     """They may have gone on without it, and ended: then two would have trained to the end, to two results."""
-    point, gone = (MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(2))
-    places = [Place(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
-    member, other = (Survivors(1, places, 0, point, SECRET) for _ in range(2))
+    point, gone = (RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2))
+    places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
+    member, other = (Reconfiguration(1, places, 0, point, SECRET) for _ in range(2))
     gone.close()
     with pytest.raises(LinkError, match=r"rank 0 on host0 may have continued without this process") as raised:
-        member.meet(still_s=34.0)
+        member.reconfigure(still_s=34.0)
     assert raised.value.resumes
-    meeting, _, ranks = other.meet()
+    meeting, _, ranks = other.reconfigure()
     assert ranks == [1]
     meeting.close()
     point.close()
@@ -180,7 +180,7 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
         try:
             return members.reconfigure()
         except LinkError:
-            members.porter.point.close()  # as at the end of its process
+            members.join_desk.point.close()  # as at the end of its process
             raise
 
     first, second, third = together(*(lambda members=members: again(members) for members in all_members))
@@ -198,24 +198,24 @@ def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
         size = 2
 
     with pytest.raises(ValueError, match="ends with the first node that it loses"):
-        Members(Other(), Whereabouts()).stand_by(1)
+        Members(Other(), Activity()).stand_by(1)
     alone().stand_by(1)  # without others nothing can be lost
 
 
-def run_of(world, seat, **options):
+def run_of(world, assignment, **options):
     """As much of a training as knows who is in it."""
     model = build()
     job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
-    return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), seat)
+    return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), assignment)
 
 
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
     """Who comes late has never known another."""
-    seat, limits = Seat(0, 2), Limits((1, 1), (8, 8))
-    run = run_of(World(0, 1, 0, 3, local_sizes=(1, 1, 2)), seat, batch_size=8)
-    roles.assume(run, seat, limits, (1, 1))
+    assignment, limits = Assignment(0, 2), Limits((1, 1), (8, 8))
+    run = run_of(LaunchEnvironment(0, 1, 0, 3, local_sizes=(1, 1, 2)), assignment, batch_size=8)
+    roles.assume(run, assignment, limits, (1, 1))
     assert run.world.sizes == (1, 1)
-    roles.assume(run, seat, limits, (1, 2))
+    roles.assume(run, assignment, limits, (1, 2))
     assert run.world.sizes == (1, 2)
 
 
@@ -225,12 +225,14 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 @pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
 def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
     """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
-    run = run_of(World(num_nodes=3), Seat(0, 3), batch_size=96, batch_norm=batch_norm)
-    roles.assume(run, Seat(0, 2), Limits((1, 1), (40, 50)), (1, 1))
+    run = run_of(LaunchEnvironment(num_nodes=3), Assignment(0, 3), batch_size=96, batch_norm=batch_norm)
+    roles.assume(run, Assignment(0, 2), Limits((1, 1), (40, 50)), (1, 1))
     assert run.engine.accumulate == times
     run.leader, run.num_steps = True, 7
     members = roles.Roles(run, RunFolder(None, run.record))
-    members.announce(Regroup(origin=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48)))
+    members.announce(
+        ViewChange(previous_ranks=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48))
+    )
     said = capsys.readouterr().err
     assert "lost three at step 7" in said
     told = "node 0 computes 48 rows at once, and its most_rows is 40: batch_norm='sync' divides no batch" in said

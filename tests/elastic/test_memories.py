@@ -12,7 +12,7 @@ import ranks
 from launching import launch
 from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
-from paceline.contract import DENSE, FACTORS, Spec
+from paceline.contract import DENSE, FACTORS, Bucket
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.control import Control
 from paceline.link.memory import Members
@@ -54,12 +54,12 @@ def test_what_is_owed_is_dealt_and_keeps_its_sum(before, after):
 @pytest.mark.parametrize("codec", [*CODECS, *(f"feedback/{codec}" for codec in CODECS)])
 def test_every_codec_goes_on_from_what_is_dealt(codec):
     made = parse("codec", codec)
-    spec = owed.spec(COUNT)
+    bucket = owed.spec(COUNT)
     kept = []
     for rank in range(3):
-        memory = made.init(spec, rank, 0)
+        memory = made.init(bucket, rank, 0)
         payload, pending = made.encode(torch.randn(COUNT), memory, 0)
-        kept.append({0: made.settle(pending, made.decode(payload, COUNT, torch.float32))})
+        kept.append({0: made.commit(pending, made.decode(payload, COUNT, torch.float32))})
     for node in range(2):
         memory = codec_state.deal(made, kept, node, 2, CPU)[0]
         payload, _ = made.encode(torch.randn(COUNT), memory, 1)
@@ -165,7 +165,7 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
 
 def test_a_layer_that_owes_goes_on_dense_under_another_plan():
     """Story: forms were chosen anew, and as factors it would never have sent what it owed."""
-    layers = [Spec(i, (f"fc{i}.weight",), ((500, 500),), linear=True) for i in range(2)]
+    layers = [Bucket(i, (f"fc{i}.weight",), ((500, 500),), linear=True) for i in range(2)]
 
     def work(link):
         exchange = Exchange()

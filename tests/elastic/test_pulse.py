@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paceline.contract import LinkError
-from paceline.elastic.heartbeat import Pulse
-from paceline.report.activity import Whereabouts
+from paceline.elastic.heartbeat import Heartbeat
+from paceline.report.activity import Activity
 
 
 class Told(dict):
@@ -33,23 +33,23 @@ def test_where_waiting_has_become_pointless_all_that_came_are_hung_up_on():
             lines[0].sendall(b"?")
 
         with pytest.raises(LinkError, match="rank 1 is gone"):
-            Pulse(0, 2, told, "127.0.0.1", alert=alert)
+            Heartbeat(0, 2, told, "127.0.0.1", alert=alert)
         assert lines[0].recv(9) == b""
 
 
 def test_a_stack_that_is_no_utf_8_is_told_and_ends_nobody():
     """As that of a script below a folder with such a name."""
-    told, odd = Told(), Whereabouts()
+    told, odd = Told(), Activity()
     odd.siblings = lambda: "\udcff"
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(Pulse, 0, 2, told, "127.0.0.1", b"", odd)
+        coming = pool.submit(Heartbeat, 0, 2, told, "127.0.0.1", b"", odd)
         while "pulse" not in told:
             time.sleep(0.01)
-        pulses = [Pulse(1, 2, told, "127.0.0.1", b"", odd), coming.result(20)]
+        pulses = [Heartbeat(1, 2, told, "127.0.0.1", b"", odd), coming.result(20)]
     try:
-        for pulse in pulses:
-            assert [pulse.ask(rank)[-1:] for rank in (0, 1)] == ["?", "?"]
-            assert not pulse.dead
+        for heartbeat in pulses:
+            assert [heartbeat.peer_stack(rank)[-1:] for rank in (0, 1)] == ["?", "?"]
+            assert not heartbeat.dead
     finally:
-        for pulse in pulses:
-            pulse.close()
+        for heartbeat in pulses:
+            heartbeat.close()

@@ -10,7 +10,7 @@ import pytest
 
 from paceline import session
 from paceline.contract import LinkError
-from paceline.elastic.quorum import GONE, HERE, SILENT, Found, Roll, Verdict, decide
+from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumVerdict, Roll, decide
 from paceline.launch.signals import RESUME_CODE
 
 CAME, EXPECTED, AHEAD = Found.CAME, Found.EXPECTED, Found.AHEAD
@@ -67,7 +67,7 @@ def test_a_part_that_may_be_behind_never_continues_without_a_holder_of_the_newes
                 tried += 1
                 decision = decide(view)
                 assert not decision.quorum, (before, view)
-                assert decision.verdict in (Verdict.WAIT, Verdict.RESTORE)
+                assert decision.verdict in (QuorumVerdict.WAIT, QuorumVerdict.RESTORE)
     assert tried or size < 2
 
 
@@ -78,8 +78,8 @@ def test_where_nobody_is_silent_or_doubted_the_survivors_never_end(size, minimum
         if CAME in hows:
             decision = decide(hows, minimum)
             assert decision.quorum
-            assert (decision.verdict is Verdict.GO_ON) == (hows.count(CAME) >= minimum)
-            assert (decision.verdict is Verdict.WAIT) == (hows.count(CAME) < minimum)
+            assert (decision.verdict is QuorumVerdict.GO_ON) == (hows.count(CAME) >= minimum)
+            assert (decision.verdict is QuorumVerdict.WAIT) == (hows.count(CAME) < minimum)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -88,14 +88,14 @@ def test_every_case_has_one_verdict_and_whoever_may_be_alive_is_waited_for(size)
         if CAME not in hows:
             continue
         decision = decide(hows)
-        assert decision.why or decision.verdict is Verdict.GO_ON
+        assert decision.why or decision.verdict is QuorumVerdict.GO_ON
         if AHEAD in hows:
-            assert decision.verdict is Verdict.END
+            assert decision.verdict is QuorumVerdict.END
         elif EXPECTED in hows:
-            assert decision.verdict is Verdict.WAIT
+            assert decision.verdict is QuorumVerdict.WAIT
         if AHEAD in hows or EXPECTED in hows:
             assert not decision.quorum
-        if decision.verdict is Verdict.RESTORE:
+        if decision.verdict is QuorumVerdict.RESTORE:
             assert Found.SILENT not in hows
             assert Found.DOUBTED in hows
         if decision.quorum:  # more is known of one more: never against it
@@ -107,16 +107,16 @@ def test_every_case_has_one_verdict_and_whoever_may_be_alive_is_waited_for(size)
 @pytest.mark.parametrize(
     ("hows", "verdict", "words"),
     [
-        ("cs", Verdict.GO_ON, ""),
-        ("sc", Verdict.WAIT, "cut off from host0"),
-        ("dc", Verdict.RESTORE, "host0 may have continued without this process"),
-        ("gc", Verdict.GO_ON, ""),
-        ("css", Verdict.WAIT, "cut off from host1, host2"),
-        ("cgs", Verdict.GO_ON, ""),
-        ("gcs", Verdict.GO_ON, ""),
-        ("gsc", Verdict.WAIT, "cut off from host1"),
-        ("ac", Verdict.END, "continued without it"),
-        ("ec", Verdict.WAIT, "waits for host0: alive"),
+        ("cs", QuorumVerdict.GO_ON, ""),
+        ("sc", QuorumVerdict.WAIT, "cut off from host0"),
+        ("dc", QuorumVerdict.RESTORE, "host0 may have continued without this process"),
+        ("gc", QuorumVerdict.GO_ON, ""),
+        ("css", QuorumVerdict.WAIT, "cut off from host1, host2"),
+        ("cgs", QuorumVerdict.GO_ON, ""),
+        ("gcs", QuorumVerdict.GO_ON, ""),
+        ("gsc", QuorumVerdict.WAIT, "cut off from host1"),
+        ("ac", QuorumVerdict.END, "continued without it"),
+        ("ec", QuorumVerdict.WAIT, "waits for host0: alive"),
     ],
 )
 def test_the_cases_that_people_meet(hows, verdict, words):
@@ -128,7 +128,7 @@ def test_the_cases_that_people_meet(hows, verdict, words):
 
 def test_too_few_form_a_generation_and_say_how_many_are_asked_for():
     decision = decide([Found.GONE, Found.GONE, CAME], 2)
-    assert (decision.verdict, decision.quorum) == (Verdict.WAIT, True)
+    assert (decision.verdict, decision.quorum) == (QuorumVerdict.WAIT, True)
     assert "1 of 3 nodes are left, and at least 2 are asked for (--nodes)" in decision.why
 
 
@@ -138,29 +138,29 @@ def how(roll, name, came=(), now=100.0):
 
 def test_whoever_was_silent_once_and_ends_is_doubted_until_it_comes():
     roll = Roll()
-    for now, seen in ((1.0, SILENT), (5.0, HERE), (6.0, GONE)):
+    for now, seen in ((1.0, UNREACHABLE), (5.0, ALIVE), (6.0, DEAD)):
         roll = roll.after({"a": seen}, (), now)
     assert how(roll, "a") is Found.DOUBTED
     roll = Roll()
-    for now, seen, came in ((1.0, SILENT, ()), (5.0, HERE, ("a",)), (6.0, GONE, ("a",))):
+    for now, seen, came in ((1.0, UNREACHABLE, ()), (5.0, ALIVE, ("a",)), (6.0, DEAD, ("a",))):
         roll = roll.after({"a": seen}, came, now)
     assert how(roll, "a", ("a",)) is Found.GONE
-    assert how(Roll().after({"a": GONE}, (), 1.0), "a") is Found.GONE
+    assert how(Roll().after({"a": DEAD}, (), 1.0), "a") is Found.GONE
 
 
 def test_for_a_process_that_stood_still_whoever_has_ended_is_doubted():
-    roll = Roll(frozenset("ab")).after({"a": GONE, "b": HERE}, ("b",), 1.0)
+    roll = Roll(frozenset("ab")).after({"a": DEAD, "b": ALIVE}, ("b",), 1.0)
     assert how(roll, "a") is Found.DOUBTED
-    assert how(roll.after({"b": GONE}, (), 2.0), "b") is Found.GONE
+    assert how(roll.after({"b": DEAD}, (), 2.0), "b") is Found.GONE
 
 
 def test_silence_counts_after_a_while_and_ends_with_an_answer():
-    roll = Roll().after({"a": SILENT}, (), 1.0)
+    roll = Roll().after({"a": UNREACHABLE}, (), 1.0)
     assert how(roll, "a", now=1.5) is EXPECTED
-    assert how(roll.after({"a": SILENT}, (), 1.9), "a", now=2.0) is Found.SILENT
-    roll = roll.after({"b": SILENT}, (), 2.0)  # nobody has looked at a
+    assert how(roll.after({"a": UNREACHABLE}, (), 1.9), "a", now=2.0) is Found.SILENT
+    roll = roll.after({"b": UNREACHABLE}, (), 2.0)  # nobody has looked at a
     assert how(roll, "a", now=2.5) is Found.SILENT
-    assert how(roll.after({"a": HERE}, (), 3.0), "a", now=9.0) is EXPECTED
+    assert how(roll.after({"a": ALIVE}, (), 3.0), "a", now=9.0) is EXPECTED
     assert how(Roll(), "a", ("a",)) is CAME
 
 

@@ -13,8 +13,8 @@ from needs import want
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, rows
 from paceline.engine.compute.row_ranges import cut
 from paceline.engine.sequential import Engine
-from paceline.environment import World
-from paceline.link.net.metered import Ledger
+from paceline.environment import LaunchEnvironment
+from paceline.link.net.metered import MeteredLink
 from paceline.report.page.run import load
 from paceline.report.page.summary import facts
 from paceline.report.record import Record, read
@@ -46,15 +46,15 @@ class Careless(Engine):
         self.error = error
 
     @torch.no_grad()
-    def update(self, agreement, rule):
-        applied = super().update(agreement, rule)
+    def update(self, outcome, rule):
+        applied = super().update(outcome, rule)
         torch._foreach_mul_(list(self.weights), 1 + self.error)
         return applied
 
 
 def together(link, folder, optimizer="sgd", period=PERIOD, error=0.0):
     record, engine = Record(folder / str(link.rank)), Careless(error * link.rank)
-    rank = Rank(Ledger(link), build(), OPTIMIZERS[optimizer], engine=engine, record=record)
+    rank = Rank(MeteredLink(link), build(), OPTIMIZERS[optimizer], engine=engine, record=record)
     rank.drift = ReplicaSync(rank.run, period or PERIOD, QUIET, min_values=1)
     if period:
         rank.run.observers.insert(1, rank.drift)
@@ -194,7 +194,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         rank = together(link, tmp_path, "momentum")
         train(rank, 1)
         drift, weight = rank.drift, rank.engine.weights[0]
-        rank.run.world = World(node=link.rank, num_nodes=2, local_sizes=(1, 2))
+        rank.run.world = LaunchEnvironment(node=link.rank, num_nodes=2, local_sizes=(1, 2))
         if link.rank:
             turned = torch.empty_strided(weight.shape, (1, len(weight)), dtype=weight.dtype)
             rank.engine.backward.parameters[rank.engine.names[0]].data = turned.copy_(weight + 1)

@@ -63,7 +63,7 @@ class Words(Control):
     def __init__(self, link):
         self.link, self.generation = link, link.generation
 
-    def gather(self, *words):
+    def all_gather(self, *words):
         mine = torch.frombuffer(bytearray(words[0]), dtype=torch.uint8)
         return [bytes(part.numpy()) for part in self.link.all_gather(mine).wait()]
 

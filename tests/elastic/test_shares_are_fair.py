@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from paceline.contract import Ballot
-from paceline.data.load_balance import Balance, fair, wanted
-from paceline.data.sampler import Seat, deal
+from paceline.contract import Vote
+from paceline.data.load_balance import LoadBalancer, fair_shares, wanted
+from paceline.data.sampler import Assignment, deal
 from paceline.train.settings import Settings
 
 DICE = random.Random(5)
@@ -35,7 +35,7 @@ def test_who_is_given_a_larger_share_does_not_get_fewer_rows(shares):
 
 
 def test_shares_that_are_rows_are_dealt_as_they_are_and_what_is_left_over_goes_to_the_first_of_equals():
-    assert deal(32, (24, 8)) == Seat(0, 2, shares=(24, 8)).dealt(32) == (24, 8)
+    assert deal(32, (24, 8)) == Assignment(0, 2, shares=(24, 8)).dealt(32) == (24, 8)
     assert deal(32, (19, 0, 13)) == (19, 0, 13)
     assert deal(10, (1, 1, 1, 1)) == (3, 3, 2, 2)
     with pytest.raises(ValueError, match=r"not 0, got \(0, 0\)"):
@@ -55,7 +55,7 @@ def test_no_other_rows_end_earlier(seed):
     n, count = dice.choice((2, 3)), dice.choice((5, 12, 17))
     fixed, per_row = [dice.uniform(0, 3) for _ in range(n)], [dice.choice((0.1, 0.5, 0.5, 2.0)) for _ in range(n)]
     least, most = [dice.choice((0, 1)) for _ in range(n)], [dice.choice((count, count // 2 + 1)) for _ in range(n)]
-    rows = fair(count, fixed, per_row, least, most)
+    rows = fair_shares(count, fixed, per_row, least, most)
     possible = [
         each
         for each in itertools.product(*(range(low, high + 1) for low, high in zip(least, most, strict=True)))
@@ -66,8 +66,8 @@ def test_no_other_rows_end_earlier(seed):
 
 
 def test_large_batches_are_dealt_at_once():
-    assert fair(10**7, [0.0, 0.0], [1.0, 3.0], [1, 1], [10**7] * 2) == (7_500_000, 2_500_000)
-    assert fair(10**7, [0.0] * 3, [1.0] * 3, [1] * 3, [10**7, 5, 5]) == (10**7 - 10, 5, 5)
+    assert fair_shares(10**7, [0.0, 0.0], [1.0, 3.0], [1, 1], [10**7] * 2) == (7_500_000, 2_500_000)
+    assert fair_shares(10**7, [0.0] * 3, [1.0] * 3, [1] * 3, [10**7, 5, 5]) == (10**7 - 10, 5, 5)
 
 
 # Following speed: nodes whose step is update + hidden + rows x per row, each times noise.
@@ -77,7 +77,7 @@ class Nodes:
     def __init__(self, per_row, count=64, update=0.1, hidden=0.0, noise=lambda dice: 1.0, least=1, most=None, seed=0):
         self.per_row, self.update, self.hidden, self.noise = per_row, update, hidden, noise
         n, self.dice = len(per_row), random.Random(seed)
-        self.balance = Balance(count, [least] * n, most or [count] * n)
+        self.balance = LoadBalancer(count, [least] * n, most or [count] * n)
         self.rows = deal(count, (1,) * n)
         self.changes = []
 
@@ -137,7 +137,7 @@ def test_a_node_that_slows_down_has_fewer_rows_soon_and_gets_them_back(n, noise)
 def test_without_noise_it_takes_nine_steps_and_four_to_be_sure_and_the_rows_are_the_best():
     nodes = Nodes([0.03, 0.06])
     assert nodes.steps(100) == 2 + 9 + 3
-    assert nodes.rows == fair(64, [0.1] * 2, [0.03, 0.06], [1, 1], [64, 64])
+    assert nodes.rows == fair_shares(64, [0.1] * 2, [0.03, 0.06], [1, 1], [64, 64])
     assert nodes.steps(500) is None
     (change,) = nodes.changes
     assert change.expected_s == pytest.approx(max(nodes.times()))
@@ -168,7 +168,7 @@ def test_no_node_has_more_or_fewer_rows_than_it_may():
 
 
 def test_short_batches_and_nodes_without_rows_say_nothing():
-    balance = Balance(8, [1, 1], [8, 8])
+    balance = LoadBalancer(8, [1, 1], [8, 8])
     for rows in ((3, 2), (8, 0)):
         assert all(balance.after(rows, [(1.0, 0.0), (9.0, 0.0)]) is None for _ in range(50))
     assert all(balance.after((4, 4), []) is None for _ in range(50))
@@ -200,10 +200,10 @@ def test_what_shares_may_be():
 @pytest.mark.parametrize("paces", [(), ((1.5, 0.25), (2.0, 0.5), (0.0, 0.0))])
 @pytest.mark.parametrize("terms", [(), (1.0, 2.0)])
 def test_a_ballot_carries_the_pace_of_every_node(paces, terms):
-    ballot = Ballot(busy=2.5, fixed=1.25, rows=(3, 4), used=b"\1", dense=b"\0\1", terms=terms, paces=paces, hash=-5)
-    assert Ballot.unpack(ballot.pack()) == ballot
+    vote = Vote(busy=2.5, fixed=1.25, rows=(3, 4), used=b"\1", dense=b"\0\1", terms=terms, paces=paces, hash=-5)
+    assert Vote.unpack(vote.pack()) == vote
 
 
 def test_ballots_with_and_without_terms_are_of_one_size():
     """A node without rows does not know the names of the loss's parts, and sends as many bytes as the others."""
-    assert len(Ballot().pack()) == len(Ballot(terms=(1.0, 2.0)).pack())
+    assert len(Vote().pack()) == len(Vote(terms=(1.0, 2.0)).pack())

@@ -93,8 +93,8 @@ def test_five_ranks_of_unlike_shares_train_as_one(kind, monkeypatch):
     monkeypatch.setenv("PACELINE_SECRET", "of this test")
     port, batches = free_port(), [rows(BATCH, seed) for seed in range(5)]
 
-    def work(seat):
-        link = find("link", kind, seat.rank, seat.size, "127.0.0.1", port)
+    def work(assignment):
+        link = find("link", kind, assignment.rank, assignment.size, "127.0.0.1", port)
         rank = Rank(link, build(), shares=(0.0, 1.0, 2.0, 3.0, 4.0))
         losses = rank.train(batches)
         link.close()

@@ -10,11 +10,11 @@ from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, ro
 from paceline import contract
 from paceline.checkpoint import codec_state, transfer
 from paceline.checkpoint.checkpoint import CheckpointError, read, write
-from paceline.checkpoint.transfer import Others, Post
+from paceline.checkpoint.transfer import CheckpointTransfer, Others
 from paceline.contract import LinkError
 from paceline.data.load_balance import Limits
 from paceline.elastic import assignment
-from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.engine.compute.evaluate import evaluate
 from paceline.engine.sequential import Engine
 from paceline.exchange import allreduce
@@ -125,7 +125,7 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
     def work(link):
         engine, news = Engine(), []
         exchange, members = allreduce.Exchange(forms), Mortals(link, fate)
-        control = Surviving(Control(members), [exchange.rebuild, engine.relink])
+        control = FaultTolerantControl(Control(members), [exchange.rebuild, engine.reopen])
         rank = Rank(
             members.link,
             model,
@@ -142,13 +142,13 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
 
         def regrouped(what):
             news.append(what)
-            rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
+            rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
-        control.regrouped = regrouped
+        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
-            return rank.train(BATCHES), rank.state(), news, control.regroups
+            return rank.train(BATCHES), rank.state(), news, control.num_view_changes
         except Killed:
             return None
         finally:
@@ -165,7 +165,7 @@ def check(results, fate, model, optimizer="momentum"):
         assert losses == left[0][0]
         assert all(torch.equal(state[name], left[0][1][name]) for name in state)
         assert 1 <= len(news) <= len(fate.fired)  # two deaths may be one loss
-        assert len(news[-1].origin) == len(left)
+        assert len(news[-1].previous_ranks) == len(left)
         assert regroups <= len(fate.fired)  # a step each, at most
     want, want_losses = reference(model, BATCHES, OPTIMIZERS[optimizer])
     assert left[0][0] == pytest.approx(want_losses, rel=1e-9)
@@ -249,12 +249,12 @@ def test_words_are_those_of_who_is_left_and_a_refused_step_is_no_loss():
     def work(link):
         fate = fates[0]
         exchange, members = allreduce.Exchange(), Mortals(link, fate)
-        control = Surviving(Control(members), [exchange.rebuild])
+        control = FaultTolerantControl(Control(members), [exchange.rebuild])
         rank = Rank(members.link, build(Plain), exchange=exchange, members=members, control=control)
         fate.counts.pop((0, link.rank), None)
         try:
-            said = control.gather(f"rank {link.rank}".encode())
-            return said, control.total([1.0]), control.regroups
+            said = control.all_gather(f"rank {link.rank}".encode())
+            return said, control.all_reduce([1.0]), control.num_view_changes
         except Killed:
             return None
         finally:
@@ -281,15 +281,15 @@ def whatever(size, fate, does):
 
     def work(link):
         engine, exchange, members = Engine(), allreduce.Exchange(), Mortals(link, fate)
-        control = Surviving(Control(members), [exchange.rebuild, engine.relink])
+        control = FaultTolerantControl(Control(members), [exchange.rebuild, engine.reopen])
         rank = Rank(members.link, build(Plain), exchange=exchange, engine=engine, members=members, control=control)
         limits = [Limits((1,) * size, (24,) * size)]
 
         def regrouped(what):
-            rank.run.seat, _, limits[0] = assignment.regroup(rank.run.seat, None, 24, limits[0], what)
+            rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.seat.dealt(24)[rank.run.seat.node]
-        control.regrouped = regrouped
+        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)
         try:
             return does(control, rank)
@@ -306,8 +306,8 @@ def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
     def does(control, rank):
         said = []
         while len(said) < 5:  # who is deaf must not be the last to hear
-            control.spread(rank.engine.buffers)
-            seat = rank.run.seat
+            control.broadcast(rank.engine.buffers)
+            seat = rank.run.assignment
             found = evaluate(rank.model, rank.engine, control, seat, Numbered(), lambda _, y: (y.sum(), len(y) / 24), 3)
             if found is not None:
                 said.append(round(found))
@@ -327,17 +327,19 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
     run, fired, ends = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0, {}
 
     def does(control, rank):
-        control.gather(b"before")
-        seat, team = rank.run.seat, control.generation
+        control.all_gather(b"before")
+        seat, team = rank.run.assignment, control.generation
         said = "sent"
         try:
-            Post(seat.node, range(seat.num_nodes), control.gather, team).send(None if seat.node else read(run), (1, 2))
+            CheckpointTransfer(seat.node, range(seat.num_nodes), control.all_gather, team).send(
+                None if seat.node else read(run), (1, 2)
+            )
         except Others:
             said = "again"
         except CheckpointError as error:
             said = str(error)
         for _ in range(3):  # who is deaf must not be the last to hear
-            control.gather(b"after")
+            control.all_gather(b"after")
         return said
 
     for number in range(3, 12):
@@ -364,15 +366,15 @@ def test_who_enters_takes_part_in_all_that_the_others_do():
             return contract.View(self.link, (0, 1))
 
     def work(link):
-        surviving = Surviving(Control(Same(link)), [])
-        surviving.turn, surviving.result = ((5, b"five"), (4, b"four"), (0, b""))[link.rank]
+        surviving = FaultTolerantControl(Control(Same(link)), [])
+        surviving.operation_number, surviving.last_result = ((5, b"five"), (4, b"four"), (0, b""))[link.rank]
         found = []
         if link.rank == 2:
             surviving.enter()
         else:
             surviving._meet("a loss", found.append)
         everyone = link.all_gather(torch.tensor([link.rank + 1]), "what comes next").wait()
-        return surviving.turn, surviving.result, found, [int(each) for each in everyone]
+        return surviving.operation_number, surviving.last_result, found, [int(each) for each in everyone]
 
     want = [(5, b"five", [b"five"] if rank == 1 else [], [1, 2, 3]) for rank in range(3)]
     assert ranks.run(3, work) == want
@@ -386,11 +388,11 @@ def test_wherever_one_dies_what_the_others_codecs_remember_is_brought_together(v
         fate, had = Fate((0, victim, number), after=after), []
 
         def does(control, rank, had=had):
-            mine = {0: torch.full((3,), float(rank.run.seat.node)), 1: torch.ones(2)}
+            mine = {0: torch.full((3,), float(rank.run.assignment.node)), 1: torch.ones(2)}
             found = codec_state.collect(control, lambda: rank.run.link, mine)
             had += [[float(each[0][0]) for each in found]] if found else []
             generation = control.generation
-            control.gather(b"")
+            control.all_gather(b"")
             return generation
 
         results = [each for each in whatever(3, fate, does) if each is not None]

@@ -12,9 +12,9 @@ import pytest
 from paceline.contract import LinkError
 from paceline.elastic import reconfigure
 from paceline.elastic.membership import alone
-from paceline.elastic.quorum import HERE, SILENT, Found, decide
-from paceline.elastic.reconfigure import REFUSED, Place, Survivors
-from paceline.link.net.store_server import MeetingPoint
+from paceline.elastic.quorum import ALIVE, UNREACHABLE, Found, decide
+from paceline.elastic.reconfigure import REFUSED, MemberAddress, Reconfiguration
+from paceline.link.net.store_server import RendezvousStore
 from paceline.report.activity import BACK_S
 
 SECRET = b"of this run"
@@ -27,11 +27,13 @@ def team():
     points = []
 
     def make(size, least=1, generations=()):
-        mine = [MeetingPoint("127.0.0.1", 0, SECRET) for _ in range(size)]
+        mine = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(size)]
         points.extend(mine)
-        places = [Place(f"name{rank}", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(mine)]
+        places = [
+            MemberAddress(f"name{rank}", f"host{rank}", "127.0.0.1", point.port) for rank, point in enumerate(mine)
+        ]
         numbers = generations or [0] * size
-        return [Survivors(rank, places, numbers[rank], mine[rank], SECRET, least) for rank in range(size)]
+        return [Reconfiguration(rank, places, numbers[rank], mine[rank], SECRET, least) for rank in range(size)]
 
     yield make
     for point in points:
@@ -46,7 +48,7 @@ def meet(members, ranks, late=()):
         if rank in late:
             time.sleep(1.0)
         try:
-            meeting, generation, others = members[rank].meet()
+            meeting, generation, others = members[rank].reconfigure()
             meeting.close()
             found[rank] = generation, others
         except LinkError as error:
@@ -138,7 +140,7 @@ def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
     members, found = team(2), {}
 
     def wait():
-        meeting, *_ = members[0].meet()
+        meeting, *_ = members[0].reconfigure()
         start = time.monotonic()
         try:
             meeting.get("what the dead would say")
@@ -148,7 +150,7 @@ def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    meeting, *_ = members[1].meet()
+    meeting, *_ = members[1].reconfigure()
     meeting.close()
     members[1].point.close()
     thread.join(30.0)
@@ -173,12 +175,12 @@ def test_fewer_than_the_minimum_form_a_generation_that_nodes_can_come_to(team):
     assert meet(members, [2]) == {2: (1, [2])}
 
 
-class Apart(Place):
+class Apart(MemberAddress):
     """Places that only those on the same side of a broken cable reach."""
 
-    how = SILENT
+    how = UNREACHABLE
 
-    def look(self):
+    def probe(self):
         return self.how
 
 
@@ -205,7 +207,7 @@ class Refused(Apart):
 def test_of_two_parts_the_larger_goes_on_and_of_equal_ones_that_with_the_lowest_rank(
     team, sides, on, apart, monkeypatch
 ):
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     monkeypatch.setenv("PACELINE_WAIT", "1")
     size = sum(map(len, sides))
     members = team(size)
@@ -237,18 +239,18 @@ def test_a_link_that_outlives_its_nodes_waits_less_for_who_may_come_back(team):
 
 def test_what_can_be_told_of_a_place(team):
     (member,) = team(1)
-    assert member.me.look() == HERE
+    assert member.me.probe() == ALIVE
     member.point.close()
-    assert member.me.look() == REFUSED
+    assert member.me.probe() == REFUSED
 
 
 def cut(members, sides):
     """Places of another side do not answer, until what this gives is called."""
     parted = [True]
 
-    class Cut(Place):
-        def look(self):
-            return SILENT if parted[0] else super().look()
+    class Cut(MemberAddress):
+        def probe(self):
+            return UNREACHABLE if parted[0] else super().probe()
 
     for side in sides:
         for rank in side:
@@ -269,7 +271,7 @@ def after(seconds, work):
 
 def test_parts_of_which_none_may_continue_wait_and_continue_when_they_hear_each_other(team, monkeypatch):
     """Story: each ended as soon as a switch had failed for some seconds."""
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     members = team(3)
     told = []
     for member in members:
@@ -280,7 +282,7 @@ def test_parts_of_which_none_may_continue_wait_and_continue_when_they_hear_each_
 
 
 def test_one_that_is_cut_off_waits_and_ends_when_it_hears_that_the_others_continued(team, monkeypatch):
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     members = team(3)
     heal = cut(members, [[0, 1], [2]])
     found = meet(members, range(2))
@@ -295,7 +297,7 @@ def test_one_that_is_cut_off_waits_and_ends_when_it_hears_that_the_others_contin
 @pytest.mark.parametrize("alone", [1, 2])
 def test_where_those_that_continued_have_ended_the_run_is_resumed_from_a_checkpoint(team, monkeypatch, alone):
     """A and B commit without C, both end, C returns: its weights may be older than theirs."""
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.5)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     members = team(3)
     others = [rank for rank in range(3) if rank != alone]
     heal = cut(members, [others, [alone]])
@@ -310,12 +312,12 @@ def test_where_those_that_continued_have_ended_the_run_is_resumed_from_a_checkpo
 
     after(2.0, end)
     with pytest.raises(LinkError, match=r"may have continued without this process, which stood still") as raised:
-        members[alone].meet()
+        members[alone].reconfigure()
     assert raised.value.resumes
 
 
 def test_a_signal_ends_one_that_is_cut_off(team, monkeypatch):
-    monkeypatch.setattr(reconfigure, "DOUBT_S", 0.3)
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.3)
     members = team(2)
     cut(members, [[0], [1]])
 
@@ -327,4 +329,4 @@ def test_a_signal_ends_one_that_is_cut_off(team, monkeypatch):
 
     after(1.5, lambda: setattr(members[1], "glance", heard))
     with pytest.raises(Heard):
-        members[1].meet()
+        members[1].reconfigure()

@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.contract import LinkError
 from paceline.elastic import consistency, state_transfer
-from paceline.elastic.admission import IN_VAIN, MOST_VAIN, Admission
+from paceline.elastic.admission import IN_VAIN, MAX_VAIN, Admission
 from waiting import until
 
 
@@ -32,7 +32,7 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
     pace = paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential")
     with pace:
         door = Doorkeeper(pace)
-        monkeypatch.setattr(type(pace.run.members), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "join_desk", door)
         welcome = admission(pace, {})
 
         def full(*given, **more):
@@ -56,7 +56,7 @@ def test_who_has_other_samples_is_refused(monkeypatch):
         next(pace.batches(torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 2))))
         door = Doorkeeper(pace)
         door.asked["late"]["data"]["numbers of samples"] = 9
-        monkeypatch.setattr(type(pace.run.members), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "join_desk", door)
         admission(pace, {})._look()
         assert "different numbers of samples (8, 9)" in door.told["late"]["refused"]
 
@@ -87,7 +87,7 @@ def welcoming(pace, monkeypatch):
     door = Doorkeeper(pace)
     door.lines = []
     door.line = lambda name: door.lines.append(Noted()) or door.lines[-1]
-    monkeypatch.setattr(type(pace.run.members), "porter", door)
+    monkeypatch.setattr(type(pace.run.members), "join_desk", door)
     return door, admission(pace, {})
 
 
@@ -102,10 +102,10 @@ def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
         def level():
             welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
-                following.part(state_transfer.part(pace.run, following.next))
+                following.part(state_transfer.state_part(pace.run, following.next))
             return welcome._ready
 
-        for _ in range(MOST_VAIN):
+        for _ in range(MAX_VAIN):
             until(level)
             welcome._admit()
         welcome._look()
@@ -124,7 +124,7 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
         def level():
             welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
-                following.part(state_transfer.part(pace.run, following.next))
+                following.part(state_transfer.state_part(pace.run, following.next))
             return welcome._ready
 
         (ready,) = until(level)
@@ -155,7 +155,7 @@ def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_as
             welcome._look()
             following = welcome._following["late"]
             if following.placed:
-                following.part(state_transfer.part(pace.run, following.next))
+                following.part(state_transfer.state_part(pace.run, following.next))
             return following.broken and following
 
         following = until(broken)
@@ -180,7 +180,7 @@ def test_who_does_not_come_when_all_meet_for_it_is_met_for_no_more(monkeypatch):
         while not door.told and meetings < 10:
             welcome._look()
             if (following := welcome._following.get("late")) and following.placed:
-                following.part(state_transfer.part(pace.run, following.next))
+                following.part(state_transfer.state_part(pace.run, following.next))
             if welcome._ready:
                 welcome._admit()
                 meetings += 1
@@ -230,7 +230,7 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
         door = Doorkeeper(pace)
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
-        monkeypatch.setattr(type(pace.run.members), "porter", door)
+        monkeypatch.setattr(type(pace.run.members), "join_desk", door)
         welcome = admission(pace, {"files of paceline": "mine"})
         welcome._own = own
         until(lambda: welcome._look() or door.told)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.elastic import heartbeat
 from paceline.report import activity
-from paceline.report.activity import BACK_S, BETWEEN_S, LEAST_S, MOST_S, OUTSIDE, UNKNOWN_S, Whereabouts
+from paceline.report.activity import BACK_S, BETWEEN_S, MAX_S, MIN_S, OUTSIDE, UNKNOWN_S, Activity
 
 
 def in_thread(work):
@@ -21,7 +21,7 @@ def in_thread(work):
 
 
 def test_the_innermost_counts_and_afterwards_the_one_around_it():
-    mine = Whereabouts()
+    mine = Activity()
     assert (mine.tell()["doing"], mine.since()) == (OUTSIDE, None)
     with mine.at("computing"):
         with mine.at("agreeing", waits=True):
@@ -33,7 +33,7 @@ def test_the_innermost_counts_and_afterwards_the_one_around_it():
 
 
 def test_other_threads_only_add_what_is_on_the_wire():
-    mine = Whereabouts()
+    mine = Activity()
     mine.begin(7)
 
     def other():
@@ -46,10 +46,10 @@ def test_other_threads_only_add_what_is_on_the_wire():
 
 
 @pytest.mark.parametrize(
-    ("steps", "limit_s"), [((), UNKNOWN_S), ([0.1] * 9, LEAST_S), ([2.0] * 80, 20.0), ([9.0] * 30, MOST_S)]
+    ("steps", "limit_s"), [((), UNKNOWN_S), ([0.1] * 9, MIN_S), ([2.0] * 80, 20.0), ([9.0] * 30, MAX_S)]
 )
 def test_a_wait_may_last_as_long_as_ten_steps(steps, limit_s):
-    mine = Whereabouts()
+    mine = Activity()
     for number, seconds in enumerate(steps):
         mine.begin(number)
         mine.end(seconds, 0.0)
@@ -59,27 +59,27 @@ def test_a_wait_may_last_as_long_as_ten_steps(steps, limit_s):
 
 
 def test_between_steps_who_may_come_back_is_waited_for_less():
-    mine = Whereabouts()
+    mine = Activity()
     mine.begin(0)
     mine.end(0.1, 0.0)
     assert mine.limit_s == BETWEEN_S
     mine.between_s = BACK_S
     assert mine.limit_s == BACK_S
     mine.begin(1)
-    assert mine.limit_s == LEAST_S
+    assert mine.limit_s == MIN_S
 
 
 def test_one_slow_step_of_many_changes_nothing_and_old_ones_are_forgotten():
-    mine = Whereabouts()
+    mine = Activity()
     for seconds in (*[5.0] * 70, *[0.1] * 70, 5.0):
         mine.begin(0)
         mine.end(seconds, 0.0)
     mine.begin(0)
-    assert mine.limit_s == LEAST_S
+    assert mine.limit_s == MIN_S
 
 
 def test_the_stack_is_that_of_the_thread_that_trains():
-    mine, asked, told = Whereabouts(), threading.Event(), []
+    mine, asked, told = Activity(), threading.Event(), []
 
     def asleep():
         mine.begin(0)
@@ -100,12 +100,12 @@ def test_the_stack_is_that_of_the_thread_that_trains():
 
 COLLECTED = """
 import gc, threading
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 
 class Holder:
     pass
 
-mine, over = Whereabouts(), threading.Event()
+mine, over = Activity(), threading.Event()
 mine.begin(0)
 for _ in range(20):
     threading.Thread(target=over.wait, daemon=True).start()
@@ -143,7 +143,7 @@ def slowly():
     return {}
 
 sys._current_frames = slowly
-thread = threading.Thread(target=activity.Whereabouts().stack)
+thread = threading.Thread(target=activity.Activity().stack)
 thread.start()
 looking.wait()
 child = os.fork()
@@ -161,7 +161,7 @@ def test_a_child_that_is_forked_meanwhile_collects_its_garbage():
 
 def test_it_costs_next_to_nothing():
     """A step says some ten times what it is at; a hundred times cost less than a millisecond."""
-    mine = Whereabouts()
+    mine = Activity()
     best_s = float("inf")
     for _ in range(50):
         start = time.perf_counter()
@@ -212,7 +212,7 @@ def test_where_all_wait_in_different_places_the_script_may_be_to_blame():
 
 def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_afterwards_has_ended():
     """What they had sent before may end the step that it woke in."""
-    where = Whereabouts()
+    where = Activity()
     where.begin(7)
     assert where.doubtful_s == 0.0
     where.woke(34.0)
@@ -223,19 +223,19 @@ def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_a
 
 
 def test_notices_go_to_the_screen_in_one_piece(capsys):
-    Whereabouts().notice("one\ntwo")
+    Activity().notice("one\ntwo")
     assert capsys.readouterr().err == "paceline: one\ntwo\n"
 
 
 @pytest.mark.parametrize("arrived", [False, True], ids=["its machine is silent", "its machine answers"])
 def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatch, arrived):
     """And so does not take the others for killed, should they have ended by the time it meets them."""
-    mine = object.__new__(heartbeat.Pulse)
-    mine.rank, mine.whereabouts, mine.dead, mine.left = 0, Whereabouts(), {}, set()
+    mine = object.__new__(heartbeat.Heartbeat)
+    mine.rank, mine.activity, mine.dead, mine.left = 0, Activity(), {}, set()
     mine._peers = {1: SimpleNamespace(arrived=arrived)}
     mine._heard = {1: time.monotonic() - 100.0}
     mine._changed = threading.Condition()
     monkeypatch.setattr(mine._peers[1], "say", lambda *words: None, raising=False)
     assert mine._judge() == [1]
     assert ("stalled" in mine.dead[1]) == arrived
-    assert (mine.whereabouts.doubtful_s > 90.0) == (not arrived)
+    assert (mine.activity.doubtful_s > 90.0) == (not arrived)

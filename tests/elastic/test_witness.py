@@ -14,16 +14,16 @@ import pytest
 
 from paceline.contract import LinkError
 from paceline.elastic import failure_detector as witness_
-from paceline.elastic.failure_detector import Witness
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MeetingPoint
+from paceline.elastic.failure_detector import ConnectionFailureDetector
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.store_server import RendezvousStore
 from waiting import until
 
 SECRET = b"of this run"
 HOST = """
 import os, sys, time
-from paceline.link.net.store_server import MeetingPoint
-point = MeetingPoint("127.0.0.1", 0, b"of this run")
+from paceline.link.net.store_server import RendezvousStore
+point = RendezvousStore("127.0.0.1", 0, b"of this run")
 print(point.port, flush=True)
 sys.stdin.readline()
 child = os.fork()
@@ -42,7 +42,7 @@ def host():
 
 
 def watch(port):
-    witness = Witness(lambda name: Meeting("127.0.0.1", port, SECRET, 1, 2, 5.0))
+    witness = ConnectionFailureDetector(lambda name: StoreClient("127.0.0.1", port, SECRET, 1, 2, 5.0))
     witness.watch(["other"])
     return witness
 
@@ -74,7 +74,7 @@ def test_a_process_that_stands_still_has_not_ended(host):
 def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_again(monkeypatch):
     """Story: after a reset was read once, the kernel says of the line what it says of one that was ended in peace."""
     monkeypatch.setattr(witness_, "AGAIN_S", 0.2)
-    point = MeetingPoint("127.0.0.1", 0, SECRET)
+    point = RendezvousStore("127.0.0.1", 0, SECRET)
     witness = watch(point.port)
     first = witness._lines["other"]
     (line,) = point._guests
@@ -97,21 +97,21 @@ def test_of_whom_there_is_no_line_nothing_is_known():
     def reach(name):
         raise LinkError("it could not be reached")
 
-    witness = Witness(reach)
+    witness = ConnectionFailureDetector(reach)
     witness.watch(["other"])
     assert not witness.ended("other")
     assert not witness.ended("a third")
 
 
 def test_lines_are_handed_on_and_those_of_others_are_closed():
-    with_lines = {name: MeetingPoint("127.0.0.1", 0, SECRET) for name in ("one", "two", "three")}
+    with_lines = {name: RendezvousStore("127.0.0.1", 0, SECRET) for name in ("one", "two", "three")}
     opened = []
 
     def reach(name):
         opened.append(name)
-        return Meeting("127.0.0.1", with_lines[name].port, SECRET, 1, 2, 5.0)
+        return StoreClient("127.0.0.1", with_lines[name].port, SECRET, 1, 2, 5.0)
 
-    first, second = Witness(reach), Witness(reach)
+    first, second = ConnectionFailureDetector(reach), ConnectionFailureDetector(reach)
     first.watch(["one", "two"])
     second.watch(["two", "three"], first)
     assert sorted(opened) == ["one", "three", "two"]

@@ -102,7 +102,7 @@ def test_a_process_whose_rows_add_nothing_is_none_of_them():
 
     def work(link):
         many = Rank(link, model, OPTIMIZERS["sgd"], loss=constant)
-        few = many.step(Whole((x[:2], y[:2].clamp(min=1)))).ballot  # of three ranks one has no row
+        few = many.step(Whole((x[:2], y[:2].clamp(min=1)))).vote  # of three ranks one has no row
         return many.train([(x, y)]), few.weight
 
     for losses, weight in ranks.run(3, work):

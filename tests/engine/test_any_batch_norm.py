@@ -12,7 +12,7 @@ import paceline
 import ranks
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.engine.checks.norm_layers import over_batches, own_statistics
-from paceline.engine.compute.sync_batch_norm import Layers
+from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.replicas import Engine as Replicas
 from paceline.link.memory import world
 
@@ -235,7 +235,7 @@ def test_a_synchronised_layer_is_not_local_without_a_word():
 
 def test_what_is_covered_is_restored():
     made = model("checkpointed, own buffers")
-    layers = Layers(made)
+    layers = SyncBatchNorm(made)
     layers.convert(lambda vector: vector)
     with layers.computing():
         out = made(torch.randn(4, IN, dtype=torch.float64))

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import ranks
 from nodes import Rank, build, gap, reference, rows
 from paceline.contract import LinkError
-from paceline.engine.compute.sync_batch_norm import Layers
-from paceline.engine.node.in_step_reduce import Everyone
-from paceline.engine.node.local_group import Crew, CrewError
+from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
+from paceline.engine.node.in_step_reduce import InStepReduce
+from paceline.engine.node.local_group import LocalGroup, LocalGroupError
 from paceline.engine.replicas import Engine as Replicas
 from paceline.link.memory import world
 
@@ -46,7 +46,7 @@ def test_alone_it_is_batch_norm(shape, affine, layout):
         nn.init.normal_(plain.weight)
         nn.init.normal_(plain.bias)
     ours = copy.deepcopy(plain)
-    Layers(ours).convert(lambda vector: vector)
+    SyncBatchNorm(ours).convert(lambda vector: vector)
     x = (torch.randn(shape, dtype=torch.float64) * 2 + 50).contiguous(
         memory_format=layout if len(shape) == 4 else torch.contiguous_format
     )
@@ -66,7 +66,7 @@ def test_weights_of_16_bits_are_normalised_as_those_of_one_process(dtype):
     torch.manual_seed(1)
     plain = nn.BatchNorm1d(5).to(dtype)
     ours, x = copy.deepcopy(plain), torch.randn(8, 5).to(dtype)
-    Layers(ours).convert(lambda vector: vector)
+    SyncBatchNorm(ours).convert(lambda vector: vector)
     for layer in (plain, ours):
         layer(x).square().sum().backward()
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_24_rows_here_and_8_there_are_32_in_one_process():
 
     def work(link):
         rank = Rank(link, model, optimizer, shares=(24, 8), batch_norm="sync", batch=32)
-        assert rank.run.seat.dealt(32) == (24, 8)
+        assert rank.run.assignment.dealt(32) == (24, 8)
         losses = rank.train(data)
         rank.exchange.close()
         rank.engine.close()
@@ -150,7 +150,7 @@ def test_processes_equal_one_process(engine, num_nodes, tmp_path, whole):
 def test_what_was_converted_is_restored():
     model = build(Normed)
     names = list(model.state_dict())
-    layers = Layers(model)
+    layers = SyncBatchNorm(model)
     layers.convert(lambda vector: vector)
     assert list(model.state_dict()) == names
     assert copy.deepcopy(model).norm.forward.__self__ is not model.norm
@@ -159,12 +159,12 @@ def test_what_was_converted_is_restored():
 
 
 def test_outside_of_a_step_and_in_evaluation_nothing_is_added():
-    model, everyone = build(Normed), Everyone()
+    model, everyone = build(Normed), InStepReduce()
 
     def never(vector):
         raise AssertionError("a sum outside of a step")
 
-    Layers(model).convert(never, everyone.inside)
+    SyncBatchNorm(model).convert(never, everyone.inside)
     model(rows(5, 0)[0])
     with everyone.step(True):
         model.norm.eval()
@@ -173,7 +173,7 @@ def test_outside_of_a_step_and_in_evaluation_nothing_is_added():
 
 def test_too_few_values_over_everyone_are_refused():
     layer = nn.BatchNorm1d(3)
-    Layers(layer).convert(lambda vector: vector)
+    SyncBatchNorm(layer).convert(lambda vector: vector)
     with pytest.raises(ValueError, match="more than 1 value per channel over all processes, got 1"):
         layer(torch.ones(1, 3))
 
@@ -183,9 +183,12 @@ def test_processes_in_different_layers_are_told():
 
     def work(link):
         pair = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-        everyone = Everyone(None, link)
-        Layers(pair).convert(everyone.total, everyone.inside)
-        with everyone.step(True), pytest.raises(CrewError, match=r"different batch-norm layers.*batch_norm='local'"):
+        everyone = InStepReduce(None, link)
+        SyncBatchNorm(pair).convert(everyone.total, everyone.inside)
+        with (
+            everyone.step(True),
+            pytest.raises(LocalGroupError, match=r"different batch-norm layers.*batch_norm='local'"),
+        ):
             pair[link.rank](torch.randn(4, 3))
 
     ranks.run(2, work)
@@ -196,8 +199,8 @@ def test_an_error_in_one_process_reaches_those_who_wait_for_its_rows(fails):
     name, heard = f"test-{os.getpid()}-norm-{fails}", {}
 
     def one(rank):
-        crew = Crew(rank, 2, name)
-        everyone = Everyone(crew)
+        local_group = LocalGroup(rank, 2, name)
+        everyone = InStepReduce(local_group)
         try:
             with everyone.step(True):
                 if rank == fails:
@@ -206,7 +209,7 @@ def test_an_error_in_one_process_reaches_those_who_wait_for_its_rows(fails):
         except (LinkError, KeyError) as error:
             heard[rank] = error
         finally:
-            crew.close()
+            local_group.close()
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
@@ -245,7 +248,7 @@ def test_a_process_whose_layer_sees_no_rows_adds_nothing():
         elsewhere = [1.0, float(vector[1]), *([0.1, 6.0] if len(vector) == 10 else []), *[3.0] * 6]
         return vector + torch.tensor(elsewhere, dtype=torch.float64)
 
-    Layers(layer).convert(total)
+    SyncBatchNorm(layer).convert(total)
     x = torch.zeros(0, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     layer(x).sum().backward()
     assert [vector[2:].tolist() for vector in sums] == [[0.1, *[0.0] * 7], [0.0] * 6]
@@ -257,7 +260,7 @@ def test_float32_and_bfloat16_rows():
     """Statistics in float32 at least, far from zero mean."""
     x = torch.randn(64, 3) + 100
     plain, ours = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-    Layers(ours).convert(lambda vector: vector)
+    SyncBatchNorm(ours).convert(lambda vector: vector)
     assert torch.allclose(plain(x), ours(x), atol=2e-4)
     low = x.sub(100).bfloat16().requires_grad_()
     out = ours(low)

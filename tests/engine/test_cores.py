@@ -9,7 +9,7 @@ import torch
 from paceline import session
 from paceline.engine import replicas
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.job import Job
 from paceline.launch.machine import Machine
 
@@ -71,7 +71,7 @@ def test_engines_and_the_row_that_nobody_asked_for_obey_a_containers_limit(monke
     torch.set_num_threads(before)
     monkeypatch.setattr(session, "survey", lambda: Machine(cores=3))
     monkeypatch.setattr(session.plan_cache, "of_job", lambda *_: None)
-    assert session._default_row(World(), Job(model, optimizer, None, 8)) == "threads:3"
+    assert session._default_row(LaunchEnvironment(), Job(model, optimizer, None, 8)) == "threads:3"
     assert "threads:3, not measured" in capsys.readouterr().err
 
 

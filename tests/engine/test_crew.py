@@ -15,27 +15,27 @@ from paceline.contract import LinkError
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.engine.compute.input_snapshot import solidify
 from paceline.engine.node import local_group as crews
-from paceline.engine.node.local_group import Crew, CrewError
-from paceline.engine.node.shared_memory import Places
+from paceline.engine.node.local_group import LocalGroup, LocalGroupError
+from paceline.engine.node.shared_memory import SharedBuffers
 
 
-def meet(size, work=lambda crew: None, name=None, ranks=None, sizes=None):
+def meet(size, work=lambda local_group: None, name=None, ranks=None, sizes=None):
     """One thread per local rank; what each returned or raised, in order."""
     name = name or f"test-{os.getpid()}-{time.monotonic_ns()}"
     results = [None] * size
 
     def one(i):
         try:
-            crew = Crew((ranks or range(size))[i], (sizes or [size] * size)[i], name)
+            local_group = LocalGroup((ranks or range(size))[i], (sizes or [size] * size)[i], name)
         except BaseException as error:
             results[i] = error
             return
         try:
-            results[i] = work(crew)
+            results[i] = work(local_group)
         except BaseException as error:
             results[i] = error
         finally:
-            crew.close()
+            local_group.close()
 
     threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(size)]
     for thread in threads:
@@ -49,16 +49,16 @@ def meet(size, work=lambda crew: None, name=None, ranks=None, sizes=None):
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_everyone_hears_everyones_bytes(size):
     bodies = [os.urandom(n) for n in (0, 1, 3 * crews.MESSAGE_BYTES + 7, 40, crews.MESSAGE_BYTES - 1)][:size]
-    for got in meet(size, lambda crew: crew.swap(bodies[crew.rank], "testing")):
+    for got in meet(size, lambda local_group: local_group.all_gather_bytes(bodies[local_group.rank], "testing")):
         assert got == bodies
 
 
 def test_who_joins_again_at_once_does_not_meet_those_who_are_still_joining():
     name = f"test-{os.getpid()}-again"
 
-    def work(crew):
-        crew.close()
-        again = Crew(crew.rank, crew.size, name)
+    def work(local_group):
+        local_group.close()
+        again = LocalGroup(local_group.rank, local_group.size, name)
         again.barrier("testing")
         again.close()
         return True
@@ -67,12 +67,15 @@ def test_who_joins_again_at_once_does_not_meet_those_who_are_still_joining():
 
 
 def test_memory_is_shared_and_zero():
-    def work(crew):
-        memory = crew.share(12)
-        assert bytes(memory) in (bytes(12), bytes([0, 1, 0, *[0] * 9]), bytes([0, 1, 2, *[0] * 9])) or crew.rank == 0
-        crew.barrier("testing")
-        memory[crew.rank] = crew.rank
-        crew.barrier("testing")
+    def work(local_group):
+        memory = local_group.shared_memory(12)
+        assert (
+            bytes(memory) in (bytes(12), bytes([0, 1, 0, *[0] * 9]), bytes([0, 1, 2, *[0] * 9]))
+            or local_group.rank == 0
+        )
+        local_group.barrier("testing")
+        memory[local_group.rank] = local_group.rank
+        local_group.barrier("testing")
         return bytes(memory)
 
     assert meet(3, work) == [bytes([0, 1, 2] + [0] * 9)] * 3
@@ -88,7 +91,7 @@ def test_memory_is_shared_and_zero():
 )
 def test_wrong_ranks_are_named(ranks, sizes, words):
     for error in meet(len(ranks), ranks=ranks, sizes=sizes):
-        assert isinstance(error, CrewError)
+        assert isinstance(error, LocalGroupError)
         assert words.removesuffix("; start each") in str(error)
 
 
@@ -113,10 +116,10 @@ def test_a_stranger_who_says_nothing_or_nonsense_is_sent_away():
             strangers.append(line)
 
     leader = []
-    host = threading.Thread(target=lambda: leader.append(Crew(0, 2, name)), daemon=True)
+    host = threading.Thread(target=lambda: leader.append(LocalGroup(0, 2, name)), daemon=True)
     host.start()
     knock()
-    follower = Crew(1, 2, name)
+    follower = LocalGroup(1, 2, name)
     host.join(30.0)
     assert leader[0].lines.keys() == {1}
     for one in (*strangers, follower, leader[0]):
@@ -143,12 +146,12 @@ def test_a_name_in_use_is_named():
 
 @pytest.mark.parametrize("dies", [0, 1])
 def test_death_while_sharing_memory_is_told(dies):
-    def work(crew):
-        if crew.rank == dies:
+    def work(local_group):
+        if local_group.rank == dies:
             return None
-        if crew.rank == 0:
-            crew.barrier("testing")
-        return crew.share(10)
+        if local_group.rank == 0:
+            local_group.barrier("testing")
+        return local_group.shared_memory(10)
 
     results = meet(2, work)
     assert isinstance(results[1 - dies], LinkError)
@@ -158,13 +161,13 @@ def test_death_while_sharing_memory_is_told(dies):
 def test_the_last_word_is_heard_over_a_reset():
     """Local rank 0 gives up with another's message unread, which resets that line."""
 
-    def work(crew):
-        if crew.rank:
-            crew.send(0, b"b")
-            crew.send(0, b"b")
-            return crew.expect(0, b"b", "testing")
-        crew.expect(1, b"b", "testing")
-        crew.say_why(CrewError("the disk is full"))
+    def work(local_group):
+        if local_group.rank:
+            local_group.send(0, b"b")
+            local_group.send(0, b"b")
+            return local_group.expect(0, b"b", "testing")
+        local_group.expect(1, b"b", "testing")
+        local_group.broadcast_error(LocalGroupError("the disk is full"))
         return None
 
     assert str(meet(2, work)[1]) == "the disk is full"
@@ -181,17 +184,17 @@ class Odd(nn.Module):
 
 
 def test_buffers_that_are_expanded_or_replaced_are_shared():
-    def work(crew):
+    def work(local_group):
         model = Odd()
         solidify(model)
         backward = Backward(model)
-        places = Places(crew, backward.specs, dict(model.named_parameters()), list(model.buffers()))
-        model.count = model.count + crew.rank + 1
-        model.wide.add_(crew.rank)
+        places = SharedBuffers(local_group, backward.buckets, dict(model.named_parameters()), list(model.buffers()))
+        model.count = model.count + local_group.rank + 1
+        model.wide.add_(local_group.rank)
         for buffer, place in places.twins(list(model.buffers())):
-            if crew.rank == 0:
+            if local_group.rank == 0:
                 place.copy_(buffer)
-        crew.barrier("testing")
+        local_group.barrier("testing")
         for buffer, place in places.twins(list(model.buffers())):
             buffer.copy_(place)
         model.count = torch.zeros(3)
@@ -207,14 +210,14 @@ def test_who_sends_to_one_that_has_left_says_so_in_words():
     """Story: a process left its loop by a `break` that the other did not take, and that one spoke of a broken pipe."""
     left = threading.Event()
 
-    def work(crew):
-        if crew.rank:
-            crew.close()
+    def work(local_group):
+        if local_group.rank:
+            local_group.close()
             left.set()
             return
         assert left.wait(20.0)
-        crew.send(1, b"v")
+        local_group.send(1, b"v")
 
     here, _ = meet(2, work)
-    assert isinstance(here, CrewError)
+    assert isinstance(here, LocalGroupError)
     assert "lost local rank 1 of this node: it has ended, or left its loop before the others" in str(here)

@@ -105,7 +105,7 @@ def test_no_order_on_the_wire_changes_a_result(turn):
 
     def work(link, shuffled):
         rank = rank_of(link, model, "forward" if turn % 2 else "backward", DENSE)
-        order = torch.randperm(len(rank.engine.specs), generator=dice.clone_state()).tolist()
+        order = torch.randperm(len(rank.engine.buckets), generator=dice.clone_state()).tolist()
         if shuffled:
             cut = 1 + turn % 3
             rank.exchange.choice.groups = tuple(tuple(order[i : i + cut]) for i in range(0, len(order), cut))
@@ -208,7 +208,7 @@ def test_whoever_uses_the_model_between_steps_finds_the_last_step_in_it():
             elif use == "optimizer":
                 rank.optimizer.state_dict()
             else:
-                rank.engine.settle()
+                rank.engine.wait_pending()
             said[use] = {name: value.detach().clone() for name, value in rank.model.named_parameters()}
             rank.exchange.close()
         return said

@@ -95,7 +95,7 @@ class Listening:
     def decode(self, payload, numel, dtype):
         return payload
 
-    def settle(self, pending, agreed):
+    def wait_pending(self, pending, agreed):
         return None
 
 
@@ -112,9 +112,9 @@ def test_a_thread_that_sends_late_sends_the_same_and_what_is_decided_by_it_is_de
         costs = rank.exchange._before[1]
         link.leave.event.set()
         rank.train(BATCHES[1:3])
-        rank.engine.settle()
+        rank.engine.wait_pending()
         rank.exchange.close()
-        return costs, rank.exchange.codec.steps, len(rank.engine.specs)
+        return costs, rank.exchange.codec.steps, len(rank.engine.buckets)
 
     (costs, steps, num), other = ranks.run(2, work, world(2))
     assert steps == [step for step in range(3) for _ in range(num)]
@@ -157,14 +157,14 @@ def test_a_module_finds_its_own_weights_whatever_function_reads_them():
         for data in BATCHES[:3]:
             link.arrive.close()
             rank.train([data])
-        rank.engine.settle()
+        rank.engine.wait_pending()
         rank.exchange.close()
         return rank.state()
 
-    specs = [spec.names for spec in Rank(memory.world(1)[0], model).engine.specs]
+    buckets = [bucket.names for bucket in Rank(memory.world(1)[0], model).engine.buckets]
     want, _ = reference(model, BATCHES[:3])
-    place = 1 + specs.index(("shift.by",))
-    for number in (place, len(specs) + place):  # the first step's, and the second's
+    place = 1 + buckets.index(("shift.by",))
+    for number in (place, len(buckets) + place):  # the first step's, and the second's
         assert all(gap(state, want) < 1e-12 for state in ranks.run(2, work, world(2, number)))
 
 
@@ -180,7 +180,7 @@ class Normal(nn.Module):
 def test_a_bad_gradient_is_told_by_all_at_one_place_of_the_step():
     """Story: one rank raised NotFinite before a layer of batch norm, the others waited in it for its rows."""
     model = build(Normal)
-    order = [spec.names for spec in Rank(memory.world(1)[0], model).engine.specs]
+    order = [bucket.names for bucket in Rank(memory.world(1)[0], model).engine.buckets]
 
     def work(link):
         rank = rank_of(link, model, batch_norm="sync")
@@ -218,7 +218,7 @@ def test_what_was_not_applied_is_not_remembered():
             if link.rank:
                 hook.remove()
             losses = rank.train(BATCHES)
-            rank.engine.settle()
+            rank.engine.wait_pending()
             assert all(loss == loss for loss in losses), overlap
             assert all(value.isfinite().all() for value in rank.state().values()), overlap
             rank.exchange.close()
@@ -233,7 +233,7 @@ def test_copies_loads_and_norms_between_steps():
     def work(link):
         rank = rank_of(link, model)
         rank.train(BATCHES[:1])
-        rank.engine.settle()
+        rank.engine.wait_pending()
         assert rank.engine.norm is None, "the norm of one piece is nobody's"
         kept = copy.deepcopy(rank.optimizer.state_dict())
         rank.train(BATCHES[1:2])
@@ -244,7 +244,7 @@ def test_copies_loads_and_norms_between_steps():
         best = copy.deepcopy(rank.model)
         assert best(BATCHES[0][0]).shape == (24, 3)
         rank.train(BATCHES[3:])
-        rank.engine.settle()
+        rank.engine.wait_pending()
         rank.exchange.close()
         return rank.state()
 

@@ -141,7 +141,7 @@ def test_an_input_that_is_filled_anew_after_the_step_leaves_as_it_was():
         rank.step(Batch(data))
         data[0].fill_(9.0)
         exchange.gate.set()
-        rank.engine.settle()
+        rank.engine.wait_pending()
         exchange.close()
         return rank.state()
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Plain, Rank, build, gap, reference, rows
-from paceline.link.net.metered import Ledger
+from paceline.link.net.metered import MeteredLink
 
 
 class Reentrant(Plain):
@@ -37,7 +37,7 @@ def test_segments_that_backward_computes_again_are_exact(size, exchange):
     batches = [rows(24, seed) for seed in range(4)]
 
     def work(link):
-        rank = Rank(Ledger(link), build(Reentrant), exchange=exchange)
+        rank = Rank(MeteredLink(link), build(Reentrant), exchange=exchange)
         rank.train(batches)
         return rank.state()
 

@@ -80,8 +80,8 @@ class Padded(GlobalBatch):
     def __init__(self, batch):
         self.batch, self.weight = batch, float(ROWS)
 
-    def share(self, seat):
-        mine = seat.rows(ROWS)
+    def share(self, assignment):
+        mine = assignment.rows(ROWS)
         if not mine:
             return None
         part = {name: tensor[mine.start : mine.stop] for name, tensor in self.batch.items()}
@@ -112,12 +112,12 @@ def test_processes_with_unlike_numbers_of_labels_train_what_one_does(name):
 
     def work(link):
         rank = Rank(link, model, OPTIMIZERS["sgd"], loss=None, shares=(5, 1, 2)[: link.size])
-        return [rank.step(Padded(batch)).ballot for _ in range(2)], rank.state()
+        return [rank.step(Padded(batch)).vote for _ in range(2)], rank.state()
 
     for size in (2, 3):
-        for ballots, state in ranks.run(size, work):
+        for votes, state in ranks.run(size, work):
             assert gap(state, want) < 1e-5 * moved
-            losses = [ballot.loss_sum / ballot.weight for ballot in ballots]
+            losses = [vote.loss_sum / vote.weight for vote in votes]
             assert losses == pytest.approx(want_losses, rel=1e-6)
     assert moved > 1e-4
 

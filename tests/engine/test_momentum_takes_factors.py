@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, gap, reference, rows
 from paceline.contract import DENSE, FACTORS
-from paceline.engine.compute.optimizer_step import takes_factors
+from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
 
@@ -142,7 +142,7 @@ def test_a_hook_that_wants_the_gradient_gets_it(hook):
 )
 def test_other_optimizers_get_their_gradient(optimizer, takes):
     rank = Rank(world(1)[0], build(), optimizer)
-    assert takes_factors(rank.optimizer) == rank.engine.absorbs == takes
+    assert optimizer_takes_factors(rank.optimizer) == rank.engine.optimizer_takes_factors == takes
     assert (FACTORS in rank.exchange.forms()) == takes
 
 
@@ -199,6 +199,6 @@ def test_an_optimizer_that_steps_by_closure_is_refused():
 def test_forms_at_one_rank_follow_the_optimizer_alone():
     for absorbs, form in ((True, FACTORS), (False, DENSE)):
         rank = Rank(world(1)[0], build())
-        rank.exchange.open(rank.engine.specs, world(1)[0], rank.exchange.codec, 24, absorbs=absorbs)
-        linear = {f for spec, f in zip(rank.engine.specs, rank.exchange.forms(), strict=True) if spec.linear}
+        rank.exchange.open(rank.engine.buckets, world(1)[0], rank.exchange.codec, 24, optimizer_takes_factors=absorbs)
+        linear = {f for bucket, f in zip(rank.engine.buckets, rank.exchange.forms(), strict=True) if bucket.linear}
         assert linear == {form}

@@ -12,7 +12,7 @@ import cases
 import paceline
 from launching import launch
 from nodes import gap
-from paceline.contract import Verdict
+from paceline.contract import Decision
 from paceline.engine.compute import precision
 
 ROWS = 32
@@ -92,7 +92,7 @@ def test_fp16_is_the_loop_with_a_gradient_scaler(engine, monkeypatch):
     for batch in batches:
         losses.append(pace.step(batch))
         scales.append(pace.run.scaler.scale)
-        skipped += pace.agreement.verdict is Verdict.SKIP
+        skipped += pace.agreement.decision is Decision.SKIP
     pace.close()
     same = net()
     scaling = {"init_scale": 2.0**24, "growth_interval": 3}
@@ -125,7 +125,7 @@ def test_a_step_that_overflows_has_never_been():
     before = [tensor.clone() for tensor in tensors]
     random = torch.get_rng_state()
     pace.step((bad[0] * 1e30, bad[1]))
-    assert pace.agreement.verdict is Verdict.SKIP
+    assert pace.agreement.decision is Decision.SKIP
     assert pace.run.scaler.scale == precision.START / 2
     after, same_numbers = everything(model, optimizer, schedule)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -145,7 +145,7 @@ def test_fp16_that_overflows_without_scaling_is_told_in_the_end():
     ((x, y),) = data(1)
     for _ in range(16):
         pace.step((x * 1e30, y))
-        assert pace.agreement.verdict is Verdict.SKIP
+        assert pace.agreement.decision is Decision.SKIP
     with pytest.raises(FloatingPointError, match=r"at step 16: .*the output of 0 \(Linear\)"):
         pace.step((x * 1e30, y))
     pace.close()

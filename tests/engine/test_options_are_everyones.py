@@ -9,8 +9,8 @@ from launching import launch, small
 from nodes import OPTIMIZERS, Rank, build, gap, rows
 from paceline.contract import UnlikeOptions
 from paceline.engine.checks.optimizer_options import Options
-from paceline.link.net.metered import Ledger
-from paceline.messages import Ballot
+from paceline.link.net.metered import MeteredLink
+from paceline.messages import Vote
 
 CHANGES = {
     "lr": (
@@ -48,7 +48,7 @@ def test_a_number_changed_on_one_rank_alone_is_told_as_that(what, capsys):
     optimizer, change, said = CHANGES[what]
 
     def work(link):
-        rank = Rank(Ledger(link), build(), OPTIMIZERS[optimizer])
+        rank = Rank(MeteredLink(link), build(), OPTIMIZERS[optimizer])
         rank.train([rows(24, 0), rows(24, 1)])
         if link.rank == 2:
             change(rank.optimizer.param_groups[0])
@@ -70,7 +70,7 @@ def test_a_number_changed_on_one_rank_alone_is_told_as_that(what, capsys):
 
 def test_a_schedule_that_moves_in_lockstep_is_no_difference():
     def work(link):
-        rank = Rank(Ledger(link), build(), OPTIMIZERS["adam"])
+        rank = Rank(MeteredLink(link), build(), OPTIMIZERS["adam"])
         rank.run.job.scheduler = torch.optim.lr_scheduler.OneCycleLR(rank.optimizer, 0.1, total_steps=6)
         rank.train([rows(24, i) for i in range(5)])
         return rank.optimizer.param_groups[0]["lr"]
@@ -83,9 +83,9 @@ def test_what_differs_by_rounding_alone_is_left_out_from_then_on():
     """As a schedule's cosine between two libraries, or a step size that the optimizer finds by itself."""
 
     def work(link):
-        rank = Rank(Ledger(link), build(), OPTIMIZERS["adam"])
-        gathers, gather = [], rank.control.gather
-        rank.control.gather = lambda *words: gathers.append(1) or gather(*words)
+        rank = Rank(MeteredLink(link), build(), OPTIMIZERS["adam"])
+        gathers, gather = [], rank.control.all_gather
+        rank.control.all_gather = lambda *words: gathers.append(1) or gather(*words)
         for i in range(4):
             rank.optimizer.param_groups[0]["lr"] = 0.01 / (i + 1) * (1 + 1e-12 * link.rank)
             rank.train([rows(24, i)])
@@ -99,7 +99,7 @@ def test_what_differs_by_rounding_alone_is_left_out_from_then_on():
 
 def test_nodes_that_average_now_and_then_may_have_numbers_of_their_own():
     def work(link):
-        rank = Rank(Ledger(link), build(), OPTIMIZERS["sgd"], exchange="local_sgd:2")
+        rank = Rank(MeteredLink(link), build(), OPTIMIZERS["sgd"], exchange="local_sgd:2")
         rank.optimizer.param_groups[0]["lr"] = 0.1 * (1 + link.rank)
         rank.train([rows(24, i) for i in range(4)])
         return rank.state()
@@ -135,8 +135,8 @@ def test_the_checksum_is_of_numbers_and_not_of_their_types():
 
 
 def test_of_several_votes_the_merged_one_says_that_they_differ():
-    same = Ballot.merge([Ballot(options=7), Ballot(options=7)])
+    same = Vote.merge([Vote(options=7), Vote(options=7)])
     assert not same.unlike
-    mixed = Ballot.merge([Ballot(options=7), Ballot(options=8)])
-    assert Ballot.unpack(mixed.pack()).unlike
-    assert Ballot.merge([mixed, same]).unlike
+    mixed = Vote.merge([Vote(options=7), Vote(options=8)])
+    assert Vote.unpack(mixed.pack()).unlike
+    assert Vote.merge([mixed, same]).unlike

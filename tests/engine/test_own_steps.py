@@ -79,11 +79,11 @@ def test_a_step_before_the_first_is_the_scripts_own():
 def test_to_be_watched_is_not_to_be_hooked():
     _, optimizer, pace = joined()
     with pace:
-        assert optimizer_step.takes_factors(optimizer)
+        assert optimizer_step.optimizer_takes_factors(optimizer)
         pace.step(batch())
-        assert optimizer_step.takes_factors(optimizer)
+        assert optimizer_step.optimizer_takes_factors(optimizer)
         optimizer.register_step_post_hook(lambda *_: None)
-        assert not optimizer_step.takes_factors(optimizer)
+        assert not optimizer_step.optimizer_takes_factors(optimizer)
     assert not optimizer._optimizer_step_pre_hooks
 
 

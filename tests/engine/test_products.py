@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.contract import Rule
+from paceline.contract import UpdateRule
 from paceline.engine.compute import matmul
 from paceline.engine.compute.optimizer_step import Factored, finish
 
@@ -154,7 +154,7 @@ def test_factors_enter_the_optimizer_as_the_gradient_would(fast, options):
         left, right = torch.randn(ROWS, OUT), torch.randn(ROWS, IN)
         other.grad = 0.5 * left.T @ right
         plain.step()
-        finish([], [Factored(one, left, right)], by_factors, Rule(0.5), lambda total: total)
+        finish([], [Factored(one, left, right)], by_factors, UpdateRule(0.5), lambda total: total)
     torch.testing.assert_close(one.data, other.data, rtol=1e-4, atol=1e-4)
 
 
@@ -172,7 +172,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(fast):
             part = nn.Parameter(weight[start : start + length])
             optimizer = torch.optim.SGD([part], lr=0.1, momentum=0.9)
             for _ in range(2):
-                finish([], [Factored(part, left[:, start : start + length], right)], optimizer, Rule(1.0), lambda t: t)
+                finish(
+                    [],
+                    [Factored(part, left[:, start : start + length], right)],
+                    optimizer,
+                    UpdateRule(1.0),
+                    lambda t: t,
+                )
         found.append(weight)
     assert all(torch.equal(found[0], each) for each in found[1:])
 

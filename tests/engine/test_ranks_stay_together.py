@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ranks
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, reference, rows
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Ballot, LinkError, NotFinite
+from paceline.contract import DENSE, FACTORS, LinkError, NotFinite, Vote
 from paceline.elastic.consistency import compare
 from paceline.elastic.membership import connect
 from paceline.engine.compute.batch import judged
@@ -26,10 +26,10 @@ BAD = torch.full_like(BATCHES[0][0], float("nan")), BATCHES[0][1]
 
 
 class Broken(Whole):
-    def share(self, seat):
-        if seat.node:
+    def share(self, assignment):
+        if assignment.node:
             raise KeyError("a file that is not there")
-        return super().share(seat)
+        return super().share(assignment)
 
 
 def test_a_step_that_one_rank_did_not_make_is_not_made_up_with_another_batch():
@@ -141,8 +141,8 @@ def test_between_averages_all_stop_after_the_same_step():
     def work(link):
         rank, stops = Rank(link, build(), exchange="local_sgd:3"), []
         for number in range(8):
-            rank.run.stop = 15 if link.rank and number >= 1 else 0
-            stops.append(rank.step(Whole(BATCHES[number % 5])).ballot.stop)
+            rank.run.stop_signal = 15 if link.rank and number >= 1 else 0
+            stops.append(rank.step(Whole(BATCHES[number % 5])).vote.stop_signal)
         return stops
 
     one, other = ranks.run(2, work)
@@ -162,10 +162,10 @@ def test_a_peer_that_has_left_is_not_waited_for(monkeypatch):
         def kill(self, rank):
             pass
 
-    def work(seat):
-        link = connect("gloo", seat.rank, 2, "127.0.0.1", port).link
+    def work(assignment):
+        link = connect("gloo", assignment.rank, 2, "127.0.0.1", port).link
         link.sum(torch.ones(1)).wait(10)
-        if seat.rank:
+        if assignment.rank:
             link.close()
             return "left"
         with pytest.raises(LinkError, match=r"rank 1 on .* has left"):
@@ -201,7 +201,7 @@ def test_what_the_nodes_must_have_alike_is_compared(what):
             engine.numerics = engine.numerics.parse(["fp16"])
         engine.open(mine.model, mine.optimizer, mine.loss)
         if link.rank and what == "layers to send as factors":
-            engine.specs = [contract.Spec(s.index, s.names, s.shapes) for s in engine.specs]
+            engine.buckets = [contract.Bucket(s.index, s.names, s.shapes) for s in engine.buckets]
         compare(link, mine, engine, Exchange(), parse("codec", "none"))
 
     if not what:
@@ -212,8 +212,8 @@ def test_what_the_nodes_must_have_alike_is_compared(what):
 
 
 def test_more_named_parts_of_a_loss_than_a_ballot_holds_are_refused():
-    """Story: ballots of a rank with rows were longer than those of a rank without."""
-    most = Ballot.MOST_TERMS
+    """Story: votes of a rank with rows were longer than those of a rank without."""
+    most = Vote.MAX_TERMS
     parts = {f"part {i}": torch.ones(()) for i in range(most)}
     assert judged(lambda output, target: parts, None, (torch.ones(4, 1), torch.ones(4)))[2] == 4.0
     parts["one more"] = torch.ones(())

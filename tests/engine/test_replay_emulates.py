@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Plain, Rank, Whole, build, rows
-from paceline.contract import DENSE, FACTORS, Verdict
+from paceline.contract import DENSE, FACTORS, Decision
 from paceline.engine import emulated, sequential
 from paceline.engine.compute.timeline import Timeline, record
 from paceline.engine.emulated import Engine
@@ -34,8 +34,8 @@ def file(tmp_path_factory):
         form: [[i, 0.020 if form == DENSE else 0.015] for i, _ in line] for form, line in whole["backward"].items()
     }
     whole["update_seconds"] = 0.01
-    for piece in whole["pieces"]:
-        piece["product_seconds"] = 0.002 if piece["linear"] else 0.0
+    for gradient in whole["pieces"]:
+        gradient["product_seconds"] = 0.002 if gradient["linear"] else 0.0
     path.write_text(json.dumps(whole))
     return path
 
@@ -47,7 +47,7 @@ def recorded():
     line = record(engine, model, rows(ROWS, 1), passes=3)
     whole_s = time.perf_counter() - start
     engine.close()
-    assert 0 < 3 * line.total([DENSE] * len(line.specs)) < 2 * whole_s
+    assert 0 < 3 * line.total([DENSE] * len(line.buckets)) < 2 * whole_s
     return line
 
 
@@ -55,13 +55,13 @@ def test_a_recording_knows_the_pieces_and_layers_of_the_model(tmp_path):
     line = recorded()
     model, engine = build(), sequential.Engine()
     engine.open(model, OPTIMIZERS["momentum"](model.parameters()), F.cross_entropy)
-    assert line.specs == engine.specs
+    assert line.buckets == engine.buckets
     assert [name for name, _ in line.forward] == ["first", "second", "head"]
     for form in (DENSE, FACTORS):
-        assert sorted(i for i, _ in line.backward[form]) == list(range(len(line.specs)))
+        assert sorted(i for i, _ in line.backward[form]) == list(range(len(line.buckets)))
         assert all(seconds > 0 for _, seconds in line.backward[form])
-    for spec, num_rows, seconds in zip(line.specs, line.factor_rows, line.products, strict=True):
-        assert (num_rows, seconds > 0) == ((ROWS, True) if spec.linear else (0, False)), spec
+    for bucket, num_rows, seconds in zip(line.buckets, line.factor_rows, line.products, strict=True):
+        assert (num_rows, seconds > 0) == ((ROWS, True) if bucket.linear else (0, False)), bucket
     assert (line.rows, line.dtype, line.update > 0) == (ROWS, "float64", True)
     line.write(tmp_path / "line.json")
     assert Timeline.read(tmp_path / "line.json") == line
@@ -72,13 +72,13 @@ def test_what_an_exchange_decides_by_is_as_fast_as_what_is_replayed(file, faster
     """Story: accelerators were emulated, and forms chosen by what a core shared by 16 nodes takes to multiply."""
     engine, model = Engine(file, faster=faster), build()
     engine.open(model, OPTIMIZERS["momentum"](model.parameters()), F.cross_entropy)
-    spec = max((spec for spec in engine.specs if spec.linear), key=lambda spec: spec.numel)
+    bucket = max((bucket for bucket in engine.buckets if bucket.linear), key=lambda bucket: bucket.numel)
     calls = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: 1e-7 * next(calls))  # a busy core takes no part in it
     for module in (emulated, cost_model):
         monkeypatch.setattr(module, "time", clock)
-    per_flop = multiplication(spec, ROWS, torch.float64, torch.device("cpu"), engine.multiply)
-    wanted = 0.002 / faster / (2 * ROWS * spec.numel)
+    per_flop = multiplication(bucket, ROWS, torch.float64, torch.device("cpu"), engine.multiply)
+    wanted = 0.002 / faster / (2 * ROWS * bucket.numel)
     assert wanted <= per_flop < 1.01 * wanted
 
 
@@ -86,8 +86,8 @@ def test_what_an_exchange_decides_by_is_as_fast_as_what_is_replayed(file, faster
 def test_eight_nodes_add_up_what_each_has_filled_in_and_take_the_recorded_time(file, form):
     """Node r's gradients are r + 1; its factors too, ROWS times."""
     line = Timeline.read(file)
-    linears = {spec.index for spec in line.specs if spec.linear and form == FACTORS}
-    forms = [FACTORS if spec.index in linears else DENSE for spec in line.specs]
+    linears = {bucket.index for bucket in line.buckets if bucket.linear and form == FACTORS}
+    forms = [FACTORS if bucket.index in linears else DENSE for bucket in line.buckets]
 
     def work(link):
         rank = Rank(link, build(), engine=Engine(file, fill=link.rank + 1.0), batch=NODES * ROWS)
@@ -95,20 +95,22 @@ def test_eight_nodes_add_up_what_each_has_filled_in_and_take_the_recorded_time(f
         rank.exchange.choice.seen = True
         for _ in range(2):
             start = time.perf_counter()
-            agreement = rank.step(Whole(rows(NODES * ROWS, 1)))
+            outcome = rank.step(Whole(rows(NODES * ROWS, 1)))
             step_s = time.perf_counter() - start
-            assert agreement.verdict is Verdict.APPLY
-            assert agreement.ballot.weight == NODES * ROWS
-            assert agreement.ballot.seconds >= line.total(forms) - line.update - sum(line.products[i] for i in linears)
+            assert outcome.decision is Decision.COMMIT
+            assert outcome.vote.weight == NODES * ROWS
+            assert outcome.vote.seconds >= line.total(forms) - line.update - sum(line.products[i] for i in linears)
             # everyone's factors are multiplied out
             assert step_s >= line.total(forms) + (NODES - 1) * sum(line.products[i] for i in linears)
-            for piece in agreement.pieces:
+            for gradient in outcome.gradients:
                 whole = sum(range(1, NODES + 1))
-                if piece.spec.index in linears:
-                    product = piece.left.T @ piece.right
-                    assert torch.equal(product, torch.full(piece.spec.shapes[0], ROWS * whole, dtype=torch.float64))
+                if gradient.bucket.index in linears:
+                    product = gradient.output_grad.T @ gradient.layer_input
+                    assert torch.equal(
+                        product, torch.full(gradient.bucket.shapes[0], ROWS * whole, dtype=torch.float64)
+                    )
                 else:
-                    assert torch.equal(piece.flat, torch.full((piece.spec.numel,), whole, dtype=torch.float64))
+                    assert torch.equal(gradient.flat, torch.full((gradient.bucket.numel,), whole, dtype=torch.float64))
         rank.exchange.close()
         return step_s
 
@@ -120,18 +122,18 @@ def test_faster_is_faster_and_a_node_without_rows_adds_nothing(file, monkeypatch
     engine = parse("engine", "emulated:plain.json,faster=10")
     model = Plain()
     engine.open(model, torch.optim.SGD(model.parameters()), None)
-    forms, pieces = [DENSE] * len(engine.specs), []
+    forms, gradients = [DENSE] * len(engine.buckets), []
     line_s = engine.timeline.total(forms) - engine.timeline.update
-    ballot = engine.gradient(object(), 1.0, forms, pieces.append)
-    assert line_s / 10 <= ballot.seconds < line_s / 2
-    pieces.clear()
-    ballot = engine.gradient(None, 1.0, forms, pieces.append)
-    assert ballot.seconds < line_s / 10
-    assert (ballot.weight, set(ballot.used), sum(ballot.rows)) == (0.0, {0}, 0)
-    assert all(not piece.flat.any() for piece in pieces)
-    pieces.clear()
-    engine.gradient(None, 1.0, [FACTORS if spec.linear else DENSE for spec in engine.specs], pieces.append)
-    assert [len(piece.left) for piece in pieces if piece.spec.linear] == [0, 0]
+    vote = engine.gradient(object(), 1.0, forms, gradients.append)
+    assert line_s / 10 <= vote.seconds < line_s / 2
+    gradients.clear()
+    vote = engine.gradient(None, 1.0, forms, gradients.append)
+    assert vote.seconds < line_s / 10
+    assert (vote.weight, set(vote.used), sum(vote.rows)) == (0.0, {0}, 0)
+    assert all(not gradient.flat.any() for gradient in gradients)
+    gradients.clear()
+    engine.gradient(None, 1.0, [FACTORS if bucket.linear else DENSE for bucket in engine.buckets], gradients.append)
+    assert [len(gradient.output_grad) for gradient in gradients if gradient.bucket.linear] == [0, 0]
 
 
 def test_a_record_says_that_it_was_emulated(file, monkeypatch, tmp_path):
@@ -142,7 +144,7 @@ def test_a_record_says_that_it_was_emulated(file, monkeypatch, tmp_path):
     with paceline.join(model, optimizer, F.cross_entropy, **options) as pace:
         pace.step(rows(ROWS, 1, torch.float32))
         with pytest.raises(ValueError, match="emulates"):
-            pace.engine.run(None)
+            pace.engine.forward(None)
     events = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
     (joined,) = [event for event in events if event["event"] == "join"]
     assert (joined["engine"], joined["emulated"]) == ("emulated:plain.json", True)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import ranks
 from nodes import MODELS, OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.engine.compute.batch import split
-from paceline.engine.compute.rng import DRAWS, Dice
+from paceline.engine.compute.rng import DRAWS, ThreadRng
 from paceline.engine.replicas import Engine, twin
 from paceline.link.memory import world
 
@@ -114,10 +114,10 @@ def test_dice_are_a_threads_own_and_leave_the_others_as_they_were():
     torch.manual_seed(3)
     want = torch.rand(4)
     torch.manual_seed(3)
-    with Dice(5):
+    with ThreadRng(5):
         one = F.dropout(torch.ones(1000), 0.5), torch.rand(3)
     assert torch.equal(torch.rand(4), want)
-    with Dice(5):
+    with ThreadRng(5):
         assert torch.equal(F.dropout(torch.ones(1000), 0.5), one[0])
         assert torch.equal(torch.rand(3), one[1])
     for name in DRAWS:

@@ -71,7 +71,7 @@ def test_everyone_has_rank_0s(size):
         model = Graph(10 * link.rank)
         if link.rank == 1:
             model.edges = adjacency(5, 0)  # none at all
-        engine = type("Engine", (), {"seat": (0, 1)})
+        engine = type("Engine", (), {"local_place": (0, 1)})
         kept = model.edges
         buffer_broadcast.spread_sparse(model, engine, Control(memory.Members(link)))
         assert model.edges is kept
@@ -131,12 +131,16 @@ def test_a_late_node_is_told_of_it():
     with join(leader) as pace:
         pace.step(BATCH)
         message = bytearray(
-            b"".join(state_transfer.Message({**state_transfer.copy(pace.run), **state_transfer.rest(pace.run)}).parts())
+            b"".join(
+                state_transfer.Message(
+                    {**state_transfer.full_state(pace.run), **state_transfer.small_state(pace.run)}
+                ).parts()
+            )
         )
         said, want = state_transfer.read(message), dense(leader.state_dict())
         assert state_transfer.parts(pace.run) == [[]]
     with join(guest) as pace:
-        state_transfer.take(pace.run, said)
+        state_transfer.load(pace.run, said)
         state_transfer.adopt(pace.run, said, 0)
         assert gap(dense(guest.state_dict()), want) == 0.0
         assert torch.equal(guest.aside.to_dense(), leader.aside.to_dense())

@@ -286,7 +286,7 @@ def test_own_buffers_of_replicas_and_micro_batches_are_reported_once():
         (Virtual(3, 1), 1, "each process or replica"),
         (Engine(), 2, "in each micro-batch"),
     ):
-        engine.accumulate, exchange = accumulate, "ordered" if engine.num_shares else "allreduce"
+        engine.accumulate, exchange = accumulate, "ordered" if engine.num_virtual_shards else "allreduce"
         rank, said = Rank(world(1)[0], build(Codebook), exchange=exchange, engine=engine), []
         rank.run.record.write = lambda kind, said=said, **facts: said.append(facts.get("text"))
         rank.train([rows(24, seed) for seed in range(3)])

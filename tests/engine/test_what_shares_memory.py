@@ -101,16 +101,16 @@ def test_it_trains_as_plain_pytorch_does(kind, accumulate, num_rows, size):
 def test_each_gradient_that_is_added_up_in_place_has_its_own_memory():
     wide = ALONE_BYTES // 8
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(wide, dtype=torch.float64)) for name in "ab"})
-    backward, pieces = Backward(model), []
+    backward, gradients = Backward(model), []
     (model["a"] + model["b"]).sum().backward()
     one = torch.ones(wide, dtype=torch.float64)
     for parameter in model.values():
         parameter.grad = one.view(-1)
-    backward.take([DENSE] * len(backward.specs), pieces.append)
-    assert len(pieces) == 2
-    for piece in pieces:
-        piece.flat.add_(1)
-    assert [float(piece.flat[0]) for piece in pieces] == [2.0, 2.0]
+    backward.take([DENSE] * len(backward.buckets), gradients.append)
+    assert len(gradients) == 2
+    for sent in gradients:
+        sent.flat.add_(1)
+    assert [float(sent.flat[0]) for sent in gradients] == [2.0, 2.0]
     backward.close()
 
 
@@ -152,12 +152,12 @@ def test_an_input_that_is_changed_for_the_first_time_in_a_step_to_be_computed_ag
     rank.train(some(1, 4))
     kept, rank.model.late = rank.engine.snapshot(), True
     data = some(1, 4)[0]
-    rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda piece: None)
+    rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda sent: None)
     rank.engine.rollback(kept)
     for _ in range(2):
         with pytest.raises(ValueError, match="changed its input in place, which it had not in the steps before"):
-            rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda piece: None)
-    rank.engine.gradient(some(1, 4)[0], 0.25, rank.exchange.forms(), lambda piece: None)  # another batch may come
+            rank.engine.gradient(data, 0.25, rank.exchange.forms(), lambda sent: None)
+    rank.engine.gradient(some(1, 4)[0], 0.25, rank.exchange.forms(), lambda sent: None)  # another batch may come
 
 
 def test_a_gradient_that_holds_a_layers_factor_in_its_memory_is_parted():

@@ -8,10 +8,10 @@ import torch
 
 import ranks
 from nodes import HIDDEN, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Ballot, Cost, Handle, Link, Spec
+from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Handle, Link, Vote
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow import send_order
-from paceline.exchange.flow.autotuner import PATIENCE
+from paceline.exchange.flow.autotuner import MIN_STEPS_IN_A_ROW
 from paceline.exchange.flow.cost_model import (
     SAVES,
     SAVES_S,
@@ -23,15 +23,15 @@ from paceline.exchange.flow.cost_model import (
     multiplication,
     summed,
 )
-from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, Wire
+from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.link import memory
 from paceline.link.gloo import Link as TorchLink
 from paceline.link.mpi import Link as MpiLink
-from paceline.link.net.collective_override import Chosen
+from paceline.link.net.collective_override import CollectiveOverride
 from paceline.link.net.collective_run import Collective, names
 from paceline.registry import parse
 
-LAYER = Spec(0, ("fc.weight",), ((4096, 9216),), linear=True)
+LAYER = Bucket(0, ("fc.weight",), ((4096, 9216),), linear=True)
 FLOPS = [1e-12 * 1.25**i for i in range(30)]  # seconds for each
 GIGABIT, SLOW, FAST = 8e-9, 1.6e-7, 1e-10  # seconds per byte: 1 Gbit/s, 50 Mbit/s, 80 Gbit/s
 
@@ -50,7 +50,7 @@ def test_bytes_decide_where_multiplying_is_cheap_and_multiplying_where_bytes_are
 
 
 def test_a_transformer_with_thousands_of_rows_never_sends_factors():
-    layer = Spec(0, ("mlp.weight",), ((1024, 256),), linear=True)
+    layer = Bucket(0, ("mlp.weight",), ((1024, 256),), linear=True)
     for per_byte, per_flop in itertools.product((GIGABIT, SLOW, FAST), (1e-12, 1e-9)):
         rates = Rates(1e-4, per_byte, per_flop)
         assert choose([layer], [2048], [4096], 2, set(), False, rates, [FACTORS]) == [DENSE]
@@ -66,7 +66,7 @@ def test_what_is_assumed_of_a_link_is_what_gloo_s_and_the_ring_among_ours_say(si
         assert (
             gathered(num_bytes, size, gloo)
             == gathered(num_bytes, size)
-            == Cost(2 * (size - 1), ours.steps / 2 * num_bytes)
+            == CommCost(2 * (size - 1), ours.steps / 2 * num_bytes)
         )
 
 
@@ -91,13 +91,13 @@ def test_mpi_s_fewer_messages_make_the_choice_where_messages_are_dear():
 def test_a_chosen_collective_s_cost_makes_the_choice():
     """Of eight nodes, by steps and bytes in sequence: where multiplying takes longer than a ring's sum, it may still be
     quicker than a tree's."""
-    layer = Spec(0, ("fc.weight",), ((1000, 1000),), linear=True)
+    layer = Bucket(0, ("fc.weight",), ((1000, 1000),), linear=True)
     took = {}
     for name in names():
 
         def work(link, name=name):
             exchange = Exchange()
-            exchange.open([layer], Chosen(link, Collective(name)), parse("codec", "none"), rows=60)
+            exchange.open([layer], CollectiveOverride(link, Collective(name)), parse("codec", "none"), rows=60)
             both = exchange.choice.both(layer)
             declared = exchange.cost([layer], 1000, 8)
             forms = []
@@ -135,10 +135,10 @@ def test_a_form_stays_where_the_other_saves_little(now):
 
 def test_the_wire_is_known_from_its_pieces_and_followed_when_it_changes():
     sizes = [1 << 21, 1 << 22, 1 << 12]
-    wire = Wire()
+    wire = WireRates()
 
     def step(per_byte, latency):
-        wire.saw([(Cost(2, size), 2 * latency + per_byte * size) for size in sizes])
+        wire.saw([(CommCost(2, size), 2 * latency + per_byte * size) for size in sizes])
 
     for _ in range(SPAN):
         assert not wire.known
@@ -151,7 +151,7 @@ def test_the_wire_is_known_from_its_pieces_and_followed_when_it_changes():
     for _ in range(SPAN):
         step(20 * GIGABIT, 1e-4)
     assert wire.per_byte == pytest.approx(20 * GIGABIT, rel=0.02)
-    wire.saw([(Cost(0, 0), 1.0), (Cost(2, LARGE_BYTES), 0.0)])
+    wire.saw([(CommCost(0, 0), 1.0), (CommCost(2, LARGE_BYTES), 0.0)])
     assert wire.per_byte == pytest.approx(20 * GIGABIT, rel=0.02), "what was not measured says nothing"
 
 
@@ -160,12 +160,12 @@ class Told(Exchange):
 
     per_byte, per_flop = SLOW, 0.0
 
-    def collect(self, ballot):
-        ballot = super().collect(ballot)
+    def collect(self, vote):
+        vote = super().collect(vote)
         costs = self.choice.costs(self._flight.groups, self.choice.most)
-        ballot.took = tuple(1e-4 * cost.steps + self.per_byte * cost.bytes for cost in costs)
-        ballot.multiply = self.per_flop
-        return ballot
+        vote.took = tuple(1e-4 * cost.steps + self.per_byte * cost.bytes for cost in costs)
+        vote.multiply = self.per_flop
+        return vote
 
 
 def test_forms_hold_soon_after_the_link_changes_and_the_training_stays_exact():
@@ -182,7 +182,7 @@ def test_forms_hold_soon_after_the_link_changes_and_the_training_stays_exact():
             exchange.per_byte = {0: 1e-5, 1: 1e-9, 2: 1e-5}[number // 20]
             rank.train([data])
             seen.append(tuple(exchange.forms()))
-        why, state = exchange.why(), rank.state()
+        why, state = exchange.explain(), rank.state()
         exchange.close()
         return seen, why, state
 
@@ -198,7 +198,7 @@ def test_forms_hold_soon_after_the_link_changes_and_the_training_stays_exact():
     want, _ = reference(model, batches)
     for _, _, state in results:
         assert gap(state, want) < 1e-9
-    assert PATIENCE + SPAN < 10
+    assert MIN_STEPS_IN_A_ROW + SPAN < 10
 
 
 class Late(Handle):
@@ -320,13 +320,11 @@ def test_small_neighbours_go_together_where_messages_are_dear():
 
 
 def test_a_ballot_keeps_what_was_measured():
-    ballot = Ballot(
-        rows=(3, 4), ready=(0.0, 0.5), took=(0.25, 0.125), multiply=1e-10, terms=(1.5,), paces=((1.0, 2.0),)
-    )
-    back = Ballot.unpack(ballot.pack())
-    assert back == ballot
-    other = Ballot(rows=(1, 1), ready=(0.5, 0.0), took=(0.5, 0.0625), multiply=1e-11)
-    merged = Ballot.merge([ballot, other])
+    vote = Vote(rows=(3, 4), ready=(0.0, 0.5), took=(0.25, 0.125), multiply=1e-10, terms=(1.5,), paces=((1.0, 2.0),))
+    back = Vote.unpack(vote.pack())
+    assert back == vote
+    other = Vote(rows=(1, 1), ready=(0.5, 0.0), took=(0.5, 0.0625), multiply=1e-11)
+    merged = Vote.merge([vote, other])
     assert (merged.ready, merged.took, merged.multiply) == ((0.5, 0.5), (0.25, 0.0625), 1e-10)
 
 

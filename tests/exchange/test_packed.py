@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
 from paceline.codec.lossless import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
-from paceline.contract import DENSE, FACTORS, Ballot, Cost, Piece, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, Vote
 from paceline.exchange.allreduce import Exchange
-from paceline.exchange.flow.autotuner import QUICK_S, Choice
+from paceline.exchange.flow.autotuner import QUICK_S, Autotuner
 from paceline.exchange.flow.control import Control
 from paceline.exchange.flow.wire_rates import SPAN
 from paceline.link.memory import Members
@@ -119,7 +119,7 @@ def trained(link, model, packed, forms="bytes", codec="none", overlap="backward"
     exchange.overlap = overlap
     rank = Rank(link, model, exchange=exchange, codec=codec, shares=shares)
     losses = rank.train([rows(24, seed, torch.float32) for seed in range(6)])
-    rank.engine.settle()
+    rank.engine.wait_pending()
     sent_bytes = rank.exchange._lane.sent_bytes
     rank.exchange.close()
     return rank.state(), losses, sent_bytes, rank.exchange.forms()
@@ -171,12 +171,14 @@ def test_only_a_slow_wire_is_worth_it_and_what_was_begun_is_kept():
 
 
 def decided(numel):
-    spec = Spec(0, ("weight",), ((numel,),), False)
-    choice = Choice((spec,), 2, parse("codec", "none"), "measured", 1, absorbs=False, by_need=False)
+    bucket = Bucket(0, ("weight",), ((numel,),), False)
+    choice = Autotuner(
+        (bucket,), 2, parse("codec", "none"), "measured", 1, optimizer_takes_factors=False, by_need=False
+    )
     seen = []
     for per_byte in (0.5, 1.2, 0.7, 0.4):
         for _ in range(SPAN):
-            choice.learn(Ballot(took=(per_byte * SLOW_S * 4 * numel,), ready=(0.0,)), [Cost(2, 4 * numel)])
+            choice.learn(Vote(took=(per_byte * SLOW_S * 4 * numel,), ready=(0.0,)), [CommCost(2, 4 * numel)])
         seen.append(choice.packed)
     return seen
 
@@ -220,18 +222,18 @@ def test_the_option_is_checked():
 @pytest.mark.parametrize("codec", ["half", "half:fp16", "feedback/half"])
 def test_two_add_sixteen_bits_in_the_gradients_own_type(codec, packed):
     """One and a small part of it are numbers of 16 bits; their sum is none."""
-    specs = [Spec(i, (f"w{i}",), ((count,),)) for i, count in enumerate((40_000, 7))]
+    buckets = [Bucket(i, (f"w{i}",), ((count,),)) for i, count in enumerate((40_000, 7))]
 
     def work(link):
         exchange = Exchange(packed=packed)
-        exchange.open(specs, link, parse("codec", codec))
-        exchange.before()
-        for spec in specs:
-            exchange.offer(Piece(spec, flat=torch.full((spec.numel,), (1.0, 2.0**-14)[link.rank])))
+        exchange.open(buckets, link, parse("codec", codec))
+        exchange.begin()
+        for bucket in buckets:
+            exchange.put(Gradient(bucket, flat=torch.full((bucket.numel,), (1.0, 2.0**-14)[link.rank])))
         said = {"used": b"\1\1", "dense": b"\0\0", "rows": (0, 0), "weight": 0.5, "expected": 1.0}
-        agreement = Control(Members(link)).commit(exchange.collect(Ballot(**said)), exchange.finish)
-        assert agreement.verdict is Verdict.APPLY
-        return [piece.flat for piece in agreement.pieces]
+        outcome = Control(Members(link)).commit(exchange.collect(Vote(**said)), exchange.finish)
+        assert outcome.decision is Decision.COMMIT
+        return [gradient.flat for gradient in outcome.gradients]
 
     for found in ranks.run(2, work):
         for flat in found:
@@ -253,26 +255,26 @@ def test_rows_that_lie_side_by_side_are_joined_where_they_lie():
 
 def test_a_quick_wire_is_known_by_its_rate_and_told_to_the_lane():
     """Around the bound nobody goes back and forth."""
-    spec, told = Spec(0, ("weight",), ((1 << 20,),)), []
+    bucket, told = Bucket(0, ("weight",), ((1 << 20,),)), []
 
     class Told(ranks.memory.Link):
         def lane(self, name):
             return Told(self.hub, self.rank, self.generation, f"{self.name}/{name}")
 
-        def hurry(self, quick):
+        def set_regime(self, quick):
             told.append(quick)
 
     def work(link):
         exchange, seen = Exchange(), []
-        exchange.open([spec], link, parse("codec", "none"))
+        exchange.open([bucket], link, parse("codec", "none"))
         for per_byte in (1.1, 0.9, 1.1, 1.4):
             for _ in range(SPAN):
-                took = (per_byte * QUICK_S * 4 * spec.numel,)
-                exchange.choice.learn(Ballot(took=took, ready=(0.0,)), [Cost(2, 4 * spec.numel)])
-            seen.append(exchange.choice.quick)
-            exchange.before()
-            exchange.offer(Piece(spec, flat=torch.ones(spec.numel)))
-            exchange.receive(exchange._flight, spec)
+                took = (per_byte * QUICK_S * 4 * bucket.numel,)
+                exchange.choice.learn(Vote(took=took, ready=(0.0,)), [CommCost(2, 4 * bucket.numel)])
+            seen.append(exchange.choice.high_bandwidth)
+            exchange.begin()
+            exchange.put(Gradient(bucket, flat=torch.ones(bucket.numel)))
+            exchange.receive(exchange._flight, bucket)
         exchange.close()
         return seen
 

@@ -14,10 +14,10 @@ from nodes import MODELS, OPTIMIZERS, Plain, Rank, Whole, build, gap, reference,
 from paceline.contract import DENSE, FACTORS
 from paceline.data import sampler
 from paceline.data.batches import batches
-from paceline.data.load_balance import Balance
+from paceline.data.load_balance import LoadBalancer
 from paceline.elastic.assignment import place, settle
 from paceline.engine.replicas import Engine as Replicas
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.job import Job
 from paceline.link import gloo, memory
 from paceline.report.record import Record, read
@@ -88,7 +88,7 @@ def test_waiting_for_others_in_the_middle_of_a_step_is_not_a_nodes_own_time():
 
         rank = Rank(link, build(Normed), optimizer, shares=(16, 16), batch=32, batch_norm="sync", loss=loss)
         collect = rank.exchange.collect
-        rank.exchange.collect = lambda ballot: seen.append((link.rank, ballot.seconds, ballot.busy)) or collect(ballot)
+        rank.exchange.collect = lambda vote: seen.append((link.rank, vote.seconds, vote.busy)) or collect(vote)
         rank.train(WHOLE)
         rank.exchange.close()
 
@@ -109,7 +109,7 @@ def test_forms_are_chosen_anew_for_other_shares_by_everyone_alike(monkeypatch):
         rank = Rank(link, model, batch=54)
         rank.train(data[:3])
         before = list(rank.exchange.forms())
-        rank.run.seat = sampler.Seat(link.rank, 3, shares=(48, 3, 3))
+        rank.run.assignment = sampler.Assignment(link.rank, 3, shares=(48, 3, 3))
         rank.exchange.dealt(48 / 54)
         after = list(rank.exchange.forms())
         rank.train(data[3:])
@@ -174,12 +174,12 @@ def test_a_slowed_node_gets_fewer_rows_and_them_back_and_every_sample_counts_onc
         record = Record(tmp_path if not link.rank else None)
         rank = Rank(link, model, OPTIMIZERS["sgd"], loss=loss, record=record)
         rank.redealt, shares, losses = 0, [(12, 12)], []
-        rank.run.balance = Balance(24, [1, 1], [24, 24])
-        made = batches(source, 24, epochs, 3, lambda: rank.run.seat, workers=workers)
+        rank.run.balance = LoadBalancer(24, [1, 1], [24, 24])
+        made = batches(source, 24, epochs, 3, lambda: rank.run.assignment, workers=workers)
         for batch in made:
-            ballot = rank.step(batch).ballot
-            losses.append(ballot.loss_sum / ballot.weight)
-            shares.append(rank.run.seat.dealt(24))
+            vote = rank.step(batch).vote
+            losses.append(vote.loss_sum / vote.weight)
+            shares.append(rank.run.assignment.dealt(24))
             step[0] += 1
             rank.redealt = rank.redealt or (shares[-1][1] < 12 and shares[-1][1])
             if rank.redealt and shares[-1][1] > rank.redealt:
@@ -225,11 +225,11 @@ def test_nodes_that_average_every_other_step_deal_anew_too():
             return entropy(output, target)
 
         rank = Rank(link, build(Plain), OPTIMIZERS["sgd"], exchange="local_sgd:2", loss=loss)
-        rank.run.balance, shares = Balance(24, [1, 1], [24, 24]), [(12, 12)]
-        made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.run.seat)
+        rank.run.balance, shares = LoadBalancer(24, [1, 1], [24, 24]), [(12, 12)]
+        made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.run.assignment)
         for batch in made:
             rank.step(batch)
-            shares.append(rank.run.seat.dealt(24))
+            shares.append(rank.run.assignment.dealt(24))
             if shares[-1] != shares[-2]:
                 break
         made.close()
@@ -251,7 +251,7 @@ class Said:
     def __init__(self, *everyone):
         self.everyone = everyone
 
-    def gather(self, words):
+    def all_gather(self, words):
         return [str([node, *each]).encode() for node, each in enumerate(self.everyone)]
 
 
@@ -263,8 +263,10 @@ def job(model=None, **options):
 def test_a_node_has_no_more_rows_than_it_can_take_from_the_beginning():
     mine = job(most_rows=6)
     rank = Rank(*ranks_of_one(), build())
-    seat, balance, _ = settle(place(mine, World(num_nodes=2)), mine, rank.engine, Said((1, 6), (1, 32)))
-    assert seat.dealt(32) == (6, 26)
+    assignment, balance, _ = settle(
+        place(mine, LaunchEnvironment(num_nodes=2)), mine, rank.engine, Said((1, 6), (1, 32))
+    )
+    assert assignment.dealt(32) == (6, 26)
     assert (balance.least, balance.most) == ((1, 1), (6, 32))
     for options, said, message in (
         ({}, ((1, 6), (1, 20)), r"batch_size is 32, and the nodes take at most 6 \+ 20 rows"),
@@ -272,7 +274,7 @@ def test_a_node_has_no_more_rows_than_it_can_take_from_the_beginning():
     ):
         asked = job(**options)
         with pytest.raises(ValueError, match=message):
-            settle(place(asked, World(num_nodes=2)), asked, rank.engine, Said(*said))
+            settle(place(asked, LaunchEnvironment(num_nodes=2)), asked, rank.engine, Said(*said))
 
 
 def ranks_of_one():
@@ -283,19 +285,19 @@ def ranks_of_one():
 
 def test_shares_for_another_number_of_nodes_are_told_and_one_node_needs_none():
     with pytest.raises(ValueError, match=r"shares=\(3\.0, 1\.0\) are for 2 nodes, and 3 are here"):
-        place(job(shares=(3.0, 1.0)), World(num_nodes=3))
-    assert place(job(shares=(3.0, 1.0)), World()).shares is None
+        place(job(shares=(3.0, 1.0)), LaunchEnvironment(num_nodes=3))
+    assert place(job(shares=(3.0, 1.0)), LaunchEnvironment()).shares is None
 
 
 def test_fixed_shares_stay_and_batch_norm_keeps_two_rows_for_each_pass():
     engine = Rank(*ranks_of_one(), build()).engine
     for shares in ("equal", (3.0, 1.0)):
         asked = job(shares=shares)
-        assert settle(place(asked, World(num_nodes=2)), asked, engine, Said((1, 32), (1, 32)))[1] is None
+        assert settle(place(asked, LaunchEnvironment(num_nodes=2)), asked, engine, Said((1, 32), (1, 32)))[1] is None
     asked = job(Normed(), accumulate=3)
     told = []
     exchange = Said((6, 32), (6, 32))
-    exchange.gather = lambda words: told.append(words) or Said.gather(exchange, words)
-    _, balance, _ = settle(place(asked, World(num_nodes=2)), asked, engine, exchange)
+    exchange.all_gather = lambda words: told.append(words) or Said.all_gather(exchange, words)
+    _, balance, _ = settle(place(asked, LaunchEnvironment(num_nodes=2)), asked, engine, exchange)
     assert told == [b"[0, 6, 32]"]
     assert balance.least == (6, 6)

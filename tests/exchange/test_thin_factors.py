@@ -26,7 +26,7 @@ def computing(precision):
 
 def trained(link, kind):
     exchange = parse("exchange", "allreduce:forms=factors")
-    exchange.thin = kind
+    exchange.factor_dtype = kind
     rank = Rank(link, build(dtype=torch.float32), exchange=exchange, engine=computing("bf16"))
     rank.train(batches())
     return rank.state(), rank.exchange._lane.sent_bytes, rank.exchange.forms()

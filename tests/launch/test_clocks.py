@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from outlived import BATCH, COUNT, EPOCHS
 
 import paceline
 from launching import HERE, environment
-from outlived import BATCH, COUNT, EPOCHS
 from paceline.checkpoint import checkpoint
 from paceline.report.record import read
 

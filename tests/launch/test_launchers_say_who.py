@@ -12,7 +12,7 @@ import torch
 import paceline
 from launching import HERE, environment
 from needs import want
-from paceline.environment import FORMERLY, World, first_host, translate, variable
+from paceline.environment import FORMERLY, LaunchEnvironment, first_host, translate, variable
 from paceline.launch.local import start
 
 pytestmark = pytest.mark.long
@@ -28,7 +28,7 @@ def world(monkeypatch):
     def of(given):
         clean = {name: value for name, value in os.environ.items() if not name.startswith(ABROAD) and name not in RANKS}
         monkeypatch.setattr(os, "environ", {**clean, **given})
-        return World.of_environment()
+        return LaunchEnvironment.of_environment()
 
     return of
 
@@ -54,12 +54,14 @@ def hydra(rank, size, local_rank, local_size, **more):
 def test_every_task_of_srun_is_placed(world):
     for proc in range(4):
         node, local = divmod(proc, 2)
-        want = World(local, 2, node, 2, "gpu07", 20_000 + (101 * 1234 + 2) % 12_000)
+        want = LaunchEnvironment(local, 2, node, 2, "gpu07", 20_000 + (101 * 1234 + 2) % 12_000)
         assert world(slurm(proc, local, node)) == want
         # dealt in turns, the tasks of a node are still those of a node
         assert world(slurm(local * 2 + node, local, node)) == want
     assert translate(slurm(2, 0, 1))["RANK"] == "2"
-    assert world({**slurm(0, 0, 0), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == World(0, 2, 0, 2, "10.0.0.1", 5)
+    assert world({**slurm(0, 0, 0), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == LaunchEnvironment(
+        0, 2, 0, 2, "10.0.0.1", 5
+    )
 
 
 def test_a_batch_script_may_say_for_all_tasks_how_many_they_are(world):
@@ -67,7 +69,7 @@ def test_a_batch_script_may_say_for_all_tasks_how_many_they_are(world):
     said = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     for proc in range(4):
         node, local = divmod(proc, 2)
-        assert world({**slurm(proc, local, node), **said}) == World(local, 2, node, 2, "a", 5)
+        assert world({**slurm(proc, local, node), **said}) == LaunchEnvironment(local, 2, node, 2, "a", 5)
 
 
 def test_two_jobs_and_two_steps_meet_at_different_ports():
@@ -85,9 +87,9 @@ def test_every_rank_of_mpirun_is_placed(launcher, world):
     for rank in range(6):
         given = launcher(rank, 6, rank % 2, 2, MASTER_ADDR="10.0.0.1", PMIX_NAMESPACE="job-1")
         got = world(given)
-        assert got == World(rank % 2, 2, rank // 2, 3, "10.0.0.1", got.port)
+        assert got == LaunchEnvironment(rank % 2, 2, rank // 2, 3, "10.0.0.1", got.port)
         assert 20_000 <= got.port < 32_000
-    assert world(launcher(1, 2, 1, 2, PMIX_NAMESPACE="job-1")) == World(1, 2, 0, 1, "127.0.0.1", got.port)
+    assert world(launcher(1, 2, 1, 2, PMIX_NAMESPACE="job-1")) == LaunchEnvironment(1, 2, 0, 1, "127.0.0.1", got.port)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_every_rank_of_mpirun_is_placed(launcher, world):
 )
 def test_what_is_no_start_of_several_changes_nothing(given, world):
     assert translate(given) == {}
-    assert world(given) == World()
+    assert world(given) == LaunchEnvironment()
 
 
 def test_mpirun_inside_a_job_is_mpirun():
@@ -124,11 +126,11 @@ def test_nodes_of_unlike_numbers_are_placed(world):
         }
         here |= {"MASTER_ADDR": "a", "MASTER_PORT": 5, "PACELINE_LOCAL_SIZES": "3,1"}
         got = world({name: str(value) for name, value in here.items()})
-        assert (got.rank, got.size, got.sizes, got.node, got.num_nodes) == (rank, 4, (3, 1), node, 2)
+        assert (got.rank, got.world_size, got.sizes, got.node, got.num_nodes) == (rank, 4, (3, 1), node, 2)
         assert got == world(
             slurm(rank, local, node, STEP_TASKS_PER_NODE="3,1") | {"MASTER_ADDR": "a", "MASTER_PORT": "5"}
         )
-    assert World(1, 2, 1, 3).rank == 3
+    assert LaunchEnvironment(1, 2, 1, 3).rank == 3
     wrong = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "PACELINE_LOCAL_SIZES": "3,1"}
     with pytest.raises(ValueError, match="do not fit PACELINE_LOCAL_SIZES=3,1, the processes of each node"):
         world(wrong)

@@ -14,7 +14,7 @@ SCRIPT = f"""
 import os, sys
 from pathlib import Path
 from paceline.launch import output
-output.MOST_BYTES, output.STOPPED_S, output.LINGER_S = int(sys.argv[2]), 0.2, 0.5
+output.MAX_BYTES, output.STOPPED_S, output.LINGER_S = int(sys.argv[2]), 0.2, 0.5
 def run():
     for i in range({LINES}):
         os.write(1, b"%0{LENGTH - 1}d\\n" % i)

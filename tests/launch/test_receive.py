@@ -125,7 +125,7 @@ def test_a_long_list_has_its_time_part_by_part(monkeypatch):
     monkeypatch.setattr(receive.signal, "alarm", alarms.append)
     line = b"x" * (3 * receive.PART) + b"\n"
     assert receive._line(io.BytesIO(line + b"rest")) == line
-    assert alarms == [receive.PATIENCE_S, 0] * 4
+    assert alarms == [receive.TIMEOUT_S, 0] * 4
     assert receive._line(io.BytesIO(b"cut o")) == b"cut o"
 
 

@@ -21,7 +21,7 @@ HEAD = """
 import json, os, signal, sys, time
 from pathlib import Path
 from paceline.launch.supervise import process_status as status
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.ticket import JoinTicket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
 JOINS, RESUMES = "PACELINE_JOIN_TICKET" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
@@ -37,7 +37,7 @@ def touch(name): (FOLDER / name).touch()
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def join():
     if "PACELINE_TICKET_FILE" in os.environ:
-        ticket = Ticket(os.environ.get("PACELINE_SECRET", ""), "2:3", ["name address 1 host"])
+        ticket = JoinTicket(os.environ.get("PACELINE_SECRET", ""), "2:3", ["name address 1 host"])
         ticket.write(Path(os.environ["PACELINE_TICKET_FILE"]))
     if "PACELINE_NOTES" in os.environ:
         Path(os.environ["PACELINE_NOTES"], "met").touch()
@@ -52,8 +52,8 @@ def fail(error, step):
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts three nodes of a script that follows HEAD; gives the exit code, and each node's lives."""
-    monkeypatch.setattr(node_restarts, "PAUSE_S", 0.5)  # longer than nodes that fail together are apart
-    monkeypatch.setattr(restart_policy, "PAUSE_S", 0.02)
+    monkeypatch.setattr(node_restarts, "RETRY_DELAY_S", 0.5)  # longer than nodes that fail together are apart
+    monkeypatch.setattr(restart_policy, "RETRY_DELAY_S", 0.02)
     for name in ("PACELINE_SECRET", "PACELINE_TICKET_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -202,7 +202,7 @@ def test_what_was_finished_by_one_is_not_started_again(start):
 
 
 def test_ctrl_c_between_two_starts_ends_it_at_once(start, monkeypatch, tmp_path):
-    monkeypatch.setattr(restart_policy, "PAUSE_S", 60.0)
+    monkeypatch.setattr(restart_policy, "RETRY_DELAY_S", 60.0)
 
     def stop():
         end = time.monotonic() + DEADLINE_S
@@ -250,7 +250,7 @@ def test_pauses_between_starts(endings, pauses):
 
 
 def test_who_trained_in_peace_may_be_started_again_as_often(monkeypatch):
-    monkeypatch.setattr(restart_policy, "PEACE_S", -1.0)
+    monkeypatch.setattr(restart_policy, "STABLE_AFTER_S", -1.0)
     policy = Restarts(1)
     assert [policy.after(Ending(1, begun=True)) for _ in range(4)] == [1.0] * 4
 

@@ -52,7 +52,7 @@ def test_two_tasks_on_each_of_two_nodes_train_to_the_bits_of_such_nodes_here(clu
 def test_tasks_that_are_dealt_unevenly_know_their_places(cluster):
     """Three tasks on two nodes: Slurm gives two to the one, or fills the first."""
     words = (
-        "from paceline.environment import World; "
+        "from paceline.environment import LaunchEnvironment; "
         "w = World.of_environment(); print(w.rank, w.node, w.local_rank, w.sizes)"
     )
     said = [line.split(" ", 3) for line in srun(cluster, "-N2", "-n3", "--overcommit", sys.executable, "-c", words)]

@@ -248,7 +248,7 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
 def test_one_ctrl_c_gives_a_limited_time():
     """Once it gave as long as it took."""
     start = (
-        "import sys; from paceline.launch import local; local.PATIENCE_S = 0.5; "
+        "import sys; from paceline.launch import local; local.TIMEOUT_S = 0.5; "
         "sys.exit(local.start([sys.executable, '-c', sys.argv[1]], ''))"
     )
     stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"

@@ -12,13 +12,13 @@ import pytest
 from near import ON, Near
 from paceline import cli
 from paceline.launch import ssh
-from paceline.launch.child_processes import MOST_BYTES, hear, kill
+from paceline.launch.child_processes import MAX_BYTES, hear, kill
 from paceline.launch.deploy import snapshot
 from paceline.launch.deploy.send import send
 from paceline.launch.doctor import examine
 from paceline.launch.doctor import preflight as checking
 from paceline.launch.doctor.preflight import check
-from paceline.launch.doctor.remote_session import Visit
+from paceline.launch.doctor.remote_session import RemoteSession
 from paceline.launch.hosts import parse
 from paceline.launch.node_agent import STARTED
 from paceline.launch.output import Lines, shown
@@ -51,11 +51,11 @@ def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, mo
     way = near(login)
     with pytest.raises(ValueError, match=r"- a: no answer within 0\.5 s; is it on"):
         check(parse("a"), way)
-    visit = Visit(*parse("a"), way)
+    visit = RemoteSession(*parse("a"), way)
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s; is it on"):
             visit.ask("clock", 0.5)
-        assert len(visit._heard) <= MOST_BYTES
+        assert len(visit._heard) <= MAX_BYTES
     finally:
         visit.close(1.0)
 
@@ -68,13 +68,13 @@ def test_of_what_is_heard_the_end_is_kept():
             output, errors = hear(process, 30.0)
         finally:
             kill(process)
-    assert (len(output), output[-5:], errors) == (MOST_BYTES, "\0end\n", "oh\n")
+    assert (len(output), output[-5:], errors) == (MAX_BYTES, "\0end\n", "oh\n")
 
 
 @pytest.mark.parametrize("answer", ["", "{}", "5", "[1]", "hello", "[" * 100_000, '{"folder": 1}'])
 def test_an_answer_that_is_none_is_told(near, answer, work):
     way = near(f"cat <<'X'\npaceline doctor: {answer}\nX\ncat > /dev/null")
-    visit = Visit(*parse("a"), way)
+    visit = RemoteSession(*parse("a"), way)
     try:
         if answer not in ("{}", '{"folder": 1}'):
             with pytest.raises(ConnectionError, match=r"it answered .*, which nothing of ours says"):
@@ -114,7 +114,7 @@ def test_a_login_may_greet_and_its_home_may_hold_files_named_as_pythons(near, wo
     code, output, errors = run("run", "-H", "a", "--ssh", way.ssh, "--send", "train.py")
     assert code == 0, errors
     assert f"[a] True {near.home}/paceline/sent/trees/" in output
-    visit = Visit(*parse("a"), way)
+    visit = RemoteSession(*parse("a"), way)
     try:
         assert visit.ask("clock", 20.0) > 1e9
     finally:
@@ -181,16 +181,16 @@ def test_a_doctor_that_is_ended_leaves_nothing(near):
 
 def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, monkeypatch):
     """A process that was starting when SIGTERM came stayed: the doctor ended only those it knew of by then."""
-    ward, begun, ended = examine._Ward(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
+    ward, begun, ended = examine._HostExam(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
 
     def slow(*given):
         begun.set()
         assert closing.wait(60)
-        ended.append(visit := Visit(*given))
+        ended.append(visit := RemoteSession(*given))
         return visit
 
     closing, shutdown = threading.Event(), ward._crowd.shutdown
-    monkeypatch.setattr(examine, "Visit", slow)
+    monkeypatch.setattr(examine, "RemoteSession", slow)
     # by then it has ended those that it knows of
     monkeypatch.setattr(ward._crowd, "shutdown", lambda: (closing.set(), shutdown()))
     coming = threading.Thread(target=ward.come)

@@ -18,8 +18,8 @@ from paceline.planner.measure.stopwatch import (
     FEWEST_STEPS,
     MAX_STEPS,
     MIN_STEPS,
-    PATIENCE,
     TIMED_S,
+    TIMEOUT_FACTOR,
     WARM_UP_STEPS,
     Stopwatch,
 )
@@ -97,7 +97,7 @@ def test_it_ends_when_the_agreed_time_is_enough_but_not_before_or_after_the_limi
 @pytest.mark.parametrize("agreed_s", [TIMED_S, 2 * TIMED_S, 100 * TIMED_S])
 def test_long_steps_are_few_and_one_of_them_is_warm_up_enough(agreed_s):
     steps = tick_until_stopped(Stopwatch(None), agreed_s)
-    assert steps == 1 + max(FEWEST_STEPS, -(-PATIENCE * TIMED_S // agreed_s))
+    assert steps == 1 + max(FEWEST_STEPS, -(-TIMEOUT_FACTOR * TIMED_S // agreed_s))
 
 
 def test_processes_with_different_clocks_stop_at_the_same_step(report, hours):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from paceline.contract import Spec
+from paceline.contract import Bucket
 from paceline.registry import names, parse
 
 # How a codec is written, where its bare name is not all there is to try.
@@ -28,7 +28,7 @@ every_count = pytest.mark.parametrize("count", COUNTS)
 
 
 def memory_of(codec, count, rank=0):
-    return codec.init(Spec(0, ("weight",), ((count,),)), rank, 5)
+    return codec.init(Bucket(0, ("weight",), ((count,),)), rank, 5)
 
 
 def noise(count, dtype, seed=0):
@@ -51,7 +51,7 @@ def used(codec, count, dtype):
     memory = memory_of(codec, count)
     for step in range(2):
         payload, pending = codec.encode(noise(count, dtype, step), memory, step)
-        memory = codec.settle(pending, codec.decode(payload, count, dtype))
+        memory = codec.commit(pending, codec.decode(payload, count, dtype))
     return memory
 
 
@@ -112,7 +112,7 @@ def test_zeros_arrive_as_finite_numbers(text, dtype, count):
     decoded = codec.decode(payload, count, dtype)
     assert decoded.isfinite().all()
     # and do no harm to the step after
-    payload, _ = codec.encode(noise(count, dtype), codec.settle(pending, decoded), 1)
+    payload, _ = codec.encode(noise(count, dtype), codec.commit(pending, decoded), 1)
     assert codec.decode(payload, count, dtype).isfinite().all()
 
 

@@ -128,17 +128,24 @@ def test_gradient_equals_autograd_per_parameter(name):
     want = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
     for form in ("dense", "factors"):
         engine.open(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.cross_entropy)
-        pieces = []
-        forms = [form if spec.linear else "dense" for spec in engine.specs]
-        ballot = engine.gradient(data, 1 / 13, forms, pieces.append)
+        gradients = []
+        forms = [form if bucket.linear else "dense" for bucket in engine.buckets]
+        vote = engine.gradient(data, 1 / 13, forms, gradients.append)
         engine.close()
-        assert ballot.loss_sum / ballot.weight == pytest.approx(loss.item(), rel=1e-14)
+        assert vote.loss_sum / vote.weight == pytest.approx(loss.item(), rel=1e-14)
         got = {}
-        for piece in pieces:
-            flat = piece.flat if piece.left is None else (piece.left.T @ piece.right).reshape(-1)
-            parts = flat.split(list(piece.spec.numels))
+        for gradient in gradients:
+            flat = (
+                gradient.flat
+                if gradient.output_grad is None
+                else (gradient.output_grad.T @ gradient.layer_input).reshape(-1)
+            )
+            parts = flat.split(list(gradient.bucket.numels))
             got.update(
-                {n: p.view(s).clone() for n, s, p in zip(piece.spec.names, piece.spec.shapes, parts, strict=True)}
+                {
+                    n: p.view(s).clone()
+                    for n, s, p in zip(gradient.bucket.names, gradient.bucket.shapes, parts, strict=True)
+                }
             )
         assert got.keys() == want.keys()
         for name in names:

@@ -17,7 +17,7 @@ from paceline.checkpoint.checkpoint import CheckpointError
 from paceline.codec import feedback, half, topk
 from paceline.job import Job
 from paceline.planner import planner as planning
-from paceline.session import World
+from paceline.session import LaunchEnvironment
 
 PLUGINS = [(room, name) for room in registry.ROOMS for name in registry.names(room)]
 
@@ -269,18 +269,18 @@ def launched(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return World.of_environment()
+        return LaunchEnvironment.of_environment()
 
     return environment
 
 
 def test_every_rank_of_a_launcher_is_placed(launched):
-    assert launched() == World()
+    assert launched() == LaunchEnvironment()
     for rank in range(6):
         meeting = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
         world = launched(RANK=str(rank), WORLD_SIZE="6", LOCAL_WORLD_SIZE="2", **meeting)
-        assert world == World(rank % 2, 2, rank // 2, 3, "10.0.0.1", 29500)
-    assert launched(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == World(1, 2, 0, 1)
+        assert world == LaunchEnvironment(rank % 2, 2, rank // 2, 3, "10.0.0.1", 29500)
+    assert launched(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == LaunchEnvironment(1, 2, 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_factors_are_used_where_they_are_fewer_bytes_and_only_there():
 
 def test_a_layer_called_twice_sends_the_factors_of_both_calls():
     (_, _, forms), *_ = train(2, build(MODELS["twice"]), [rows(4, seed) for seed in range(3)])
-    specs = Rank(world(1)[0], build(MODELS["twice"])).engine.specs
-    assert [form for spec, form in zip(specs, forms, strict=True) if "second.weight" in spec.names] == [FACTORS]
+    buckets = Rank(world(1)[0], build(MODELS["twice"])).engine.buckets
+    assert [form for bucket, form in zip(buckets, forms, strict=True) if "second.weight" in bucket.names] == [FACTORS]
 
 
 @pytest.mark.parametrize("kind", ["tied", "sometimes"])
@@ -222,10 +222,10 @@ def test_what_periodic_was_asked_is_told_once():
         finish = rank.exchange.finish
 
         def heard(tally):
-            tally.ballot.stop = asks.get((link.rank, len(told)), 0)
-            agreement = finish(tally)
-            told.append(agreement.ballot.stop)
-            return agreement
+            tally.vote.stop_signal = asks.get((link.rank, len(told)), 0)
+            outcome = finish(tally)
+            told.append(outcome.vote.stop_signal)
+            return outcome
 
         rank.exchange.finish = heard
         rank.train([BATCHES[0]] * 9)
@@ -236,13 +236,13 @@ def test_what_periodic_was_asked_is_told_once():
 
 def test_the_form_follows_from_bytes():
     """Factors cost (N - 1) rows (in + out) words, the ring 2 (N - 1) / N in out."""
-    (spec,) = [s for s in Rank(world(1)[0], build()).engine.specs if s.names == ("second.weight",)]
+    (bucket,) = [s for s in Rank(world(1)[0], build()).engine.buckets if s.names == ("second.weight",)]
     for size in (2, 3, 8):
         for count in (1, 4, 16, 63):
-            cheaper = factor_cost(spec, count, size).bytes < dense_cost(spec, size).bytes
+            cheaper = factor_cost(bucket, count, size).bytes < dense_cost(bucket, size).bytes
             fits = count * size * 2 * HIDDEN <= HIDDEN * HIDDEN
-            most, total = [count] * (spec.index + 1), [count * size] * (spec.index + 1)
-            assert (choose([spec], most, total, size, set()) == [FACTORS]) == (cheaper and fits)
+            most, total = [count] * (bucket.index + 1), [count * size] * (bucket.index + 1)
+            assert (choose([bucket], most, total, size, set()) == [FACTORS]) == (cheaper and fits)
 
 
 def test_a_hook_of_the_users_changes_the_output_and_not_the_gradient():

@@ -119,16 +119,18 @@ def test_a_death_inside_a_node_reaches_every_process_of_every_node(victim, tmp_p
     command = [sys.executable, "-c", start, sys.executable, ENDLESS, str(tmp_path)]
     launcher = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
     seats = ["0.0", "0.1", "1.0", "1.1"]
-    pids = dict(zip(seats, wait_for([tmp_path / seat for seat in seats], launcher), strict=True))
+    pids = dict(zip(seats, wait_for([tmp_path / assignment for assignment in seats], launcher), strict=True))
     clock = OwnTime(launcher.pid, *pids.values())
     os.kill(pids[victim], signal.SIGKILL)
     until_ended([launcher], [clock], DEADLINE_S)
     _, errors = launcher.communicate(timeout=DEADLINE_S)
     wait_until_gone(pids.values(), clock)
     lines = [line for line in errors.splitlines() if line]
-    for seat in set(seats) - {victim}:
-        who = f"paceline: rank {seat[0]} of 2 on .*, local rank {seat[2]} at step"
-        lost = f"lost local rank {victim[2]} of this node" if seat[0] == victim[0] else f"lost rank {victim[0]} on"
+    for assignment in set(seats) - {victim}:
+        who = f"paceline: rank {assignment[0]} of 2 on .*, local rank {assignment[2]} at step"
+        lost = (
+            f"lost local rank {victim[2]} of this node" if assignment[0] == victim[0] else f"lost rank {victim[0]} on"
+        )
         assert sum(bool(re.search(f"{who}.*{lost}", line)) for line in lines) == 1, errors
     assert len(lines) == 3
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paceline.contract import Spec
+from paceline.contract import Bucket
 from paceline.registry import find, names, parse
 
 OPTIONS = {"topk": ":keep=0.1"}
@@ -26,14 +26,14 @@ def whole_numbers(step):
 
 def train(codec, dropped=()):
     """What every step put in and sent, and the memory after it. A dropped step's pending is not settled."""
-    memory = codec.init(Spec(0, ("weight",), ((COUNT,),)), 0, 0)
+    memory = codec.init(Bucket(0, ("weight",), ((COUNT,),)), 0, 0)
     history = []
     for step in range(STEPS):
         flat = whole_numbers(step)
         payload, pending = codec.encode(flat.clone(), memory, step)
         sent = codec.decode(payload, COUNT, flat.dtype)
         if step not in dropped:
-            memory = codec.settle(pending, sent)
+            memory = codec.commit(pending, sent)
             history.append((flat, sent, memory))
     return history
 
@@ -83,14 +83,14 @@ def test_a_dropped_step_is_as_if_it_had_never_been(inner):
 def test_what_only_selects_conserves_every_step_bit_for_bit(dtype):
     """Real numbers of very different sizes: each value is either sent whole or kept whole."""
     codec = parse("codec", "feedback/topk:keep=0.1")
-    memory = codec.init(Spec(0, ("weight",), ((COUNT,),)), 0, 0)
+    memory = codec.init(Bucket(0, ("weight",), ((COUNT,),)), 0, 0)
     residual = torch.zeros(COUNT, dtype=dtype)
     for step in range(STEPS):
         dice = torch.Generator().manual_seed(step)
         flat = torch.randn(COUNT, generator=dice, dtype=dtype) * 10.0 ** torch.randint(-6, 6, (COUNT,), generator=dice)
         payload, pending = codec.encode(flat, memory, step)
         sent = codec.decode(payload, COUNT, dtype)
-        memory = codec.settle(pending, sent)
+        memory = codec.commit(pending, sent)
         assert torch.equal(sent + memory[0], flat + residual)
         assert not (sent * memory[0]).any(), "a value was both sent and kept"
         residual = memory[0]
@@ -99,11 +99,11 @@ def test_what_only_selects_conserves_every_step_bit_for_bit(dtype):
 def test_everything_is_sent_in_the_end():
     """One gradient and then none: a tenth per step, so ten or eleven steps empty the residual."""
     codec = parse("codec", "feedback/topk:keep=0.1")
-    memory, flat, sent = codec.init(Spec(0, ("weight",), ((COUNT,),)), 0, 0), torch.arange(1.0, COUNT + 1), 0
+    memory, flat, sent = codec.init(Bucket(0, ("weight",), ((COUNT,),)), 0, 0), torch.arange(1.0, COUNT + 1), 0
     for step in range(10):
         payload, pending = codec.encode(flat if step == 0 else torch.zeros(COUNT), memory, step)
         decoded = codec.decode(payload, COUNT, flat.dtype)
-        memory, sent = codec.settle(pending, decoded), sent + decoded
+        memory, sent = codec.commit(pending, decoded), sent + decoded
         assert bool(memory[0].any()) == (step < 9)
     assert torch.equal(sent, flat)
 
@@ -113,7 +113,7 @@ def test_feedback_declares_what_its_codec_does(inner):
     outer, bare = parse("codec", f"feedback/{inner}"), parse("codec", inner)
     assert (outer.sums, outer.fidelity, outer.wire) == (bare.sums, bare.fidelity, bare.wire)
     assert outer.payload_bytes(COUNT, torch.float64) == bare.payload_bytes(COUNT, torch.float64)
-    assert not outer.biased
+    assert not outer.needs_feedback
 
 
 def test_feedback_around_nothing_says_what_it_needs():

@@ -23,7 +23,7 @@ from paceline.contract import LinkError
 from paceline.elastic.membership import connect, detect
 from paceline.launch.local import free_port
 from paceline.registry import find, module, names
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 from twin import Twin
 
 pytestmark = pytest.mark.long
@@ -79,8 +79,8 @@ def sixteen_bits_are_rounded_once_where_that_is_promised(link):
     """256 + 1 + 1: in bfloat16 alone each 1 is lost."""
     mine = torch.full((9,), 256.0 if link.rank == 0 else 1.0).bfloat16()
     result = link.sum(mine).wait(LIMIT_S)
-    assert link.wide in (False, True)
-    if link.wide and link.size > 2:
+    assert link.accumulates_fp32 in (False, True)
+    if link.accumulates_fp32 and link.size > 2:
         same(result, torch.full((9,), 255.0 + link.size), link.size)
 
 
@@ -120,7 +120,7 @@ def all_gather_of_ragged_rows(link):
 def a_gather_is_the_same_over_a_quick_wire(link):
     """Several megabytes: in stretches, or whole."""
     for quick in (False, True, False):
-        link.hurry(quick)
+        link.set_regime(quick)
         for rows_of in (lambda r: 40_000, lambda r: 40_000 * (r + 1), lambda r: 90_000 * (r == link.size - 1)):
             rows = rows_of(link.rank)
             mine = (link.rank + 1) * pattern(8 * rows).view(rows, 8)
@@ -346,7 +346,7 @@ def under_mpirun(link, size):
 def one_rank(link, size, port, rank):
     """What each process does."""
     make = Twin if link == "nccl" else partial(find, "link", link)  # where there is no GPU
-    activity = Whereabouts()
+    activity = Activity()
     print(json.dumps(try_all(make(int(rank), int(size), "127.0.0.1", int(port), 0, detect(activity), activity))))
 
 

@@ -6,7 +6,7 @@ import torch
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Rank, Whole, build, rows
-from paceline.contract import StepObserver, Verdict
+from paceline.contract import Decision, StepObserver
 from paceline.exchange.allreduce import Exchange
 
 BATCHES = [rows(24, seed) for seed in range(3)]
@@ -33,28 +33,28 @@ class Noted(StepObserver):
     def offering(self, offer):
         self.note("offering")
 
-        def offered(piece):
+        def offered(gradient):
             self.pieces += 1
-            offer(piece)
+            offer(gradient)
 
         return offered
 
-    def votes(self, ballot):
+    def votes(self, vote):
         self.note("votes")
 
-    def again(self, step, agreement):
-        assert agreement.verdict is Verdict.REDO
+    def again(self, step, outcome):
+        assert outcome.decision is Decision.RETRY
         self.note("again")
 
-    def applies(self, agreement, rule):
+    def applies(self, outcome, rule):
         self.note("applies")
         return lambda: self.note("applied")
 
-    def updated(self, agreement):
+    def updated(self, outcome):
         self.note("updated")
 
     def ends(self, summary):
-        assert summary.agreement.verdict in (Verdict.APPLY, Verdict.SKIP)
+        assert summary.outcome.decision in (Decision.COMMIT, Decision.SKIP)
         self.note("ends")
 
 
@@ -63,10 +63,10 @@ class Refusing(Exchange):
 
     votes = 0
 
-    def collect(self, ballot):
+    def collect(self, vote):
         self.votes += 1
-        ballot.ok = ballot.ok and self.votes != 2
-        return super().collect(ballot)
+        vote.ok = vote.ok and self.votes != 2
+        return super().collect(vote)
 
 
 def observed(link, observers, batches=BATCHES, exchange="allreduce"):
@@ -83,11 +83,11 @@ def test_every_process_is_told_of_every_part_of_a_step():
         rank.run.observers.append(noted)
         rank.train(BATCHES[:2])
         rank.exchange.close()
-        return noted.told, noted.pieces, len(rank.engine.specs)
+        return noted.told, noted.pieces, len(rank.engine.buckets)
 
-    for told, pieces, num_specs in ranks.run(2, work):
+    for told, gradients, num_specs in ranks.run(2, work):
         assert told == 2 * (BEGIN + TRY + END)
-        assert pieces == 2 * num_specs
+        assert gradients == 2 * num_specs
 
 
 def test_a_refused_step_begins_and_ends_once():

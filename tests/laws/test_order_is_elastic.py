@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.batches import as_source, batches
-from paceline.data.sampler import Seat, num_steps, permutation, window
+from paceline.data.sampler import Assignment, num_steps, permutation, window
 
 SHARES = {
     1: (None, (3.0,)),
@@ -25,7 +25,7 @@ COUNTS = (0, 1, 2, 7, 32, 97)
 def seats(num_nodes, shares=None, local_size=1):
     """Every process's seat, nodes first."""
     pairs = itertools.product(range(num_nodes), range(local_size))
-    return [Seat(node, num_nodes, local, local_size, shares) for node, local in pairs]
+    return [Assignment(node, num_nodes, local, local_size, shares) for node, local in pairs]
 
 
 # Permutations.
@@ -74,10 +74,12 @@ def test_windows_are_the_epoch_and_only_the_last_is_short(size, batch_size):
 @pytest.mark.parametrize("start", range(5))
 def test_resuming_at_any_step_goes_on_with_the_same_windows(start):
     """What is kept is (seed, epoch, step): everything after it is made anew."""
-    whole = [(b.epoch, b.step, b.indices.tolist()) for b in batches(numbered(97), 32, 3, seed=5, seat=Seat())]
+    whole = [
+        (b.epoch, b.step, b.indices.tolist()) for b in batches(numbered(97), 32, 3, seed=5, assignment=Assignment())
+    ]
     resumed = [
-        (b.epoch, b.step, b.share(Seat())[0].tolist())
-        for b in batches(numbered(97), 32, 3, seed=5, seat=Seat(), start=(1, start))
+        (b.epoch, b.step, b.share(Assignment())[0].tolist())
+        for b in batches(numbered(97), 32, 3, seed=5, assignment=Assignment(), start=(1, start))
     ]
     assert resumed == whole[4 + start :]
     assert resumed
@@ -90,7 +92,7 @@ def test_resuming_at_any_step_goes_on_with_the_same_windows(start):
 @pytest.mark.parametrize("local_size", [1, 2, 3])
 @pytest.mark.parametrize("count", COUNTS)
 def test_seats_cover_the_batch_in_order_without_overlap(num_nodes, shares, local_size, count):
-    dealt = [row for seat in seats(num_nodes, shares, local_size) for row in seat.rows(count)]
+    dealt = [row for assignment in seats(num_nodes, shares, local_size) for row in assignment.rows(count)]
     assert dealt == list(range(count))
 
 
@@ -98,15 +100,15 @@ def test_seats_cover_the_batch_in_order_without_overlap(num_nodes, shares, local
 @pytest.mark.parametrize("count", COUNTS)
 def test_nodes_get_their_shares_to_within_a_row(num_nodes, shares, count):
     wanted = np.array(shares or [1.0] * num_nodes)
-    for seat, fair in zip(seats(num_nodes, shares), count * wanted / wanted.sum(), strict=True):
-        assert abs(len(seat.rows(count)) - fair) < 1 + 1e-6
+    for assignment, fair in zip(seats(num_nodes, shares), count * wanted / wanted.sum(), strict=True):
+        assert abs(len(assignment.rows(count)) - fair) < 1 + 1e-6
         if not fair:
-            assert not seat.rows(count)
+            assert not assignment.rows(count)
 
 
 @pytest.mark.parametrize("local_size", [1, 2, 3, 5])
 def test_the_processes_of_a_node_differ_by_at_most_a_row(local_size):
-    sizes = [len(seat.rows(97)) for seat in seats(1, None, local_size)]
+    sizes = [len(assignment.rows(97)) for assignment in seats(1, None, local_size)]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -154,10 +156,12 @@ every_dataset = pytest.mark.parametrize("kind", DATASETS)
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
 def test_any_number_of_nodes_computes_the_same_global_sequence(kind, num_nodes):
     """Every rank goes through the batches for itself; put together they are one permutation per epoch."""
-    of_seat = [list(batches(DATASETS[kind](97), 32, 2, seed=5, seat=seat)) for seat in seats(num_nodes)]
+    of_seat = [
+        list(batches(DATASETS[kind](97), 32, 2, seed=5, assignment=assignment)) for assignment in seats(num_nodes)
+    ]
     seen = []
     for together in zip(*of_seat, strict=True):
-        shares = [batch.share(seat) for batch, seat in zip(together, seats(num_nodes), strict=True)]
+        shares = [batch.share(assignment) for batch, assignment in zip(together, seats(num_nodes), strict=True)]
         seen += [int(sample) for share in shares if share for sample in share[0]]
     assert seen == [*permutation(5, 0, 97).tolist(), *permutation(5, 1, 97).tolist()]
 
@@ -165,23 +169,23 @@ def test_any_number_of_nodes_computes_the_same_global_sequence(kind, num_nodes):
 @every_dataset
 def test_a_changed_seat_gets_the_rows_of_that_seat(kind):
     """As after a rank was lost: the batch was fetched for another seat, and is dealt again."""
-    was, now = Seat(2, 3), Seat(1, 2, 1, 2, (3.0, 1.0))
-    for batch in batches(DATASETS[kind](97), 32, 1, seed=5, seat=was):
-        for seat in (now, was, Seat(), now):
-            rows = seat.rows(len(batch.indices))
-            share = batch.share(seat)
+    was, now = Assignment(2, 3), Assignment(1, 2, 1, 2, (3.0, 1.0))
+    for batch in batches(DATASETS[kind](97), 32, 1, seed=5, assignment=was):
+        for assignment in (now, was, Assignment(), now):
+            rows = assignment.rows(len(batch.indices))
+            share = batch.share(assignment)
             assert (share[0].tolist() if rows else share) == (batch.indices[rows.start : rows.stop].tolist() or None)
 
 
 @every_dataset
 def test_a_seat_without_rows_gets_none(kind):
-    nobody = Seat(0, 2, shares=(0.0, 1.0))
-    assert [batch.share(nobody) for batch in batches(DATASETS[kind](7), 3, 1, seed=0, seat=nobody)] == [None] * 3
+    nobody = Assignment(0, 2, shares=(0.0, 1.0))
+    assert [batch.share(nobody) for batch in batches(DATASETS[kind](7), 3, 1, seed=0, assignment=nobody)] == [None] * 3
 
 
 @every_dataset
 def test_batches_know_where_they_are(kind):
-    made = list(batches(DATASETS[kind](7), 3, 2, seed=0, seat=Seat()))
+    made = list(batches(DATASETS[kind](7), 3, 2, seed=0, assignment=Assignment()))
     assert [(b.epoch, b.step, b.weight, b.ends_epoch) for b in made] == [
         (epoch, step, weight, step == 2) for epoch in range(2) for step, weight in enumerate([3.0, 3.0, 1.0])
     ]
@@ -189,21 +193,21 @@ def test_batches_know_where_they_are(kind):
 
 @every_dataset
 def test_unshuffled_is_the_datasets_own_order_in_every_epoch(kind):
-    made = batches(DATASETS[kind](7), 3, 2, seed=0, seat=Seat(), shuffle=False)
-    assert [batch.share(Seat())[0].tolist() for batch in made] == 2 * [[0, 1, 2], [3, 4, 5], [6]]
+    made = batches(DATASETS[kind](7), 3, 2, seed=0, assignment=Assignment(), shuffle=False)
+    assert [batch.share(Assignment())[0].tolist() for batch in made] == 2 * [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_a_source_is_told_the_epoch_and_asked_for_nothing_but_the_seats_rows():
-    source, seat = Fetching(8), Seat(1, 2)
-    epochs = [batch.share(seat)[1].tolist() for batch in batches(source, 4, 2, seed=5, seat=seat)]
+    source, assignment = Fetching(8), Assignment(1, 2)
+    epochs = [batch.share(assignment)[1].tolist() for batch in batches(source, 4, 2, seed=5, assignment=assignment)]
     assert epochs == [[0, 0], [0, 0], [1, 1], [1, 1]]
     orders = [permutation(5, epoch, 8) for epoch in range(2)]
     assert source.asked == [order[start : start + 2].tolist() for order in orders for start in (2, 6)]
 
 
 def test_leaving_early_does_not_hang():
-    made = batches(Fetching(97), 4, 100, seed=5, seat=Seat())
-    assert next(made).share(Seat())[0].tolist() == permutation(5, 0, 97)[:4].tolist()
+    made = batches(Fetching(97), 4, 100, seed=5, assignment=Assignment())
+    assert next(made).share(Assignment())[0].tolist() == permutation(5, 0, 97)[:4].tolist()
     made.close()
     with pytest.raises(StopIteration):
         next(made)
@@ -213,7 +217,7 @@ def test_what_is_no_dataset_is_refused_with_what_would_be_one():
     with pytest.raises(ValueError, match=r"begins anew each time, got generator.*TensorDataset"):
         as_source(i for i in range(3))
     with pytest.raises(ValueError, match="empty"):
-        next(batches(numbered(0), 4, 1, seed=0, seat=Seat()))
+        next(batches(numbered(0), 4, 1, seed=0, assignment=Assignment()))
 
 
 class OneByOne(TensorDataset):
@@ -226,8 +230,8 @@ class OneByOne(TensorDataset):
 
 def test_a_dataset_that_changes_its_samples_is_asked_for_one_at_a_time():
     x, y = torch.arange(12.0).view(4, 3), torch.arange(4)
-    (batch,) = batches(OneByOne(x, y), 4, 1, 0, Seat(), shuffle=False)
-    got, labels = batch.share(Seat())
+    (batch,) = batches(OneByOne(x, y), 4, 1, 0, Assignment(), shuffle=False)
+    got, labels = batch.share(Assignment())
     assert torch.equal(got, torch.tensor([[-1.0, 0.0, 1.0]] * 4))
     assert torch.equal(labels, y)
 
@@ -238,8 +242,8 @@ def test_items_may_be_tensors_arrays_dicts_and_nested():
         (np.arange(8.0).reshape(4, 2), torch.arange(8.0, dtype=torch.float64).view(4, 2)),
         ([({"x": torch.tensor(i)}, (np.int64(i), i)) for i in range(4)], None),
     ):
-        (batch,) = batches(items, 4, 1, 0, Seat(), shuffle=False)
-        got = batch.share(Seat())
+        (batch,) = batches(items, 4, 1, 0, Assignment(), shuffle=False)
+        got = batch.share(Assignment())
         if expected is not None:
             assert torch.equal(got, expected)
         else:
@@ -250,13 +254,13 @@ def test_items_may_be_tensors_arrays_dicts_and_nested():
 @pytest.mark.parametrize("wrong", [{"x": torch.zeros(4)}, "text", 5, (torch.zeros(4), torch.zeros(4))])
 def test_what_is_no_dataset_is_named(wrong):
     with pytest.raises(ValueError, match=r"batches\(\).*got .*(dict|str|int|tuple).*TensorDataset"):
-        next(batches(wrong, 4, 1, 0, Seat()))
+        next(batches(wrong, 4, 1, 0, Assignment()))
 
 
 @pytest.mark.parametrize("count", [19_710_938, 10**9 + 7])
 def test_no_row_is_lost_however_many_there_are(count):
     shares = (0.31, 0.07, 0.11, 0.23, 0.17, 0.11)
-    ranges = [Seat(node, 6, shares=shares).rows(count) for node in range(6)]
+    ranges = [Assignment(node, 6, shares=shares).rows(count) for node in range(6)]
     assert ranges[0].start == 0
     assert ranges[-1].stop == count
     assert all(a.stop == b.start for a, b in itertools.pairwise(ranges))
@@ -268,10 +272,10 @@ def test_nobody_has_fewer_rows_than_are_needed_but_none(least):
         for local_size in (1, 2, 5):
             for count in (*range(1, 40), 500):
                 places = [(n, 3, r, local_size, shares) for n in range(3) for r in range(local_size)]
-                rows = [Seat(*place, least=least, whole=500).rows(count) for place in places]
+                rows = [Assignment(*place, least=least, whole=500).rows(count) for place in places]
                 assert [i for each in rows for i in each] == list(range(count))
                 assert count >= 500 or all(len(each) == 0 or len(each) >= min(least, count) for each in rows)
                 # a whole batch is dealt as it was asked for
-                assert [Seat(*place, least=least, whole=count).rows(count) for place in places] == [
-                    Seat(*place).rows(count) for place in places
+                assert [Assignment(*place, least=least, whole=count).rows(count) for place in places] == [
+                    Assignment(*place).rows(count) for place in places
                 ]

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.launch.machine import Machine
 from paceline.planner import planner
-from paceline.planner.candidates import Facts
+from paceline.planner.candidates import JobFacts
 from paceline.planner.choose import Candidate, choose, equal, speedup
 from paceline.planner.measure import fresh_process, trial
 from paceline.planner.measure.trial import Trial, merge
@@ -118,7 +118,7 @@ def test_a_short_last_batch_says_nothing_of_whole_ones(steps_s, tmp_path):
     samples = [16.0 if seconds == 0.4 else 64.0 for seconds in steps_s]
     said = {"steps_s": steps_s, "samples": samples, "num_steps": len(steps_s), "rows": 64, "peak_bytes": 1}
     report.write_text(json.dumps(said))
-    found = trial.told_by("sequential", fresh_process.Ended(0, ""), report, 10.0)
+    found = trial.told_by("sequential", fresh_process.ProcessResult(0, ""), report, 10.0)
     assert (found.step_s, found.per_s) == (1.0, 64.0)
 
 
@@ -128,7 +128,7 @@ def test_beyond_the_spread_the_faster_row_wins_although_it_is_not_simpler():
 
 @pytest.mark.parametrize("division", ["slices", "whole tensors"])
 def test_rows_of_processes_say_how_the_optimizer_is_divided(division):
-    plan_ = planner.Plan("processes:2", rows=choose([SEQUENTIAL, PROCESSES], facts=Facts(division=division))[2])
+    plan_ = planner.Plan("processes:2", rows=choose([SEQUENTIAL, PROCESSES], facts=JobFacts(division=division))[2])
     assert [row.optimizer for row in plan_.rows] == ["", division]
     assert planner.Plan.from_toml(plan_.to_toml()).rows == plan_.rows
     assert division in "".join(map(str, planner.table(plan_).columns[-2]._cells))

@@ -9,13 +9,13 @@ import torch
 
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Ballot, Spec, Verdict
+from paceline.contract import DENSE, FACTORS, Bucket, Decision, Vote
 from paceline.data import batches, sampler
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.engine.compute import rng
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange import allreduce
-from paceline.exchange.flow.autotuner import Choice
+from paceline.exchange.flow.autotuner import Autotuner
 from paceline.link import memory
 from paceline.registry import parse
 
@@ -28,19 +28,19 @@ class Refusing(allreduce.Exchange):
     def __init__(self, steps, rank):
         self.refuse, self.by, self.refused, self.tried = set(steps), rank, [], 0
 
-    def collect(self, ballot):
+    def collect(self, vote):
         if self.link.rank == self.by and self.tried in self.refuse:
             self.refuse.remove(self.tried)
-            ballot.ok = False
-        return super().collect(ballot)
+            vote.ok = False
+        return super().collect(vote)
 
     def finish(self, tally):
-        agreement = super().finish(tally)
-        if agreement.verdict is Verdict.REDO:
+        outcome = super().finish(tally)
+        if outcome.decision is Decision.RETRY:
             self.refused.append(self.tried)
         else:
             self.tried += 1
-        return agreement
+        return outcome
 
 
 def everything(rank):
@@ -145,15 +145,15 @@ def test_the_same_batch_is_dealt_again_to_fewer_ranks(optimizer):
             rank_now = exchange.link.rank - (exchange.link.rank > leaver)
             rank.members.link = memory.Link(generations[generation], rank_now, generation)
             exchange.rebuild(rank.members.link)
-            run.seat = Seat(rank_now, exchange.link.size)
-            run.world = World(node=rank_now, num_nodes=exchange.link.size)
+            run.assignment = Assignment(rank_now, exchange.link.size)
+            run.world = LaunchEnvironment(node=rank_now, num_nodes=exchange.link.size)
 
         rank = Rank(link, model, OPTIMIZERS[optimizer], exchange=exchange, rejoin=rejoin)
         losses = []
         try:
-            for batch in batches.batches(Fetched(), 24, 1, seed=3, seat=rank.run.seat):
-                ballot = rank.step(batch).ballot
-                losses.append(ballot.loss_sum / ballot.weight)
+            for batch in batches.batches(Fetched(), 24, 1, seed=3, assignment=rank.run.assignment):
+                vote = rank.step(batch).vote
+                losses.append(vote.loss_sum / vote.weight)
             return losses, rank.state()
         except Gone:
             return None
@@ -190,11 +190,11 @@ def test_random_numbers_come_again(drawn_before, drawn_after):
 
 def test_rows_that_do_not_fit_any_more_are_refused_also_by_one_node_alone():
     """Story: of two nodes one was left, whose processes' factors fitted each, and together did not."""
-    spec = Spec(0, ("weight",), ((64, 64),), True)
-    choice = Choice((spec,), 1, parse("codec", "none"), "bytes", 8, absorbs=True, by_need=False)
-    choice.hands = 2
-    few, many = (Ballot(rows=(count,), dense=bytes(1)) for count in (8, 40))
-    assert not choice.again(few, [few])
+    bucket = Bucket(0, ("weight",), ((64, 64),), True)
+    choice = Autotuner((bucket,), 1, parse("codec", "none"), "bytes", 8, optimizer_takes_factors=True, by_need=False)
+    choice.num_multipliers = 2
+    few, many = (Vote(rows=(count,), dense=bytes(1)) for count in (8, 40))
+    assert not choice.needs_retry(few, [few])
     assert choice.forms == [FACTORS]
-    assert choice.again(many, [many])
+    assert choice.needs_retry(many, [many])
     assert choice.forms == [DENSE]

@@ -12,7 +12,7 @@ from test_engines_are_transparent import HERE, PATH, START
 
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.engine.reproducible import Engine
 from paceline.link.memory import world
 from paceline.messages import add_up, spans
@@ -34,7 +34,7 @@ def train(size, model, batches=BATCHES, shares=None, num_shares=SHARES, **option
     def work(link):
         engine = Engine(num_shares, num_threads=1)
         rank = Rank(link, model, exchange="ordered", engine=engine, **options)
-        rank.run.seat = Seat(link.rank, link.size, shares=shares, virtual=num_shares)
+        rank.run.assignment = Assignment(link.rank, link.size, shares=shares, virtual=num_shares)
         losses = rank.train(batches)
         rank.exchange.close()
         return rank.state(), losses
@@ -94,23 +94,23 @@ def test_dropout_draws_the_same_whoever_computes():
 
 def one_after_the_other(size, model, engine=None):
     """Gradients of one step, share by share, as ``size`` nodes would compute them, added up as everyone does."""
-    sums, specs = [], ()
+    sums, buckets = [], ()
     for node in range(size):
         each = engine or Engine(SHARES, num_threads=1)
         rank = Rank(world(1)[0], model, exchange="ordered", engine=each)
-        specs = each.specs
-        seat = Seat(node, size, virtual=SHARES)
-        each.place(seat, 4)
-        mine = seat.rows(24)
-        pieces = []
+        buckets = each.buckets
+        assignment = Assignment(node, size, virtual=SHARES)
+        each.begin_step(assignment, 4)
+        mine = assignment.rows(24)
+        gradients = []
         each.gradient(
-            tuple(part[mine.start : mine.stop] for part in BATCHES[0]), 1 / 24, rank.exchange.forms(), pieces.append
+            tuple(part[mine.start : mine.stop] for part in BATCHES[0]), 1 / 24, rank.exchange.forms(), gradients.append
         )
-        sums.append({piece.spec.index: piece.sums for piece in pieces})
+        sums.append({gradient.bucket.index: gradient.sums for gradient in gradients})
     whole = {}
-    for spec in specs:
-        have = {span: part for each in sums for span, part in each[spec.index].items()}
-        whole[str(spec.index)] = add_up((0, SHARES), have)
+    for bucket in buckets:
+        have = {span: part for each in sums for span, part in each[bucket.index].items()}
+        whole[str(bucket.index)] = add_up((0, SHARES), have)
     return whole
 
 
@@ -136,7 +136,7 @@ def test_the_tree_is_added_up_alike_whoever_holds_what(num_shares):
     for size in range(1, num_shares + 2):
         have = {}
         for node in range(size):
-            first, last = Seat(node, size, virtual=num_shares).span
+            first, last = Assignment(node, size, virtual=num_shares).span
             mine = {(i, i + 1): parts[i].clone() for i in range(first, last)}
             if (all_of_it := add_up(whole, mine)) is not None:
                 mine[whole] = all_of_it
@@ -147,17 +147,23 @@ def test_the_tree_is_added_up_alike_whoever_holds_what(num_shares):
 
 def test_shares_are_dealt_whole():
     for count in (1, 5, 24, 100):
-        cuts = {row for each in range(8) for row in (Seat(each, 8).rows(count).start, Seat(each, 8).rows(count).stop)}
+        cuts = {
+            row
+            for each in range(8)
+            for row in (Assignment(each, 8).rows(count).start, Assignment(each, 8).rows(count).stop)
+        }
         for size in (1, 2, 3, 5, 9):
-            seats = [Seat(node, size, virtual=8) for node in range(size)]
-            assert [row for seat in seats for row in seat.rows(count)] == list(range(count))
-            assert all(seat.rows(count).start in cuts and seat.rows(count).stop in cuts for seat in seats)
+            seats = [Assignment(node, size, virtual=8) for node in range(size)]
+            assert [row for assignment in seats for row in assignment.rows(count)] == list(range(count))
+            assert all(
+                assignment.rows(count).start in cuts and assignment.rows(count).stop in cuts for assignment in seats
+            )
 
 
 def test_an_own_loop_is_refused():
     rank = Rank(world(1)[0], build(Plain), exchange="ordered", engine=Engine(4, num_threads=1))
     with pytest.raises(ValueError, match=r"use step\(batch\)"):
-        rank.engine.gathered(None, rank.exchange.forms(), print)
+        rank.engine.collect_gradients(None, rank.exchange.forms(), print)
 
 
 @pytest.mark.parametrize("given", ["reproducible:0", "reproducible:257", "reproducible:two"])

@@ -21,7 +21,7 @@ import ranks
 from nodes import IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
 from paceline.data import images
 from paceline.data.batches import batches
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute.batch import samples
 
@@ -117,7 +117,7 @@ def test_samples_that_a_collate_fn_leaves_out_do_not_count(how):
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with paceline.join(model, optimizer, loss, batch_size=10, engine="sequential", metric=metric, **how) as pace:
-        counted = [pace.agreement.ballot.weight for batch in pace.batches(loader) if pace.step(batch) < 1e9]
+        counted = [pace.agreement.vote.weight for batch in pace.batches(loader) if pace.step(batch) < 1e9]
         assert counted == [8.0] * 4
         assert pace.evaluate(loader) == 1.0
 
@@ -251,13 +251,13 @@ class Dice(Dataset):
 def test_a_part_of_a_dataset_draws_for_each_sample_whoever_reads_it(dataset):
     def drawn(seats):
         found = {}
-        for seat in seats:
-            for batch in batches(dataset, 8, 1, 0, seat, workers=1):
-                x, index = batch.share(seat)
+        for assignment in seats:
+            for batch in batches(dataset, 8, 1, 0, assignment, workers=1):
+                x, index = batch.share(assignment)
                 found |= dict(zip(index.tolist(), x.tolist(), strict=True))
         return found
 
-    assert drawn([Seat()]) == drawn([Seat(0, 2), Seat(1, 2)])
+    assert drawn([Assignment()]) == drawn([Assignment(0, 2), Assignment(1, 2)])
 
 
 class Answers:
@@ -266,7 +266,7 @@ class Answers:
     def __init__(self, other=None):
         self.other, self.asked = other, []
 
-    def gather(self, words):
+    def all_gather(self, words):
         self.asked.append(words)
         return [words, words if self.other is None else self.other]
 
@@ -343,7 +343,7 @@ def test_processes_that_read_have_ended_with_the_last_batch():
     with _joined(model) as pace:
         found = 0
         for batch in pace.batches(DataLoader(torch.utils.data.TensorDataset(*rows(24, 1)), 8, num_workers=2)):
-            batch.share(Seat())
+            batch.share(Assignment())
             found = max(found, len(set(here.children()) - before))
         assert found >= 2
         assert batch.ends_epoch

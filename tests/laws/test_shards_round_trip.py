@@ -16,7 +16,7 @@ from paceline.data import shards as shard
 from paceline.data.batches import batches
 from paceline.data.decode import decode
 from paceline.data.pack import pack
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from photographs import SHARD_BYTES, lay, photo
 
 
@@ -75,8 +75,8 @@ def test_shards_travel_to_other_processes_and_are_read_by_many_threads(shards):
 def test_processes_that_decode_give_the_same_pixels(photos, shards, packed):
     def rows(num_workers):
         train, _ = images.load(shards if packed else photos)
-        made = batches(train, 10, 2, 3, Seat(0, 2), workers=num_workers, start=(0, 1))
-        return [batch.share(Seat(0, 2)) for batch in made]
+        made = batches(train, 10, 2, 3, Assignment(0, 2), workers=num_workers, start=(0, 1))
+        return [batch.share(Assignment(0, 2)) for batch in made]
 
     for mine, theirs in zip(rows(0), rows(2), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

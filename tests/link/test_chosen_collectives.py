@@ -17,7 +17,7 @@ import ranks
 from launching import environment
 from paceline.contract import LinkError
 from paceline.launch import local
-from paceline.link.net.collective_override import Chosen, agree_on
+from paceline.link.net.collective_override import CollectiveOverride, agree_on
 from paceline.link.net.collective_run import Collective
 from paceline.registry import find
 
@@ -25,13 +25,13 @@ from paceline.registry import find
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_link_with_a_chosen_collective_holds_every_law_of_links(size):
     for name, law in LAWS.items():
-        ranks.run(size, lambda link, name=name, law=law: law(Chosen(link.lane(name), Collective("ring"))))
+        ranks.run(size, lambda link, name=name, law=law: law(CollectiveOverride(link.lane(name), Collective("ring"))))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_collective_can_be_chosen(name):
     def work(link):
-        chosen = Chosen(link, Collective(name))
+        chosen = CollectiveOverride(link, Collective(name))
         for law in (LAWS["sum_adds"], LAWS["many_are_in_flight_on_two_lanes"]):
             law(chosen.lane(law.__name__))
 
@@ -42,7 +42,7 @@ def test_a_killed_rank_is_named_by_the_sum_and_by_those_after_it():
     def work(link):
         if link.rank == 1:
             raise InterruptedError("killed")
-        chosen = Chosen(link, Collective("ring"))
+        chosen = CollectiveOverride(link, Collective("ring"))
         handles = [chosen.sum(torch.ones(3), f"bucket {i}") for i in range(3)]
         for handle in handles:
             with pytest.raises(LinkError, match=r"rank 1 was killed \(a message of bucket 0\)") as raised:
@@ -57,7 +57,7 @@ def test_a_killed_rank_is_named_by_the_sum_and_by_those_after_it():
 
 def test_a_chosen_sum_gives_up_at_its_deadline_and_is_still_under_way():
     def work(link):
-        chosen = Chosen(link, Collective("ring"))
+        chosen = CollectiveOverride(link, Collective("ring"))
         if link.rank == 0:
             handle = chosen.sum(torch.ones(4), "bucket 7")
             with pytest.raises(LinkError, match="gave up on bucket 7 after 0 s"):
@@ -107,7 +107,7 @@ def one_process(rank, size, port):
     for name, law in laws.items():
         lane = link.lane(name)
         try:
-            law(Chosen(lane, Collective("ring")) if "chosen" in name else lane)
+            law(CollectiveOverride(lane, Collective("ring")) if "chosen" in name else lane)
         except Exception:
             faults[name] = traceback.format_exc()
             break
@@ -166,7 +166,7 @@ def test_training_by_a_chosen_collective_equals_training_by_gloo(tmp_path):
     command = [sys.executable, "-c", TRAINING, str(tmp_path), "", "halving"]
     assert local.start(command, "sequential", num_nodes=2) == 0
     trained = {}
-    for name, link in (("", "Link"), ("halving", "Chosen")):
+    for name, link in (("", "Link"), ("halving", "CollectiveOverride")):
         (used, first), (_, second) = (torch.load(tmp_path / f"{name}{rank}.pt") for rank in range(2))
         assert used == link
         assert torch.equal(first, second)

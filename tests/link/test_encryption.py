@@ -21,15 +21,15 @@ import launching
 from paceline import session
 from paceline.cli.prepare import hide
 from paceline.contract import LinkError
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.launch.local import free_port
 from paceline.link import tls
 from paceline.link.net import auth, tls_mesh
-from paceline.link.net.auth import Hiding
+from paceline.link.net.auth import EncryptionKey
 from paceline.link.net.keepalive import sockets
 from paceline.link.net.route import Member
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.tls_mesh import Identity, Mesh
 from paceline.link.net.tls_messages import HEAD, Mail, Work
 
@@ -274,12 +274,12 @@ def test_the_tree_of_a_broadcast_reaches_everyone_once(size):
 
 def heard(secret):
     """What a listener hears of a member that sets a word and gets it."""
-    point = MeetingPoint("127.0.0.1", 0, secret)
+    point = RendezvousStore("127.0.0.1", 0, secret)
     try:
         with Tap(point.port) as tap:
             answers = bytearray()
             tap.change["server"] = lambda words: (answers.extend(words), words)[1]
-            meeting = Meeting("127.0.0.1", tap.server.getsockname()[1], secret, 1, 2, 5.0)
+            meeting = StoreClient("127.0.0.1", tap.server.getsockname()[1], secret, 1, 2, 5.0)
             try:
                 for number in range(3):
                     meeting.set(f"key of mine {number}", WORDS)
@@ -292,7 +292,7 @@ def heard(secret):
 
 
 def test_the_words_of_the_meeting_are_read_by_members_alone():
-    plain, hidden = heard(SECRET), heard(Hiding(SECRET))
+    plain, hidden = heard(SECRET), heard(EncryptionKey(SECRET))
     assert plain.count(WORDS) == 4, "a listener hears nothing at all"
     assert plain.count(b"key of mine") == 4
     assert b"weight" not in hidden
@@ -300,15 +300,15 @@ def test_the_words_of_the_meeting_are_read_by_members_alone():
     assert SECRET not in plain + hidden
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(SECRET, Hiding(SECRET)), (Hiding(SECRET), SECRET)])
+@pytest.mark.parametrize(("ours", "theirs"), [(SECRET, EncryptionKey(SECRET)), (EncryptionKey(SECRET), SECRET)])
 def test_one_that_encrypts_and_one_that_does_not_are_told_on_both_sides(ours, theirs, capsys):
-    point = MeetingPoint("127.0.0.1", 0, ours)
+    point = RendezvousStore("127.0.0.1", 0, ours)
     try:
         with pytest.raises(LinkError, match=r"PACELINE_SECRET differ; .*all or none with --encrypt"):
-            Meeting("127.0.0.1", point.port, theirs, 1, 2, 5.0)
+            StoreClient("127.0.0.1", point.port, theirs, 1, 2, 5.0)
     finally:
         point.close()
-    how = ("with", "without") if isinstance(theirs, Hiding) else ("without", "with")
+    how = ("with", "without") if isinstance(theirs, EncryptionKey) else ("without", "with")
     assert f"it was started {how[0]} --encrypt (PACELINE_ENCRYPT), and this run {how[1]}" in capsys.readouterr().err
 
 
@@ -357,7 +357,7 @@ def test_it_is_asked_for_by_the_option_or_by_the_script(monkeypatch, variable, a
     monkeypatch.setenv("PACELINE_ENCRYPT", variable)
     monkeypatch.delenv("PACELINE_LINK", raising=False)
     assert session._encrypted(asked) is hidden
-    link = session._link(World(), torch.nn.Linear(1, 1), hidden)
+    link = session._link(LaunchEnvironment(), torch.nn.Linear(1, 1), hidden)
     assert (link == "tls") is hidden
 
 
@@ -367,7 +367,7 @@ def test_what_cannot_be_meant_is_told(monkeypatch):
         session._encrypted(None)
     monkeypatch.setenv("PACELINE_LINK", "mpi")
     with pytest.raises(ValueError, match="PACELINE_LINK='mpi' does not encrypt"):
-        session._link(World(), torch.nn.Linear(1, 1), True)
+        session._link(LaunchEnvironment(), torch.nn.Linear(1, 1), True)
 
 
 def test_the_option_reaches_every_process(tmp_path):

@@ -13,9 +13,9 @@ import launching
 from cluster import Cluster
 from machines import needs_cluster
 from needs import needs
-from paceline.link.net.route import Door, complaint, own_address, resolve
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.route import ReachabilityServer, complaint, own_address, resolve
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.store_server import RendezvousStore
 
 SCRIPT = str(launching.HERE / "scripts" / "meeting.py")
 
@@ -32,9 +32,9 @@ needs_ipv6 = needs(ipv6=missing())
 @needs_ipv6
 def test_a_meeting_point_and_its_members():
     assert resolve("::1") == "::1"
-    point = MeetingPoint("::1", 0, b"secret")
+    point = RendezvousStore("::1", 0, b"secret")
     try:
-        one, other = (Meeting("::1", point.port, b"secret", rank, 2, 5.0, point) for rank in range(2))
+        one, other = (StoreClient("::1", point.port, b"secret", rank, 2, 5.0, point) for rank in range(2))
         one.set("key", "value")
         assert other.get("key") == b"value"
         assert other.address == "::1"
@@ -47,7 +47,7 @@ def test_a_meeting_point_and_its_members():
 @needs_ipv6
 def test_routes_are_tried(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    doors = [Door(rank, f"host{rank}", own_address("::1")) for rank in range(3)]
+    doors = [ReachabilityServer(rank, f"host{rank}", own_address("::1")) for rank in range(3)]
     members = [door.member for door in doors]
     try:
         assert [type(member).read(member.rank, member.write()) for member in members] == members

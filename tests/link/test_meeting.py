@@ -13,19 +13,19 @@ import pytest
 import torch.distributed as dist
 
 from paceline.contract import LinkError
-from paceline.engine.node.local_group import Crew
+from paceline.engine.node.local_group import LocalGroup
 from paceline.launch.local import free_port
 from paceline.link.net import rendezvous, route
 from paceline.link.net.auth import HEADER, MAX_BYTES
-from paceline.link.net.store_client import AT_ONCE, Meeting
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.store_client import AT_ONCE, StoreClient
+from paceline.link.net.store_server import RendezvousStore
 
 SECRET = b"of this run"
 
 
 @pytest.fixture
 def point():
-    point = MeetingPoint("127.0.0.1", 0, SECRET)
+    point = RendezvousStore("127.0.0.1", 0, SECRET)
     yield point
     point.close()
 
@@ -35,7 +35,7 @@ def guest(point):
     guests = []
 
     def come(rank=0, size=3, patience_s=5.0, secret=SECRET, port=None):
-        guests.append(Meeting("127.0.0.1", port or point.port, secret, rank, size, patience_s, point))
+        guests.append(StoreClient("127.0.0.1", port or point.port, secret, rank, size, patience_s, point))
         return guests[-1]
 
     yield come
@@ -182,9 +182,9 @@ def test_it_listens_on_its_one_address(point):
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours(point):
     with pytest.raises(LinkError, match=rf"rank 0 could not serve .*:{point.port} .*another process listens there"):
-        MeetingPoint("127.0.0.1", point.port, SECRET)
+        RendezvousStore("127.0.0.1", point.port, SECRET)
     with pytest.raises(LinkError, match=r"203\.0\.113\.7.* not an address of this machine; set MASTER_ADDR"):
-        MeetingPoint("203.0.113.7", 0, SECRET)
+        RendezvousStore("203.0.113.7", 0, SECRET)
 
 
 def test_a_knock_that_tcp_joins_to_itself_neither_meets_itself_nor_keeps_rank_0_out(monkeypatch):
@@ -203,22 +203,22 @@ def test_a_knock_that_tcp_joins_to_itself_neither_meets_itself_nor_keeps_rank_0_
     assert held.getsockname() == held.getpeername()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
     threading.Timer(0.5, held.close).start()
-    point = MeetingPoint("127.0.0.1", port, SECRET)
+    point = RendezvousStore("127.0.0.1", port, SECRET)
     point.close()
     with pytest.raises(LinkError, match="nobody listens there yet"):
-        Meeting("127.0.0.1", port, SECRET, 1, 2, 0.15)
+        StoreClient("127.0.0.1", port, SECRET, 1, 2, 0.15)
     assert sources[0]
     late = []
-    threading.Timer(0.25, lambda: late.append(MeetingPoint("127.0.0.1", port, SECRET))).start()
+    threading.Timer(0.25, lambda: late.append(RendezvousStore("127.0.0.1", port, SECRET))).start()
     try:
-        Meeting("127.0.0.1", port, SECRET, 1, 2, 5.0).close()
+        StoreClient("127.0.0.1", port, SECRET, 1, 2, 5.0).close()
     finally:
         late[0].close()
 
 
 def test_nobody_there_and_somebody_else_there():
     with pytest.raises(LinkError, match=r"could not reach the meeting point .* within 1 s .*check MASTER_ADDR"):
-        Meeting("127.0.0.1", free_port(), SECRET, 1, 2, 0.6)
+        StoreClient("127.0.0.1", free_port(), SECRET, 1, 2, 0.6)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -228,7 +228,7 @@ def test_nobody_there_and_somebody_else_there():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(LinkError, match="no meeting point of paceline; give all ranks another MASTER_PORT"):
-            Meeting("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
+            StoreClient("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
 
 
 def test_ranks_that_never_come_are_named():
@@ -248,7 +248,7 @@ def test_who_needs_longer_is_told_how_to_be_waited_for(monkeypatch):
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "1e9"])
 def test_a_time_to_wait_that_is_none_is_told(given, monkeypatch):
     monkeypatch.setenv("PACELINE_RENDEZVOUS_TIMEOUT_S", given)
-    for wait in (lambda: rendezvous.join(0, 2, "127.0.0.1", free_port()), lambda: Crew(1, 2, "nobody")):
+    for wait in (lambda: rendezvous.join(0, 2, "127.0.0.1", free_port()), lambda: LocalGroup(1, 2, "nobody")):
         with pytest.raises(ValueError, match=rf"RENDEZVOUS_TIMEOUT_S='{given}' must be a number of seconds above 0"):
             wait()
 
@@ -293,7 +293,7 @@ def test_all_learn_the_same_of_where_all_are():
 
 @pytest.fixture
 def doors():
-    doors = [route.Door(rank, f"host{rank}", "127.0.0.1") for rank in range(3)]
+    doors = [route.ReachabilityServer(rank, f"host{rank}", "127.0.0.1") for rank in range(3)]
     yield doors
     for door in doors:
         door.close()

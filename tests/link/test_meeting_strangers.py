@@ -13,23 +13,35 @@ import pytest
 
 from paceline.contract import LinkError
 from paceline.link.net import store_server
-from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, Distrust, Seal, pack, prove, unpack
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MAX_NOTES, MAX_STRANGERS, MeetingPoint
+from paceline.link.net.auth import (
+    GUEST,
+    HEADER,
+    HELLO,
+    REFUSED,
+    SERVER,
+    SIZE,
+    AuthError,
+    MessageAuthenticator,
+    mac,
+    pack,
+    unpack,
+)
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.store_server import MAX_NOTES, MAX_STRANGERS, RendezvousStore
 
 SECRET = b"of this run"
 
 
 @pytest.fixture
 def point():
-    point = MeetingPoint("127.0.0.1", 0, SECRET)
+    point = RendezvousStore("127.0.0.1", 0, SECRET)
     yield point
     point.close()
 
 
 @contextlib.contextmanager
 def member(port, rank=1, secret=SECRET):
-    meeting = Meeting("127.0.0.1", port, secret, rank, 2, 5.0)
+    meeting = StoreClient("127.0.0.1", port, secret, rank, 2, 5.0)
     try:
         yield meeting
     finally:
@@ -92,7 +104,7 @@ def test_another_secret_is_refused_and_each_side_says_so_in_one_line(point, caps
     with pytest.raises(
         LinkError, match=r"rank 1 of 2 on .*refused this process: their PACELINE_SECRET differ"
     ) as raised:
-        Meeting("127.0.0.1", point.port, b"of another run", 1, 2, 30.0)
+        StoreClient("127.0.0.1", point.port, b"of another run", 1, 2, 30.0)
     assert time.monotonic() - start < 5.0
     assert "\n" not in str(raised.value)
     (line,) = capsys.readouterr().err.splitlines()
@@ -121,7 +133,7 @@ def test_a_false_meeting_point_learns_nothing_and_is_refused():
                     nonce = bytes(SIZE)
                     line.sendall(HEADER + nonce)
                     _, rank, other, proof = HELLO.unpack(line.recv(HELLO.size, socket.MSG_WAITALL))
-                    line.sendall(proof if mirror else prove(b"guessed", SERVER, rank, nonce + other))
+                    line.sendall(proof if mirror else mac(b"guessed", SERVER, rank, nonce + other))
 
             thread = threading.Thread(target=answer)
             thread.start()
@@ -147,7 +159,7 @@ def test_another_version_is_told_on_both_sides(point, capsys):
         with pytest.raises(
             LinkError, match=r"speaks version 1 of the meeting, rank 0 at .* version 7; install the same"
         ):
-            Meeting("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
+            StoreClient("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
         thread.join(5.0)
         assert heard == [HEADER]
     with socket.create_connection(("127.0.0.1", point.port)) as line:
@@ -178,7 +190,7 @@ def test_a_frame_that_is_said_again_or_changed_ends_the_conversation(point, how)
             return words[:10] + bytes([words[10] ^ 1]) + words[11:]
         if how == "cut":
             return struct.pack("<I", 3) + words[4:]
-        return Seal(b"guessed", GUEST, 1, bytes(2 * SIZE)).wrap([b"set", b"count", b"9"]) + words
+        return MessageAuthenticator(b"guessed", GUEST, 1, bytes(2 * SIZE)).wrap([b"set", b"count", b"9"]) + words
 
     with Tap(point.port) as tap, member(tap.server.getsockname()[1]) as meeting:
         assert meeting.add("count", 1) == 1
@@ -202,11 +214,11 @@ def test_an_answer_that_is_changed_is_not_believed(point):
 
 def test_a_seal_is_of_one_direction_one_conversation_and_one_place_in_it():
     nonces = bytes(range(64))
-    one, other = Seal(SECRET, GUEST, 1, nonces), Seal(SECRET, SERVER, 1, nonces)
+    one, other = MessageAuthenticator(SECRET, GUEST, 1, nonces), MessageAuthenticator(SECRET, SERVER, 1, nonces)
     first, second = one.wrap([b"first"]), one.wrap([b"second"])
     assert other.take(bytearray(first)) == [b"first"]
-    for wrong in (first, other.wrap([b"mine"]), Seal(SECRET, GUEST, 2, nonces).wrap([b"second"])):
-        with pytest.raises(Distrust):
+    for wrong in (first, other.wrap([b"mine"]), MessageAuthenticator(SECRET, GUEST, 2, nonces).wrap([b"second"])):
+        with pytest.raises(AuthError):
             other.take(bytearray(wrong))
     assert other.take(bytearray(second)) == [b"second"]
     for count in range(len(second)):
@@ -218,7 +230,7 @@ def test_fields_come_back_as_they_were_or_not_at_all():
     for _ in range(300):
         fields = [dice.randbytes(dice.randrange(20)) for _ in range(dice.randrange(5))]
         assert unpack(pack(fields)) == fields
-        with contextlib.suppress(Distrust):
+        with contextlib.suppress(AuthError):
             assert pack(unpack(noise := dice.randbytes(dice.randrange(40)))) == noise
 
 

@@ -23,7 +23,7 @@ from machines import needs_cluster
 from needs import needs
 from nodes import MODELS, OPTIMIZERS, build, gap, reference, rows
 from paceline import session
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.link import mpi
 from paceline.link.net import mpi_progress
 
@@ -169,7 +169,7 @@ def test_verify_under_mpirun_compares_with_one_process_of_no_launchers(tmp_path)
 
 
 def test_under_mpirun_the_link_is_mpi_where_it_can_be(monkeypatch):
-    second = World(node=1, num_nodes=2)
+    second = LaunchEnvironment(node=1, num_nodes=2)
 
     def chosen(world=second, device="cpu"):
         return session._link(world, nn.Linear(1, 1, device=device))
@@ -180,7 +180,7 @@ def test_under_mpirun_the_link_is_mpi_where_it_can_be(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert chosen() == ("mpi" if importlib.util.find_spec("mpi4py") else "gloo")
-    assert chosen(World(node=0, num_nodes=2)) == "gloo", "mpirun counts otherwise"
+    assert chosen(LaunchEnvironment(node=0, num_nodes=2)) == "gloo", "mpirun counts otherwise"
     assert chosen(device="meta") == "gloo", "MPI moves host memory"
     monkeypatch.setenv("PACELINE_LINK", "torch")  # as it was called once
     assert chosen() == "gloo"

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from paceline.link.net.auth import GUEST, SERVER, Seal
+from paceline.link.net.auth import GUEST, SERVER, MessageAuthenticator
 from paceline.link.net.framing import MAX_BYTES, Words
 
 
 def seal(part):
-    return Seal(b"of this test", part, 1, bytes(32), MAX_BYTES)
+    return MessageAuthenticator(b"of this test", part, 1, bytes(32), MAX_BYTES)
 
 
 @pytest.fixture

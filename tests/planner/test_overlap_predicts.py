@@ -28,23 +28,23 @@ from paceline.link import memory
 from paceline.link.net.collective_run import Collective, names
 from paceline.planner import cluster_model
 from paceline.planner.cluster import sums_by
-from paceline.planner.cluster_model import VOTE_BYTES, Wire, predict
+from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
 from paceline.planner.measure.network import Pair, Wires, measure, slope, turns
 from paceline.planner.measure.pairs import Between, between, pair_table
 from paceline.planner.plan_file import Plan
-from paceline.planner.step_model import DENSE, FACTORS, Line, Part, Ways
+from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
 from paceline_bench.cluster.namespaces import bits_per_s
 from waiting import VirtualTime
 
 HERE = Path(__file__).parents[1] / "support"
-FAST = Wire(0.0, float("inf"))
+FAST = NetworkModel(0.0, float("inf"))
 
 
-def line(*parts: Part, forward_s=1.0, update_s=0.5, factored_s=0.2, order=None, **more) -> Line:
+def line(*parts: LayerTiming, forward_s=1.0, update_s=0.5, factored_s=0.2, order=None, **more) -> StepModel:
     order = order or tuple(range(len(parts)))
     more = {"rows": 8.0, "item_bytes": 4, **more}
-    return Line(
+    return StepModel(
         forward_s=forward_s,
         parts=parts,
         order={DENSE: order, FACTORS: order},
@@ -54,13 +54,13 @@ def line(*parts: Part, forward_s=1.0, update_s=0.5, factored_s=0.2, order=None, 
     )
 
 
-def some_line(dice: random.Random) -> Line:
+def some_line(dice: random.Random) -> StepModel:
     parts = []
     for i in range(dice.randint(1, 6)):
         wide = dice.choice([0, 0, 100, 1000])
         numel, sides = (wide * wide, 2 * wide) if wide else (dice.randint(1, 1 << 20), 0)
         seconds = [dice.uniform(0, 0.05) for _ in range(3)]
-        parts.append(Part(f"part {i}", numel, sides, 8.0 * bool(wide), *seconds))
+        parts.append(LayerTiming(f"part {i}", numel, sides, 8.0 * bool(wide), *seconds))
     order = list(range(len(parts)))
     dice.shuffle(order)
     return line(*parts, forward_s=dice.uniform(0, 0.4), update_s=0.02, factored_s=0.01, order=tuple(order))
@@ -72,7 +72,7 @@ def cases(count=200):
         one = some_line(dice)
         nodes = dice.randint(2, 9)
         lines = [one.scaled(dice.uniform(0.5, 2.0)) for _ in range(nodes)]
-        yield lines, Wire(dice.uniform(0, 1e-3), 10 ** dice.uniform(6, 10), dice.uniform(0, 1e-9), 1e-10)
+        yield lines, NetworkModel(dice.uniform(0, 1e-3), 10 ** dice.uniform(6, 10), dice.uniform(0, 1e-9), 1e-10)
 
 
 def test_one_node_is_its_own_line():
@@ -117,8 +117,8 @@ def test_over_an_endlessly_fast_wire_nodes_compute_and_update():
 
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 def test_without_compute_a_step_is_the_wire_in_closed_form(nodes):
-    wire = Wire(1e-3, 1e6)
-    dense, thin = Part("dense", 1000), Part("thin", 90_000, 600, 5.0)
+    wire = NetworkModel(1e-3, 1e6)
+    dense, thin = LayerTiming("dense", 1000), LayerTiming("thin", 90_000, 600, 5.0)
     idle = line(dense, thin, forward_s=0.0, update_s=0.0, factored_s=0.0, rows=5.0)
     seen = predict([idle] * nodes, wire, [DENSE, FACTORS])
     num_bytes = 2 * (nodes - 1) / nodes * 4000 + (nodes - 1) * 5 * 600 * 4 + (nodes - 1) * VOTE_BYTES
@@ -130,14 +130,14 @@ def test_without_compute_a_step_is_the_wire_in_closed_form(nodes):
 def test_after_a_pause_of_computing_the_first_bytes_wait_for_their_acknowledgements():
     """Story: links of 20 ms took a quarter longer than foretold. Seven windows, of 10 packets and of twice as many each
     time, are less than the megabyte that is under way in a round trip of 40 ms."""
-    wire, megabytes = Wire(0.02, 25e6), Part("dense", 1_000_000)
+    wire, megabytes = NetworkModel(0.02, 25e6), LayerTiming("dense", 1_000_000)
     waits = [7 * 0.04 - (2**7 - 1) * 14_480 / 25e6, 0.0]
     for forward_s, waits_s in zip((1.0, 0.1), waits, strict=True):
         seen = predict([line(megabytes, forward_s=forward_s)] * 2, wire, [DENSE])
         at_once_s = 2 * 0.02 + 4e6 / 25e6 + 0.02 + VOTE_BYTES / 25e6
         assert seen.exposed_s == pytest.approx(at_once_s + waits_s)
         assert seen.wire_s == pytest.approx(seen.exposed_s)
-    assert wire.beginning_s(14_480) == Wire(1e-5, 25e6).beginning_s(4e6) == FAST.beginning_s(4e6) == 0.0
+    assert wire.beginning_s(14_480) == NetworkModel(1e-5, 25e6).beginning_s(4e6) == FAST.beginning_s(4e6) == 0.0
 
 
 def test_it_is_said_of_every_fully_connected_layer_how_it_travels_and_why():
@@ -163,8 +163,8 @@ def test_the_schedule_drawn_by_hand():
     backward   a a b . . . .        forward 1 s; a is ready at 3 s, b at 4 s
     wire       . . A A A B B B      each 3 s on the wire: A from 3 to 6, B from 6 to 9
     """
-    two = line(Part("a", 300, dense_s=2.0), Part("b", 300, dense_s=1.0))
-    seen = predict([two, two], Wire(0.0, 400.0), [DENSE, DENSE])
+    two = line(LayerTiming("a", 300, dense_s=2.0), LayerTiming("b", 300, dense_s=1.0))
+    seen = predict([two, two], NetworkModel(0.0, 400.0), [DENSE, DENSE])
     vote_s = VOTE_BYTES / 400.0
     assert seen.compute_s == 4.0
     assert seen.exposed_s == pytest.approx(9.0 - 4.0 + vote_s)
@@ -175,34 +175,36 @@ def test_the_schedule_drawn_by_hand():
 def test_on_a_slow_wire_alone_fewer_bytes_are_predicted(nodes, dense_left):
     """Of factors always, of sums between two nodes: among three a gather would be more."""
     assert (cluster_model.SLOW_S, DENSE, FACTORS) == (lossless.SLOW_S, "dense", "factors")
-    plain = Part("dense", 100_000), Part("thin", 900_000, 600, 5.0)
+    plain = LayerTiming("dense", 100_000), LayerTiming("thin", 900_000, 600, 5.0)
     parts = (
         replace(plain[0], packed_dense=0.8, packed_factors=0.1),
         replace(plain[1], packed_factors=0.5, packed_dense=0.1),
     )
     forms, vote_bytes = [DENSE, FACTORS], (nodes - 1) * VOTE_BYTES
     for rate, left in ((2 / lossless.SLOW_S, (1.0, 1.0)), (0.5 / lossless.SLOW_S, (dense_left, 0.5))):
-        before, seen = (predict([line(*each, rows=5.0)] * nodes, Wire(1e-4, rate), forms) for each in (plain, parts))
+        before, seen = (
+            predict([line(*each, rows=5.0)] * nodes, NetworkModel(1e-4, rate), forms) for each in (plain, parts)
+        )
         dense_bytes, factor_bytes = 2 * (nodes - 1) / nodes * 400_000, (nodes - 1) * 5 * 600 * 4
         assert before.sent_bytes == pytest.approx(dense_bytes + factor_bytes + vote_bytes)
         assert seen.sent_bytes == pytest.approx(left[0] * dense_bytes + left[1] * factor_bytes + vote_bytes)
 
 
 def test_a_part_waits_for_the_slowest_node_and_for_those_before_it():
-    one = line(Part("a", 300, dense_s=1.0), Part("b", 300, dense_s=1.0), order=(1, 0))
+    one = line(LayerTiming("a", 300, dense_s=1.0), LayerTiming("b", 300, dense_s=1.0), order=(1, 0))
     late = one.scaled(2.0)
-    seen = predict([one, late], Wire(0.0, 400.0), [DENSE, DENSE])
+    seen = predict([one, late], NetworkModel(0.0, 400.0), [DENSE, DENSE])
     # a, the first to leave, is ready last: at 6 s on the slower node
     assert seen.step_s == pytest.approx(6.0 + 3.0 + 3.0 + VOTE_BYTES / 400.0 + 1.0)
 
 
 def test_a_layer_goes_as_factors_where_that_is_sooner_and_they_fit():
-    wide = Part("wide", 1_000_000, 2000, 8.0, product_s=1e-4)
+    wide = LayerTiming("wide", 1_000_000, 2000, 8.0, product_s=1e-4)
 
     def form(part, wire, nodes=2):
         return predict([line(part)] * nodes, wire).forms[0]
 
-    slow, fast = Wire(1e-4, 1e7), Wire(1e-4, 1e11)
+    slow, fast = NetworkModel(1e-4, 1e7), NetworkModel(1e-4, 1e11)
     assert form(wide, slow) == FACTORS
     assert form(wide, fast) == FACTORS, "fewer bytes, where time tells nothing"
     assert form(replace(wide, product_s=0.01), fast) == DENSE, "rebuilding costs more than it saves"
@@ -213,7 +215,7 @@ def test_a_layer_goes_as_factors_where_that_is_sooner_and_they_fit():
 
 
 def test_a_line_between_two_recordings():
-    part = Part("part", 100, 20, 16.0, 4.0, 2.0, 1.0)
+    part = LayerTiming("part", 100, 20, 16.0, 4.0, 2.0, 1.0)
     many = line(part, forward_s=4.0, rows=16.0)
     few = line(replace(part, rows=4.0, dense_s=1.6, factors_s=0.8, product_s=0.4), forward_s=2.5, rows=4.0)
     assert many.at(16, few) == many
@@ -234,29 +236,31 @@ def test_a_line_is_what_its_timeline_says():
     timeline = record(engine, model, rows(6, 1), passes=3)
     engine.close()
     assert timeline.factored_update > 0
-    made = Line.of(json.loads(timeline.to_json()), absorbs=True)
-    large = [part for part in made.parts if part.numel * 8 >= lossless.LEAST_BYTES]
+    made = StepModel.of(json.loads(timeline.to_json()), absorbs=True)
+    large = [part for part in made.parts if part.numel * 8 >= lossless.MIN_BYTES]
     assert large
     assert all(0.2 < part.packed_dense < 1 for part in large)
     assert all(part.packed_dense == 1 for part in made.parts if part not in large)
-    assert Line.read(json.loads(json.dumps(vars(made), default=vars))) == made
+    assert StepModel.read(json.loads(json.dumps(vars(made), default=vars))) == made
     forms = [DENSE] * len(made.parts)
     assert max(made.ready(forms)) + made.updating_s(forms) == pytest.approx(timeline.total(forms))
-    factored = {s.index: n for s, n in zip(timeline.specs, timeline.factor_rows, strict=True) if s.linear and s.fits(n)}
+    factored = {
+        s.index: n for s, n in zip(timeline.buckets, timeline.factor_rows, strict=True) if s.linear and s.fits(n)
+    }
     assert len(factored) > 1
     one = dict([min(factored.items())])
     for some in (factored, one):
-        forms = [FACTORS if s.index in some else DENSE for s in timeline.specs]
+        forms = [FACTORS if s.index in some else DENSE for s in timeline.buckets]
         assert made.updating_s(forms) == pytest.approx(timeline.updating(some))
         thrice = {index: 3 * rows for index, rows in some.items()}
         assert made.updating_s(forms, 2.0) == pytest.approx(timeline.updating(thrice))
-    assert [part.sides > 0 for part in made.parts] == [spec.linear for spec in timeline.specs]
+    assert [part.sides > 0 for part in made.parts] == [bucket.linear for bucket in timeline.buckets]
     assert made.scaled(2.0).alone_s() == pytest.approx(2 * made.alone_s())
     with pytest.raises(ValueError, match="not a timeline's JSON"):
-        Line.of({"rows": 1})
+        StepModel.of({"rows": 1})
 
 
-BIG = Part("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, product_s=0.001)
+BIG = LayerTiming("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, product_s=0.001)
 
 
 @pytest.mark.parametrize(
@@ -274,18 +278,18 @@ BIG = Part("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, product_s
 )
 def test_what_is_sent_is_what_the_exchange_and_its_codec_send(ways, sent_bytes, form):
     """Story: every job was foretold as one of allreduce without a codec."""
-    wire = Wire(0.0, 1e7)
+    wire = NetworkModel(0.0, 1e7)
     seen = predict([line(BIG, ways=ways)] * 4, wire)
     votes = 3 * VOTE_BYTES / (ways.every or 1)
     assert seen.sent_bytes == pytest.approx(sent_bytes + votes)
     assert seen.forms == (form,)
     if ways.every:
         assert seen.exposed_s == pytest.approx((sent_bytes + votes) / 1e7), "while nobody computes"
-    assert Line.read(json.loads(json.dumps(vars(line(BIG, ways=ways)), default=vars))).ways == ways
+    assert StepModel.read(json.loads(json.dumps(vars(line(BIG, ways=ways)), default=vars))).ways == ways
 
 
 def test_what_comes_during_the_next_forward_pass_is_not_waited_for():
-    wire, late = Wire(0.0, 1e7), Ways(factors=False, forward=True)
+    wire, late = NetworkModel(0.0, 1e7), Ways(factors=False, forward=True)
     exposed = [predict([line(BIG, ways=ways)] * 2, wire).exposed_s for ways in (Ways(factors=False), late)]
     assert exposed[0] == pytest.approx(0.4, rel=0.01)
     assert exposed[1] == pytest.approx(VOTE_BYTES / 1e7), "forward takes a second"
@@ -293,7 +297,7 @@ def test_what_comes_during_the_next_forward_pass_is_not_waited_for():
 
 def test_what_batch_norm_adds_up_over_all_nodes_is_waited_for():
     """Story: batch_norm="sync" was in no prediction."""
-    wire, plain = Wire(1e-3, 1e6), Ways(factors=False)
+    wire, plain = NetworkModel(1e-3, 1e6), Ways(factors=False)
     synced = replace(plain, norm_sums=8, norm_numel=1000)
     for nodes in (2, 4):
         before, seen = (predict([line(BIG, ways=ways)] * nodes, wire) for ways in (plain, synced))
@@ -312,10 +316,10 @@ def test_a_layer_whose_factors_are_not_its_whole_gradient_is_foretold_dense():
 
     engine.open(model, OPTIMIZERS["momentum"](model.parameters()), loss)
     model.second.weight.register_hook(lambda grad: grad)
-    made = Line.of(json.loads(record(engine, model, rows(6, 1), passes=1).to_json()), absorbs=True)
+    made = StepModel.of(json.loads(record(engine, model, rows(6, 1), passes=1).to_json()), absorbs=True)
     engine.close()
     names = [part.name for part in made.parts]
-    for forms in (predict([made] * 2, Wire(1e-4, 1e6)).forms, made.alone()):
+    for forms in (predict([made] * 2, NetworkModel(1e-4, 1e6)).forms, made.alone()):
         told = dict(zip(names, forms, strict=True))
         assert (told["first.weight"], told["second.weight"]) == (DENSE, DENSE)
 
@@ -323,7 +327,7 @@ def test_a_layer_whose_factors_are_not_its_whole_gradient_is_foretold_dense():
 STEPS, LAYER_S = 8, 0.02
 
 
-def write_timeline(path: Path) -> Line:
+def write_timeline(path: Path) -> StepModel:
     """Four layers of 20 ms; three of 4 MB each, and one that may travel as factors."""
     shapes = [((1 << 20,), False), ((1024, 1024), True), ((1 << 20,), False), ((1 << 20,), False)]
     said = {
@@ -345,7 +349,7 @@ def write_timeline(path: Path) -> Line:
         "update_seconds": 0.01,
     }
     path.write_text(json.dumps(said))
-    return Line.of(said)
+    return StepModel.of(said)
 
 
 @pytest.mark.dear
@@ -370,7 +374,7 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
     assert said["forms"][1] == FACTORS
     assert seen.exposed_s > 0
     assert seen.step_s < 3 * max(said["steps_s"])
-    best = predict([mine, mine], Wire(delay_s, cable), said["forms"])
+    best = predict([mine, mine], NetworkModel(delay_s, cable), said["forms"])
     assert 0.85 * best.step_s < min(said["steps_s"]) < 1.6 * seen.step_s + 0.03
 
 
@@ -537,8 +541,8 @@ def printed(table):
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("nodes", [2, 3, 8])
 def test_a_chosen_collective_is_predicted_by_its_own_cost(name, nodes):
-    part = Part("dense", 99_991)
-    wire = Wire(1e-3, 1e6, 1e-7, sums=sums_by(name))
+    part = LayerTiming("dense", 99_991)
+    wire = NetworkModel(1e-3, 1e6, 1e-7, sums=sums_by(name))
     seen = predict([line(part, forward_s=0.0, update_s=0.0)] * nodes, wire, [DENSE])
     cost, votes = Collective(name).cost(nodes, 4 * part.numel), nodes - 1
     assert seen.sent_bytes == cost.bytes + votes * VOTE_BYTES
@@ -548,9 +552,9 @@ def test_a_chosen_collective_is_predicted_by_its_own_cost(name, nodes):
 
 def test_a_layer_travels_as_the_chosen_collective_makes_cheaper():
     """Among eight a ring's sum has 1.75 n in sequence and a tree's 6 n: between them is what multiplying takes."""
-    part = Part("wide", 1_000_000, 2000, 60.0, product_s=0.9)
+    part = LayerTiming("wide", 1_000_000, 2000, 60.0, product_s=0.9)
     for sums, form in ((cluster_model.ring, DENSE), (sums_by("ring"), DENSE), (sums_by("binomial"), FACTORS)):
-        seen = predict([line(part, rows=60.0)] * 8, Wire(0.0, 1e6, sums=sums))
+        seen = predict([line(part, rows=60.0)] * 8, NetworkModel(0.0, 1e6, sums=sums))
         assert seen.forms == (form,)
         assert seen.why[0].startswith(f"wide {form}")
 
@@ -567,5 +571,5 @@ def test_what_adding_costs_is_what_a_sum_takes_beyond_its_own_way():
 def test_a_team_has_to_do_with_its_slowest_line():
     pairs = Pair(0, 1, 1e-4, 1e8), Pair(0, 2, 5e-3, 1e9), Pair(1, 2, 1e-4, 1e6)
     wires = Wires(3, pairs)
-    assert wires.among([0, 1]) == Wire(1e-4, 1e8)
-    assert wires.among([0, 1, 2]) == Wire(5e-3, 1e6)
+    assert wires.among([0, 1]) == NetworkModel(1e-4, 1e8)
+    assert wires.among([0, 1, 2]) == NetworkModel(5e-3, 1e6)

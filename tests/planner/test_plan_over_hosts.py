@@ -15,7 +15,7 @@ from test_overlap_predicts import line
 from torch import nn
 
 from needs import needs
-from paceline.cli.prepare import MOST_PLAN_BYTES, carried_plan, planned
+from paceline.cli.prepare import MAX_PLAN_BYTES, carried_plan, planned
 from paceline.job import Job
 from paceline.launch.hosts import Host, Way, parse
 from paceline.planner import plan_cache
@@ -26,8 +26,8 @@ from paceline.planner.measure.network import Pair, Wires
 from paceline.planner.measure.pairs import Between
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Plan, Row
-from paceline.planner.planner import LEAST_BUDGET_S
-from paceline.planner.step_model import Part
+from paceline.planner.planner import MIN_BUDGET_S
+from paceline.planner.step_model import LayerTiming
 from paceline.planner.teams import Team, WhatIf, answer, duration, rate
 from paceline.report.page.bars import predicted_s
 from paceline.report.page.run import load
@@ -201,7 +201,7 @@ def test_of_three_hosts_two_and_all_are_tried_with_the_batch_shared_and_with_mor
 
 def test_hosts_that_add_up_by_another_collective_are_predicted_by_it(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    part = Part("dense", 1_000_000, dense_s=0.01)
+    part = LayerTiming("dense", 1_000_000, dense_s=0.01)
     monkeypatch.setattr(sys.modules[__name__], "PARTS", (part,))  # of the lines that hosts tell
     for name, in_sequence in (("", 4 / 3 * 4e6), ("ring", 4 / 3 * 4e6), ("binomial", 16e6)):
         plan, _ = make_over([Host(host, host) for host in "abc"], Told(name), ["x.py"])
@@ -306,7 +306,7 @@ def test_a_plan_too_long_for_an_environment_is_carried_without_what_is_longest()
     pairs = tuple(Between(f"host{i}", f"host{j}", 1e-4, 1e9) for i in range(60) for j in range(i))
     large = Plan("threads:2", num_nodes=2, hosts={"a": "threads:2"}, teams=(TWO,), pairs=pairs)
     small = dataclasses.replace(large, pairs=pairs[:3])
-    assert len(large.to_toml()) > MOST_PLAN_BYTES
+    assert len(large.to_toml()) > MAX_PLAN_BYTES
     assert Plan.from_toml(carried_plan(small)) == small
     assert Plan.from_toml(carried_plan(large)) == dataclasses.replace(large, pairs=())
 
@@ -324,7 +324,7 @@ def test_a_hosts_own_measuring_has_an_end_that_is_waited_for(tmp_path, monkeypat
 
     for budget_s in (None, 60.0):
         make_over([Host(name, name) for name in "abc"], Timed(), ["x.py"], budget_s=budget_s)
-    assert limits == [(LEAST_BUDGET_S, START_LIMIT_S + 20 * LEAST_BUDGET_S), (60.0, START_LIMIT_S + 1200.0)]
+    assert limits == [(MIN_BUDGET_S, START_LIMIT_S + 20 * MIN_BUDGET_S), (60.0, START_LIMIT_S + 1200.0)]
 
 
 ONE = Team(1, "a", batch_size=64, predicted_speedup=1.0, measured_speedup=1.0)
@@ -512,7 +512,7 @@ def test_a_chosen_collective_is_imagined_for_as_many_nodes_as_can_be_drawn(monke
 
 
 def test_what_a_host_says_wrong_is_told_in_its_words():
-    from paceline.launch.ask_hosts import Far
+    from paceline.launch.ask_hosts import RemoteQuery
 
     with pytest.raises(ValueError, match=r"nothing was started.*\n- nowhere\.invalid: "):
-        Far(Way()).ask([Host("nowhere.invalid", "nowhere.invalid")], {"do": "wire"}, 30.0)
+        RemoteQuery(Way()).ask([Host("nowhere.invalid", "nowhere.invalid")], {"do": "wire"}, 30.0)

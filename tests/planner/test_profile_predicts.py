@@ -18,19 +18,19 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import paceline
 from paceline.data import batches
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.engine import sequential
 from paceline.engine.compute.timeline import record
 from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache, planner
-from paceline.planner.candidates import Facts, split
+from paceline.planner.candidates import JobFacts, split
 from paceline.planner.cost_model import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
 from paceline.planner.measure import profile_job as looking
-from paceline.planner.measure.forked_copies import Copies
-from paceline.planner.measure.layers import Layers, part
+from paceline.planner.measure.forked_copies import ForkedCopies
+from paceline.planner.measure.layers import LayerTimer, part
 from paceline.planner.measure.profile import Profile, Setting, lines, take
-from paceline.planner.measure.profiler import Examined, _Examination, _lines
+from paceline.planner.measure.profiler import ProfiledStep, _Examination, _lines
 from paceline.planner.step_model import Ways
 
 NAP_S = 0.005
@@ -58,7 +58,7 @@ class Asleep(torch.autograd.Function):
 
 
 def layers_of(model, *inputs, words=(), absorbed=()):
-    return Layers(model, lambda: model(*inputs), words, {id(p) for p in absorbed})
+    return LayerTimer(model, lambda: model(*inputs), words, {id(p) for p in absorbed})
 
 
 def test_the_sum_of_layers_that_sleep_is_what_they_sleep():
@@ -161,7 +161,7 @@ def examined(model, batch, **more):
         return json.loads(record(engine, model, rows, passes).to_json())
 
     size = len(batch[1])
-    return Examined(model, optimizer, engine, compute, batch, size, size, record=recorded, **more)
+    return ProfiledStep(model, optimizer, engine, compute, batch, size, size, record=recorded, **more)
 
 
 @pytest.mark.parametrize("size", [2, 3, 6, 9])
@@ -222,11 +222,11 @@ def time_first(samples):
 @pytest.mark.parametrize(("collate", "cut"), [(default_collate, True), (time_first, False)])
 def test_a_trial_takes_a_part_of_a_batch_where_that_has_parts(collate, cut):
     data = TensorDataset(torch.randn(16, 5, 4), torch.arange(16) % 3)
-    seat = Seat(0, 1)
-    (batch,) = batches.batches(DataLoader(data, batch_size=16, collate_fn=collate), 16, 1, 0, seat)
+    assignment = Assignment(0, 1)
+    (batch,) = batches.batches(DataLoader(data, batch_size=16, collate_fn=collate), 16, 1, 0, assignment)
     watch = SimpleNamespace(part=lambda rows: rows // 4)
-    few = looking.ProfileJob(SimpleNamespace(seat=seat), watch, None).takes(batch, own=False)
-    assert few.weight == len(few.share(seat)[1]) == (4 if cut else 16)
+    few = looking.ProfileJob(SimpleNamespace(assignment=assignment), watch, None).takes(batch, own=False)
+    assert few.weight == len(few.share(assignment)[1]) == (4 if cut else 16)
 
 
 def test_factors_are_as_long_as_those_of_a_step():
@@ -235,7 +235,7 @@ def test_factors_are_as_long_as_those_of_a_step():
     job = examined(model, (torch.randn(8, 20, 128), torch.arange(8) % 3))
     updates = _Examination(job, 2, "exact", 1.0).updates
     line = record(job.engine, model, job.batch, 1)
-    linear = {spec.names[0]: rows for spec, rows in zip(line.specs, line.factor_rows, strict=True) if spec.linear}
+    linear = {spec.names[0]: rows for spec, rows in zip(line.buckets, line.factor_rows, strict=True) if spec.linear}
     assert {name: updates.rows[name] for name in linear} == linear == {"0.weight": 160, "2.weight": 8}
     assert updates.factored() == {"2.weight"}
 
@@ -258,7 +258,7 @@ def work(what, options):
 @pytest.fixture
 def copies():
     cores = sorted(os.sched_getaffinity(0))
-    made = Copies(2, work, cores, time.monotonic() + 20)
+    made = ForkedCopies(2, work, cores, time.monotonic() + 20)
     yield made
     pids = list(made.pids)
     made.close()
@@ -288,7 +288,7 @@ def test_a_dead_copy_is_told(copies):
 
 # Predictions, in closed form.
 
-FACTS = Facts(rows=32, gradient_bytes=1000)
+FACTS = JobFacts(rows=32, gradient_bytes=1000)
 MADE_UP = Profile(
     FACTS,
     base="1/8/1//0",

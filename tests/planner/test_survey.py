@@ -10,10 +10,20 @@ import pytest
 
 from paceline.engine.node import cgroup_limits as quota_
 from paceline.launch.machine import Machine, memory_bytes, survey
-from paceline.planner.candidates import BASELINE, Facts, Way, allowed, candidates, check, fidelity, needed_bytes, split
+from paceline.planner.candidates import (
+    BASELINE,
+    EngineSpec,
+    JobFacts,
+    allowed,
+    candidates,
+    check,
+    fidelity,
+    needed_bytes,
+    split,
+)
 
 ENGINES = ("sequential", "threads", "replicas", "processes")
-IMAGES = Facts(rows=32, images=True, can_fuse=True)
+IMAGES = JobFacts(rows=32, images=True, can_fuse=True)
 
 
 def test_a_survey_is_plausible_and_repeatable():
@@ -54,12 +64,12 @@ def test_of_several_limits_the_least_counts(tmp_path, monkeypatch, order):
 @pytest.mark.parametrize(
     ("row", "way"),
     [
-        ("sequential", Way("sequential", 1, 1, ())),
-        ("threads", Way("threads", 1, 8, ())),
-        ("threads:2+bf16+channels_last", Way("threads", 1, 2, ("bf16", "channels_last"))),
-        ("processes:8", Way("processes", 8, 1, ())),
-        ("processes:4+fused", Way("processes", 4, 2, ("fused",))),
-        ("replicas:16", Way("replicas", 16, 1, ())),
+        ("sequential", EngineSpec("sequential", 1, 1, ())),
+        ("threads", EngineSpec("threads", 1, 8, ())),
+        ("threads:2+bf16+channels_last", EngineSpec("threads", 1, 2, ("bf16", "channels_last"))),
+        ("processes:8", EngineSpec("processes", 8, 1, ())),
+        ("processes:4+fused", EngineSpec("processes", 4, 2, ("fused",))),
+        ("replicas:16", EngineSpec("replicas", 16, 1, ())),
     ],
 )
 def test_a_row_is_taken_apart(row, way):
@@ -86,7 +96,7 @@ def test_candidates_begin_with_the_baseline_and_fit_the_cores(cores):
 
 def test_words_are_offered_only_where_they_can_matter():
     plain = Machine(cores=2, physical_cores=2)
-    words = {word for row in candidates("rounded", plain, Facts(rows=8), ENGINES) for word in split(row, 2).words}
+    words = {word for row in candidates("rounded", plain, JobFacts(rows=8), ENGINES) for word in split(row, 2).words}
     assert words == set()
     words = {word for row in candidates("rounded", plain, IMAGES, ENGINES) for word in split(row, 2).words}
     assert words == {"channels_last", "fused"}
@@ -108,20 +118,20 @@ def test_rows_beyond_the_fidelity_come_last_and_are_not_allowed():
 
 def test_engines_that_do_not_exist_and_more_copies_than_rows_are_no_candidates():
     machine = Machine(cores=4, physical_cores=4)
-    assert candidates("exact", machine, Facts(rows=8), ("threads",)) == ["sequential", "threads:4"]
-    assert candidates("exact", machine, Facts(rows=3), ("processes",)) == ["sequential", "threads:4", "processes:2"]
-    on_gpu = candidates("exact", machine, Facts(rows=8, device="cuda"), ENGINES)
+    assert candidates("exact", machine, JobFacts(rows=8), ("threads",)) == ["sequential", "threads:4"]
+    assert candidates("exact", machine, JobFacts(rows=3), ("processes",)) == ["sequential", "threads:4", "processes:2"]
+    on_gpu = candidates("exact", machine, JobFacts(rows=8, device="cuda"), ENGINES)
     assert on_gpu == ["sequential", "sequential+bf16", "sequential+fp16"]
 
 
 def test_fidelity_names_batch_statistics():
-    normed = Facts(batch_norm=True)
+    normed = JobFacts(batch_norm=True)
     assert fidelity("sequential", normed) == fidelity("processes:2") == "exact"
     assert fidelity("processes:2", normed) == "exact, local BN"
     assert fidelity("replicas:2+bf16", normed) == "rounded, local BN"
 
 
 def test_memory_grows_with_copies():
-    facts = Facts(weight_bytes=1 << 30, gradient_bytes=1 << 30, state_bytes=1 << 30)
+    facts = JobFacts(weight_bytes=1 << 30, gradient_bytes=1 << 30, state_bytes=1 << 30)
     needs = [needed_bytes(row, facts, 8) for row in ("sequential", "threads:8", "replicas:4", "processes:4")]
     assert needs[0] == needs[1] < needs[2] < needs[3] < 8 << 30

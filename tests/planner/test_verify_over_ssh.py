@@ -113,9 +113,9 @@ def test_who_ends_it_is_not_told_to_mend_it(code):
 
 
 def test_weights_that_lie_below_tmp_are_their_owners_alone(tmp_path):
-    from paceline.planner.diagnose.equivalence import Witness
+    from paceline.planner.diagnose.equivalence import EquivalenceRun
 
-    Witness(tmp_path / "new" / "many", 1, "float64").begin({"weight": torch.zeros(2)})
+    EquivalenceRun(tmp_path / "new" / "many", 1, "float64").begin({"weight": torch.zeros(2)})
     assert (tmp_path / "new" / "many" / "first.safetensors").exists()
     assert (tmp_path / "new" / "many").stat().st_mode & 0o777 == 0o700
 

@@ -13,8 +13,8 @@ import pytest
 
 from paceline.launch.doctor import live_status
 from paceline.report import status_server
-from paceline.report.activity import Whereabouts
-from paceline.report.status_server import Live
+from paceline.report.activity import Activity
+from paceline.report.status_server import StatusServer
 
 
 def ours():
@@ -26,7 +26,7 @@ def ours():
 def served():
     """A name that echoes questions."""
     before = ours()
-    server = Live(lambda question: {"asked": question})
+    server = StatusServer(lambda question: {"asked": question})
     (name,) = ours() - before
     yield name
     server.close()
@@ -36,7 +36,7 @@ def served():
 def particular():
     """A name that knows objects alone."""
     before = ours()
-    server = Live(lambda question: {"asked": question.get("stacks")})
+    server = StatusServer(lambda question: {"asked": question.get("stacks")})
     (name,) = ours() - before
     yield name
     server.close()
@@ -50,15 +50,15 @@ def test_it_answers_and_goes_on_after_nonsense(served, particular, nonsense):
         line.connect(f"\0{particular}")
         line.sendall(nonsense[:4095] + b"\n")
         assert line.makefile("rb").read() == b""
-    assert status_server.ask(particular, stacks=[1]) == {"asked": [1]}
+    assert status_server.query(particular, stacks=[1]) == {"asked": [1]}
     for _ in range(3):
-        assert status_server.ask(served, stacks=[1, 2]) == {"asked": {"stacks": [1, 2]}}
+        assert status_server.query(served, stacks=[1, 2]) == {"asked": {"stacks": [1, 2]}}
 
 
 @pytest.mark.parametrize("name", [b"x", b"\xff-1", b"%d-\xff"], ids=["no number", "no UTF-8", "of this process"])
 def test_whatever_names_others_choose_stacks_are_found(name):
     """Any user may: one that is no number once ended a peer of whoever asked."""
-    server = Live(lambda question: {"stacks": {"rank 0": "here\n"}})
+    server = StatusServer(lambda question: {"stacks": {"rank 0": "here\n"}})
     with socket.socket(socket.AF_UNIX) as odd:
         odd.bind(b"\0" + status_server.PREFIX.encode() + name.replace(b"%d", b"%d" % os.getpid()))
         try:
@@ -75,14 +75,14 @@ def test_what_answers_and_is_no_run_is_none_of_those_that_are_asked_for(served, 
 
 def test_after_its_end_nothing_is_left():
     before = ours()
-    server = Live(lambda question: {})
+    server = StatusServer(lambda question: {})
     (name,) = ours() - before
     server.close()
     end = time.monotonic() + 10
     while name in status_server.names():
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert status_server.ask(name) is None
+    assert status_server.query(name) is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user for a moment")
@@ -99,7 +99,8 @@ def test_another_user_is_not_answered(served):
 def test_who_does_not_answer_is_not_waited_for(tmp_path):
     """A stopped process's kernel still takes the question."""
     script = (
-        "import time\nfrom paceline.report.status_server import Live\nserver = Live(lambda question: {})\n"
+        "import time\nfrom paceline.report.status_server import StatusServer\nserver = StatusServer(lambda question: "
+        "{})\n"
         "print('here', flush=True)\ntime.sleep(100)"
     )
     source = str(Path(status_server.__file__).parents[2])
@@ -109,12 +110,12 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
     try:
         assert asked.stdout.readline() == b"here\n"
         (name,) = (name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{asked.pid}-"))
-        assert status_server.ask(name) == {}
+        assert status_server.query(name) == {}
         os.kill(asked.pid, signal.SIGSTOP)
         while psutil.Process(asked.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         start = time.monotonic()
-        assert status_server.ask(name, 0.3) is None
+        assert status_server.query(name, 0.3) is None
         assert time.monotonic() - start < 10
         with pytest.raises(ValueError, match=rf"without an answer: .*pid {asked.pid}, stopped: .*python"):
             live_status.ask(str(tmp_path))
@@ -124,10 +125,12 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
 
 
 def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_path):
-    mine = Whereabouts()
+    mine = Activity()
     told = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
     told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.tell(), "everyone": {0: mine.tell()}}
-    server = Live(lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})})
+    server = StatusServer(
+        lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
+    )
     try:
         for name in (str(tmp_path), "1121-1"):
             head, state, *stack = live_status.lines(live_status.ask(name, stacks=True))

@@ -14,8 +14,8 @@ import pytest
 from cluster import Cluster
 from launching import HERE, environment
 from machines import needs_cluster
-from paceline.report.activity import Whereabouts
-from paceline.report.host_health import Look, Signs
+from paceline.report.activity import Activity
+from paceline.report.host_health import HostHealth, HostSample
 from paceline.report.record import Record, read
 from paceline.report.stragglers import NETWORK, NOTHING, Stragglers
 
@@ -152,7 +152,7 @@ def stranger():
 def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
     monkeypatch.setattr("paceline.report.host_health.MOST", 1000)  # others may take more
     monkeypatch.setattr("paceline.report.host_health.NAMED", 0.01)
-    signs = Signs(Whereabouts())
+    signs = HostHealth(Activity())
     before = signs.look()
     assert stranger in before.spent
     assert stranger not in before.ours
@@ -168,9 +168,9 @@ def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
 
 
 def test_what_the_run_uses_itself_is_no_sign():
-    signs = Signs(Whereabouts())
-    before = Look(0.0, busy_s=10.0, spent={1: ("init", 0.0, 0), 7: ("ours", 5.0, 0)}, ours=frozenset({7}))
-    now = Look(5.0, busy_s=15.0, spent={1: ("init", 0.1, 0), 7: ("ours", 10.0, 0)}, ours=frozenset({7}))
+    signs = HostHealth(Activity())
+    before = HostSample(0.0, busy_s=10.0, spent={1: ("init", 0.0, 0), 7: ("ours", 5.0, 0)}, ours=frozenset({7}))
+    now = HostSample(5.0, busy_s=15.0, spent={1: ("init", 0.1, 0), 7: ("ours", 10.0, 0)}, ours=frozenset({7}))
     assert signs.compare(before, now) == []
 
 
@@ -192,7 +192,7 @@ def test_limits_short_memory_and_the_host_show(tmp_path):
 
     at_first = (0, 0.0, 0.0, 0)
     (home / "cpu.stat").write_text("throttled_usec 0\n")
-    signs = Signs(Whereabouts(), root=tmp_path)
+    signs = HostHealth(Activity(), root=tmp_path)
     before = at(*at_first)
     for now, want in (
         ((10_000, 0.0, 0.0, 0), "its host gave"),
@@ -207,17 +207,17 @@ def test_limits_short_memory_and_the_host_show(tmp_path):
 
 
 def test_late_data_is_a_sign():
-    mine = Whereabouts()
+    mine = Activity()
     mine.begin(0)
     mine.end(1.0, 0.6)
-    assert list(Signs(mine)._data()) == ["its data comes late: 60 % of a step is waiting for it"]
+    assert list(HostHealth(mine)._data()) == ["its data comes late: 60 % of a step is waiting for it"]
     mine.end(1.0, 0.1)
-    assert list(Signs(mine)._data()) == []
+    assert list(HostHealth(mine)._data()) == []
 
 
 def test_a_look_costs_little():
     """A thousandth of a core at most: what a look costs decides when the next one is."""
-    signs = Signs(Whereabouts())
+    signs = HostHealth(Activity())
     costs = []
     for _ in range(5):
         start = time.thread_time()

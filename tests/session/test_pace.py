@@ -141,7 +141,7 @@ def test_a_short_last_batch_leaves_no_part_a_single_row_to_normalise(how):
     rows = torch.utils.data.TensorDataset(torch.randn(19, 4), torch.arange(19) % 2)
     words = {"batch_size": 8, "engine": "sequential", **how}
     with paceline.join(model, optimizer, torch.nn.functional.cross_entropy, **words) as pace:
-        held = [pace.agreement.ballot.weight for batch in pace.batches(rows) if pace.step(batch) < 1e9]
+        held = [pace.agreement.vote.weight for batch in pace.batches(rows) if pace.step(batch) < 1e9]
     assert held == [8, 8, 3]
 
 
@@ -212,7 +212,7 @@ def test_a_trial_neither_reads_nor_writes_the_run(tmp_path, monkeypatch):
 
 def test_a_signal_after_the_last_step_is_told_by_the_exit_code():
     with pytest.raises(paceline.Stopped) as raised, joined(scheduler=None) as pace:
-        pace.run.stop = 15
+        pace.run.stop_signal = 15
     assert raised.value.code == 143
 
 

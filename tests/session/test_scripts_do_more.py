@@ -15,7 +15,7 @@ import ranks
 from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap, reference, rows
 from paceline.contract import FACTORS, NoGradient
 from paceline.data.batches import Given
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.elastic.consistency import compare
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.sequential import Engine
@@ -126,10 +126,10 @@ def test_a_layer_that_is_computed_in_32_bits_is_not_sent_in_16():
         engine = Engine()
         engine.numerics = Numerics(precision="bf16")
         exchange = Exchange(forms=FACTORS)
-        exchange.thin = torch.bfloat16
+        exchange.factor_dtype = torch.bfloat16
         rank = Rank(link, model, OPTIMIZERS["sgd"], exchange, engine=engine)
         rank.train(data)
-        forms = dict(zip((spec.names[0] for spec in engine.specs), exchange.forms(), strict=True))
+        forms = dict(zip((bucket.names[0] for bucket in engine.buckets), exchange.forms(), strict=True))
         return rank.state(), forms
 
     plain = copy.deepcopy(model)
@@ -167,12 +167,12 @@ def test_a_step_that_counts_nothing_leaves_what_is_owed(overlap):
         exchange.overlap = overlap
         rank = Rank(link, build(), OPTIMIZERS["sgd"], exchange, OWING, loss=_counted)
         rank.train(BATCHES[:1])
-        rank.engine.settle()
+        rank.engine.wait_pending()
         before, weights = owed(rank), rank.state()
         x, y = BATCHES[1]
         with pytest.raises(NoGradient, match="every process's weight is 0"):
             rank.step(Whole((x, torch.full_like(y, -1))))
-        rank.engine.settle()
+        rank.engine.wait_pending()
         after = owed(rank)
         rank.exchange.close()
         return gap(rank.state(), weights), [float((before[i] - after[i]).abs().max()) for i in before], len(before)
@@ -190,13 +190,13 @@ def test_what_is_owed_to_a_branch_that_nobody_takes_stays_owed(kept):
         x, y = rows(24, 1)
         taken, left = x.clone(), x.clone()
         taken[:, 0], left[:, 0] = 2.0, 0.0
-        (spec,) = [spec for spec in rank.engine.specs if kept in spec.names]
-        first = sum(spec.numels[: spec.names.index(kept)])
-        place = slice(first, first + spec.numels[spec.names.index(kept)])
+        (bucket,) = [bucket for bucket in rank.engine.buckets if kept in bucket.names]
+        first = sum(bucket.numels[: bucket.names.index(kept)])
+        place = slice(first, first + bucket.numels[bucket.names.index(kept)])
         rank.train([(taken, y)])
-        before, weights = owed(rank)[spec.index], rank.state()
+        before, weights = owed(rank)[bucket.index], rank.state()
         rank.train([(left, y)])
-        after, moved = owed(rank)[spec.index], not torch.equal(weights[kept], rank.state()[kept])
+        after, moved = owed(rank)[bucket.index], not torch.equal(weights[kept], rank.state()[kept])
         return float((before[place] - after[place]).abs().max()), float(before.abs().max()), moved
 
     for changed, most, moved in ranks.run(2, work):
@@ -209,10 +209,10 @@ def test_a_layer_that_owes_does_not_become_factors():
     def work(link):
         rank = Rank(link, build(), OPTIMIZERS["sgd"], "allreduce:forms=bytes", OWING, batch=96)
         choice = rank.exchange.choice
-        (index,) = [spec.index for spec in rank.engine.specs if "second.weight" in spec.names]
+        (index,) = [bucket.index for bucket in rank.engine.buckets if "second.weight" in bucket.names]
         rank.step(Whole(rows(150, 0)))
         before = rank.exchange.forms()[index], index in owed(rank)
-        choice.total, choice.most = [24] * len(choice.specs), [12] * len(choice.specs)
+        choice.total, choice.most = [24] * len(choice.buckets), [12] * len(choice.buckets)
         rank.exchange.dealt(0.5)
         return before, rank.exchange.forms()[index]
 
@@ -383,11 +383,11 @@ def test_an_empty_batch_is_no_batch_in_any_engine(engine):
     model = build()
     made = parse("engine", engine)
     made.open(model, OPTIMIZERS["sgd"](model.parameters()), F.cross_entropy)
-    made.place(Seat(), 0)
-    pieces = []
+    made.begin_step(Assignment(), 0)
+    gradients = []
     x, y = rows(4, 1)
-    ballot = made.gradient((x[:0], y[:0]), 1.0, ["dense"] * len(made.specs), pieces.append)
-    assert (ballot.weight, ballot.finite, len(pieces)) == (0.0, True, len(made.specs))
+    vote = made.gradient((x[:0], y[:0]), 1.0, ["dense"] * len(made.buckets), gradients.append)
+    assert (vote.weight, vote.finite, len(gradients)) == (0.0, True, len(made.buckets))
     made.close()
 
 
@@ -400,6 +400,6 @@ def test_a_process_without_rows_settles_where_the_others_do():
         yield
         seen.append("out")
 
-    rank.engine._in_step, rank.engine.settle = step, lambda: seen.append("settled")
-    rank.engine.gradient(None, 1.0, rank.exchange.forms(), lambda piece: None)
+    rank.engine._in_step, rank.engine.wait_pending = step, lambda: seen.append("settled")
+    rank.engine.gradient(None, 1.0, rank.exchange.forms(), lambda gradient: None)
     assert seen == ["in", "settled", "out"]

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import IN, Rank, Whole, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Ballot, Piece, Spec
+from paceline.contract import DENSE, FACTORS, Bucket, Gradient, Vote
 from paceline.engine import reproducible
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute.gradient_hooks import Backward
-from paceline.engine.node.local_exchange import Leader
+from paceline.engine.node.local_exchange import LocalLeader
 from paceline.exchange.allreduce import Exchange
 from paceline.link.memory import world
 from paceline.registry import parse
@@ -40,12 +40,12 @@ def test_what_is_added_up_on_its_way_is_not_what_backward_still_reads():
     model(x).square().sum().backward()
     want = {name: each.grad.clone() for name, each in model.named_parameters()}
 
-    def offer(piece):
-        seen[piece.spec.names[0]] = piece.flat.clone()
-        piece.flat.fill_(float("nan"))  # as whoever adds up in place may
+    def offer(gradient):
+        seen[gradient.bucket.names[0]] = gradient.flat.clone()
+        gradient.flat.fill_(float("nan"))  # as whoever adds up in place may
 
     backward = Backward(model)
-    backward.run([DENSE] * len(backward.specs), offer, lambda: model(x).square().sum())
+    backward.run([DENSE] * len(backward.buckets), offer, lambda: model(x).square().sum())
     for name, grad in want.items():
         assert torch.equal(seen[name], grad.reshape(-1)), name
 
@@ -148,7 +148,7 @@ def test_an_optimizer_need_not_have_a_learning_rate(defaults, tmp_path):
 def test_who_leads_a_node_hears_what_a_checkpoint_changes_of_the_forms():
     now = SimpleNamespace(load=lambda state: None, forms=lambda: [DENSE])
     leader = SimpleNamespace(exchange=now, alone=False, _forms=[FACTORS], share_forms=lambda: None)
-    Leader.load(leader, {"step": 1, "owing": [0]})
+    LocalLeader.load(leader, {"step": 1, "owing": [0]})
     assert leader._forms == [DENSE]
 
 
@@ -166,16 +166,19 @@ def test_a_schedule_is_at_one_place_on_nodes_that_average_now_and_then():
 
 
 def test_what_is_owed_stays_where_factors_are_not_finite():
-    specs = [Spec(0, ("a",), ((4,),)), Spec(1, ("fc.weight",), ((500, 500),), linear=True)]
+    buckets = [Bucket(0, ("a",), ((4,),)), Bucket(1, ("fc.weight",), ((500, 500),), linear=True)]
 
     def work(link):
         exchange = Exchange()
-        exchange.open(specs, link, parse("codec", "feedback/topk:keep=0.5"), rows=2)
+        exchange.open(buckets, link, parse("codec", "feedback/topk:keep=0.5"), rows=2)
         before, pending = dict(exchange.memory), (torch.ones(4), None)
         for bad in (float("nan"), 1.0):
             left = torch.full((2, 500), bad)
-            got = [(Piece(specs[0], flat=torch.ones(4)), pending), (Piece(specs[1], left=left, right=left), None)]
-            exchange.remember(got, Ballot(weight=4.0, used=b"\x01\x01"))
+            got = [
+                (Gradient(buckets[0], flat=torch.ones(4)), pending),
+                (Gradient(buckets[1], output_grad=left, layer_input=left), None),
+            ]
+            exchange.remember(got, Vote(weight=4.0, used=b"\x01\x01"))
             moved = exchange.memory[0] is not before[0]
             assert moved == (bad == 1.0)
         exchange.close()

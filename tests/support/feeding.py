@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from paceline.data.batches import batches
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 
 
 class Noisy(Dataset):
@@ -51,22 +51,22 @@ class Failing(Noisy):
         return super().__getitem__(i)
 
 
-def seats(num_nodes: int) -> list[Seat]:
-    return [Seat(node, num_nodes) for node in range(num_nodes)]
+def seats(num_nodes: int) -> list[Assignment]:
+    return [Assignment(node, num_nodes) for node in range(num_nodes)]
 
 
-def run(dataset, batch_size=4, epochs=2, seat=None, **options):
+def run(dataset, batch_size=4, epochs=2, assignment=None, **options):
     """Every batch as (epoch, step, ends_epoch, samples of the seat)."""
-    seat = seat or Seat()
+    assignment = assignment or Assignment()
     return [
-        (b.epoch, b.step, b.ends_epoch, [] if (rows := b.share(seat)) is None else rows[0].tolist())
-        for b in batches(dataset, batch_size, epochs, 7, seat, **options)
+        (b.epoch, b.step, b.ends_epoch, [] if (rows := b.share(assignment)) is None else rows[0].tolist())
+        for b in batches(dataset, batch_size, epochs, 7, assignment, **options)
     ]
 
 
 def whole(dataset, num_nodes, **options):
     """What all nodes together read, batch by batch."""
-    of_node = [run(dataset, seat=seat, **options) for seat in seats(num_nodes)]
+    of_node = [run(dataset, assignment=assignment, **options) for assignment in seats(num_nodes)]
     return [
         (*together[0][:3], [sample for part in together for sample in part[3]])
         for together in zip(*of_node, strict=True)

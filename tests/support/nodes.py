@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from paceline import contract
 from paceline.contract import Exchange, GlobalBatch, Link
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.engine.sequential import Engine
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
@@ -163,8 +163,8 @@ class Whole(GlobalBatch):
     def __init__(self, data: Sequence[Tensor]):
         self.data, self.weight = data, float(len(data[0]))
 
-    def share(self, seat: Seat) -> Any:
-        mine = seat.rows(len(self.data[0]))
+    def share(self, assignment: Assignment) -> Any:
+        mine = assignment.rows(len(self.data[0]))
         return tuple(part[mine.start : mine.stop] for part in self.data) if mine else None
 
 
@@ -174,7 +174,7 @@ class Rejoins(contract.StepObserver):
     def __init__(self, run: RunState, rejoin: Callable[[RunState], None]):
         self.run, self.rejoin = run, rejoin
 
-    def again(self, step: int, agreement: contract.Agreement) -> None:
+    def again(self, step: int, outcome: contract.StepOutcome) -> None:
         self.rejoin(self.run)
 
 
@@ -207,18 +207,26 @@ class Rank:
         self.engine.open(self.model, self.optimizer, loss)
         self.exchange = parse("exchange", exchange) if isinstance(exchange, str) else exchange
         made = parse("codec", codec)
-        self.exchange.open(self.engine.specs, link, made, -(-batch // link.size), absorbs=self.engine.absorbs)
+        self.exchange.open(
+            self.engine.buckets,
+            link,
+            made,
+            -(-batch // link.size),
+            optimizer_takes_factors=self.engine.optimizer_takes_factors,
+        )
         if batch_norm == "sync":
             self.engine.sync_norm(link)
-        seat = Seat(link.rank, link.size, shares=shares)
+        assignment = Assignment(link.rank, link.size, shares=shares)
         job = Job(self.model, self.optimizer, loss, batch, clip)
-        world = World(node=link.rank, num_nodes=link.size)
+        world = LaunchEnvironment(node=link.rank, num_nodes=link.size)
         who = f"rank {link.rank}"
         record = record or Record()
         self.members = members or Members(link)
         self.control = control or Control(self.members, self.exchange.consensus == "step")
         kept = self.control, made, self.members
-        self.run = RunState(job, world, self.engine, self.exchange, *kept, seat, who=who, clip=clip, record=record)
+        self.run = RunState(
+            job, world, self.engine, self.exchange, *kept, assignment, identity=who, clip=clip, record=record
+        )
         self.run.leader = not link.rank
         self.run.observers = [StepRecord(record, self.engine, self.exchange, self.control), Rejoins(self.run, rejoin)]
         if self.exchange.consensus == "step":
@@ -228,14 +236,14 @@ class Rank:
             self.run.observers.append(self.moved)
         self.run.observers.append(Rebalance(self.run))
 
-    def step(self, batch: Any) -> contract.Agreement:
+    def step(self, batch: Any) -> contract.StepOutcome:
         return step(self.run, batch)
 
     def train(self, batches: Sequence[Sequence[Tensor]]) -> list[float]:
         losses = []
         for data in batches:
-            ballot = self.step(Whole(data)).ballot
-            losses.append(ballot.loss_sum / ballot.weight)
+            vote = self.step(Whole(data)).vote
+            losses.append(vote.loss_sum / vote.weight)
         return losses
 
     def state(self) -> dict[str, Tensor]:

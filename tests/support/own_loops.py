@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import cases
 import paceline
-from paceline.contract import Verdict
+from paceline.contract import Decision
 
 ROWS, COUNT, CLIP = 21, 64, 0.05
 dice = torch.Generator().manual_seed(4)
@@ -34,11 +34,11 @@ def redos(pace: paceline.Pace) -> list[int]:
     """Steps that were made again, as they are."""
     agree, seen = pace.control.commit, []
 
-    def watched(ballot: Any, finish: Any) -> Any:
-        agreement = agree(ballot, finish)
-        if agreement.verdict is Verdict.REDO:
+    def watched(vote: Any, finish: Any) -> Any:
+        outcome = agree(vote, finish)
+        if outcome.decision is Decision.RETRY:
             seen.append(pace.num_steps)
-        return agreement
+        return outcome
 
     pace.control.commit = watched
     return seen
@@ -166,17 +166,17 @@ def evaluated(engine: str | None = None) -> Result:
                 return {"target": target.sum(), "even": (target[target % 2 == 0].sum(), (target % 2 == 0).sum())}
 
             means = pace.evaluate(Scored(count), metric)
-            everyone = [bytes(words).decode() for words in pace.control.gather(repr((means, seen)).encode())]
+            everyone = [bytes(words).decode() for words in pace.control.all_gather(repr((means, seen)).encode())]
             said[str(count)] = everyone
         said["plain"] = pace.evaluate(Scored(7), lambda output, target: target.sum())
         said["training"] = [model.training, model.head.training, model.first.training]
-        said["once"] = [words.decode() for words in pace.control.gather(b"1" if pace.once() else b"0")]
-        said["did"] = [w.decode() for w in pace.control.gather(str(pace.once(lambda a: a + 1, 41)).encode())]
-        said["leader"] = [w.decode() for w in pace.control.gather(str(pace.leader).encode())]
+        said["once"] = [words.decode() for words in pace.control.all_gather(b"1" if pace.once() else b"0")]
+        said["did"] = [w.decode() for w in pace.control.all_gather(str(pace.once(lambda a: a + 1, 41)).encode())]
+        said["leader"] = [w.decode() for w in pace.control.all_gather(str(pace.leader).encode())]
         try:
             pace.once(lambda: 1 / 0)
         except (ZeroDivisionError, RuntimeError) as error:
-            said["failed"] = [w.decode() for w in pace.control.gather(repr(error).encode())]
+            said["failed"] = [w.decode() for w in pace.control.all_gather(repr(error).encode())]
     return model.state_dict(), said
 
 

@@ -103,7 +103,7 @@ def whole(folder, num_steps=600, engine="processes:2", speed=1.0, seed=0, plan=P
                 wait_seconds=wait,
                 update_seconds=update,
                 sent_bytes=12_700_000,
-                verdict="apply",
+                decision="apply",
             )
         )
         while next_look < time:

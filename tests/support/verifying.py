@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 
 from nodes import ONE_AT_A_TIME
 from paceline.elastic.membership import Members
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.job import Job
 from paceline.pace import Pace
 from paceline.planner.diagnose import equivalence
-from paceline.planner.diagnose.equivalence import Comparison, Witness
+from paceline.planner.diagnose.equivalence import Comparison, EquivalenceRun
 from paceline.registry import parse
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 from paceline.training import Training
 from ranks import run
 
@@ -62,7 +62,7 @@ class Script:
     rate: Callable[[], float] | None = None
     between: Callable[[Any, nn.Module], Any] = lambda pace, model: None
 
-    def train(self, link: Any, told: Witness, monkeypatch: Any) -> None:
+    def train(self, link: Any, told: EquivalenceRun, monkeypatch: Any) -> None:
         """As one node of ``link``'s, or alone."""
         _here.rank, _here.size = told.told or ((link.rank, link.size) if link else (0, 1))
         with ONE_AT_A_TIME:  # nodes are threads, and draw from one generator
@@ -74,12 +74,12 @@ class Script:
         if self.rate:
             optimizer.param_groups[0]["lr"] = self.rate()
         job = Job(model, optimizer, loss, BATCH, shares="equal", **self.options)
-        world = World(node=link.rank, num_nodes=link.size) if link else World()
+        world = LaunchEnvironment(node=link.rank, num_nodes=link.size) if link else LaunchEnvironment()
         parts = parse("engine", self.engine), parse("exchange", "allreduce"), parse("codec", "none")
         parts[0].accumulate = job.accumulate
         _here.witness = told
         try:
-            pace = Pace(Training(job, *parts, link and Members(link, Whereabouts()), world, None))
+            pace = Pace(Training(job, *parts, link and Members(link, Activity()), world, None))
             for batch in pace.batches(self.data(Rows(self.item)), epochs=9, shuffle=False):
                 if self.own:
                     rows = pace.rows(batch)
@@ -108,12 +108,12 @@ def size() -> int:
 
 def verified(script: Script, folder: Path, monkeypatch: Any, nodes: int = 2, looks: bool = False) -> Comparison:
     """``looks``: for causes, even where both runs are the same."""
-    monkeypatch.setattr(Witness, "of_environment", classmethod(lambda cls: _here.witness))
+    monkeypatch.setattr(EquivalenceRun, "of_environment", classmethod(lambda cls: _here.witness))
     many, one, again = (folder / name for name in ("many", "one", "again"))
     join = "join0"
 
-    def told(where: Path, **more: Any) -> Witness:
-        return Witness(where / join, STEPS, "float64", **more)
+    def told(where: Path, **more: Any) -> EquivalenceRun:
+        return EquivalenceRun(where / join, STEPS, "float64", **more)
 
     run(nodes, lambda link: script.train(link, told(many), monkeypatch))
     start = str(many / join)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import CheckpointError
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 SLOWEST_BYTES_PER_S = 10e6  # of a disk that is still waited for
 
 
@@ -32,7 +32,7 @@ class Writer:
     def begin(self, what: str, num_bytes: int, work: Callable[[], object]) -> None:
         """Only after `finish`. ``what`` is for the message of a disk that never ends."""
         assert self._thread is None
-        self._what, self._limit_s = what, PATIENCE_S + num_bytes / SLOWEST_BYTES_PER_S
+        self._what, self._limit_s = what, TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline writer", daemon=True)
         self._thread.start()
 
@@ -61,7 +61,7 @@ class Writer:
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Copies:
+class StagingBuffers:
     """Each name has a place, as long as its tensor keeps type, shape and layout."""
 
     def __init__(self) -> None:

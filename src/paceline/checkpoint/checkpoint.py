@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint import atomic_write, tensor_file
-from paceline.checkpoint.async_writer import Copies
+from paceline.checkpoint.async_writer import StagingBuffers
 from paceline.checkpoint.state_tree import pack, unpack
 from paceline.errors import CheckpointError
 
@@ -78,7 +78,7 @@ class Draft:
     def path(self, run: Path) -> Path:
         return run / f"checkpoint-{self.step:08d}"
 
-    def freeze(self, copies: Copies, fixed: str | None = None) -> None:
+    def freeze(self, copies: StagingBuffers, fixed: str | None = None) -> None:
         """From now on the tensors may change. ``fixed``: a place in the state whose tensors nobody ever changes."""
         live = {
             (name, place): tensor

@@ -18,7 +18,7 @@ from paceline.checkpoint.tensor_file import as_bytes
 from paceline.contract import Codec, Control, Link, LinkError
 from paceline.engine.compute.batch import mapped
 
-MOST_LOSSES = 16  # while they are brought together, before something else is to blame
+MAX_LOSSES = 16  # while they are brought together, before something else is to blame
 
 
 def collect(control: Control, link: Callable[[], Link] | None, memory: Any) -> list[Any]:
@@ -31,23 +31,23 @@ def collect(control: Control, link: Callable[[], Link] | None, memory: Any) -> l
     tree = pack(memory, "memory", tensors)
     forms = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()]
     words = json.dumps([tree, forms]).encode() if link else b""
-    for _ in range(MOST_LOSSES):
-        heard = [json.loads(each) for each in control.gather(words) if each]
+    for _ in range(MAX_LOSSES):
+        heard = [json.loads(each) for each in control.all_gather(words) if each]
         team, found, lost = [control.generation, control.size], list[Any](), False
         try:
             found = _carry(link(), tensors, memory, heard) if link else []
         except LinkError:
-            if not control.survives:
+            if not control.tolerates_loss:
                 raise
             lost = True
-        if not control.survives or not any(forms for _, forms in heard):
+        if not control.tolerates_loss or not any(forms for _, forms in heard):
             return found
         # everyone is told the same, also of whoever was lost in this very operation
         ended = json.dumps([team, lost]).encode() if link else b""
-        ends = [json.loads(each) for each in control.gather(ended) if each]
+        ends = [json.loads(each) for each in control.all_gather(ended) if each]
         if all(end == [team, False] for end in ends) and len(ends) == team[1]:
             return found
-    raise LinkError(f"what the codec remembers could not be brought together in {MOST_LOSSES} attempts")
+    raise LinkError(f"what the codec remembers could not be brought together in {MAX_LOSSES} attempts")
 
 
 def _carry(link: Link, tensors: dict[str, Tensor], memory: Any, heard: Sequence[Any]) -> list[Any]:
@@ -79,7 +79,8 @@ def deal(codec: Codec, memories: Sequence[dict[int, Any]], node: int, num_nodes:
     """This node's part, by spec."""
     return {
         index: mapped(
-            codec.deal([memory[index] for memory in memories], node, num_nodes), lambda tensor: tensor.to(device)
+            codec.redistribute([memory[index] for memory in memories], node, num_nodes),
+            lambda tensor: tensor.to(device),
         )
         for index in memories[0]
     }

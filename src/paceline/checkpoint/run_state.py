@@ -42,7 +42,7 @@ def state(run: RunState) -> dict[str, Any]:
         "scaler": dict(vars(run.scaler)),
         "exchange": exchange,
         "specs": _names(run),
-        "random": [json.loads(words) for words in run.control.gather(mine)],
+        "random": [json.loads(words) for words in run.control.all_gather(mine)],
         "memories": codec_state.collect(run.control, (lambda: run.link) if run.world.local_rank == 0 else None, memory),
         "methods": run.methods,
         "plan": run.row,
@@ -71,21 +71,21 @@ def restore(run: RunState, kept: Checkpoint) -> None:
         vars(run.scaler).update(said["scaler"])
     if exchange := _exchange(run, said):
         run.exchange.load(exchange)
-    if len(said["random"]) == run.world.size:
+    if len(said["random"]) == run.world.world_size:
         rng.set_state(rng.of_json(said["random"][run.world.rank]))
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = said["epoch"], said["next_step"], said["began"]
     run.num_steps, run.facts = kept.step, said["facts"]
     shares = tuple(said.get("shares", ()))
     if run.balance and run.balance.allows(shares):
-        run.seat = dataclasses.replace(run.seat, shares=shares)
-    run.control.spread(run.engine.weights)
+        run.assignment = dataclasses.replace(run.assignment, shares=shares)
+    run.control.broadcast(run.engine.weights)
     buffer_broadcast.spread(job.model, run.engine, run.control)
 
 
 def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
     """What this node's exchange goes on from: its choices on the same nodes and plan, its codec's memory on any."""
     # nodes may have rows of their own, but the forms and the order of pieces are everyone's: the leader decides
-    same = json.loads(run.control.gather(json.dumps(current("engine", said["plan"]) == run.row).encode())[0])
+    same = json.loads(run.control.all_gather(json.dumps(current("engine", said["plan"]) == run.row).encode())[0])
     methods, world, exchange = dict(said.get("methods", run.methods)), run.world, dict(said["exchange"])
     methods["exchange"] = current("exchange", methods["exchange"])
     remembered = said.get("memories") or [exchange.get("memory")]
@@ -112,7 +112,7 @@ def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
 
 def _names(run: RunState) -> list[list[str]]:
     """What its pieces are of."""
-    return [list(spec.names) for spec in run.engine.specs]
+    return [list(bucket.names) for bucket in run.engine.buckets]
 
 
 def _tell_left_out(run: RunState, other: Sequence[str]) -> None:

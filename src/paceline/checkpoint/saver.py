@@ -19,15 +19,15 @@ from typing import Any
 
 from paceline.checkpoint import checkpoint, run_state
 from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.async_writer import Copies, Writer
-from paceline.checkpoint.transfer import Others, Post
+from paceline.checkpoint.async_writer import StagingBuffers, Writer
+from paceline.checkpoint.transfer import CheckpointTransfer, Others
 from paceline.errors import CheckpointError
 from paceline.exchange.flow.control import alone
 from paceline.report.log import log
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
 
-FAILED = 255  # in a ballot's ``stop``, above any signal: what was being written could not be
+FAILED = 255  # in a vote's ``stop_signal``, above any signal: what was being written could not be
 
 
 class Saver:
@@ -36,7 +36,7 @@ class Saver:
     def __init__(self, run: RunState, keep: int):
         """``keep``: how many stay."""
         self.run, self.keep = run, keep
-        self._writer, self._copies = Writer(self._unwritten), Copies()
+        self._writer, self._copies = Writer(self._unwritten), StagingBuffers()
         self._damaged: frozenset[str] = frozenset()
 
     def save(self, folder: Path, wait: bool) -> Path | None:
@@ -72,7 +72,7 @@ class Saver:
         return draft.path(folder)
 
     def _unwritten(self) -> None:
-        self.run.stop = self.run.stop or FAILED  # a signal ends the run, which tells this, too
+        self.run.stop_signal = self.run.stop_signal or FAILED  # a signal ends the run, which tells this, too
 
     def tell(self) -> None:
         """After a vote of `FAILED`: every process raises what the writer met."""
@@ -83,8 +83,8 @@ class Saver:
         try:
             self._writer.finish()
         finally:
-            if self.run.stop == FAILED:
-                self.run.stop = 0
+            if self.run.stop_signal == FAILED:
+                self.run.stop_signal = 0
 
     def end(self, wait: bool = True) -> Exception | None:
         """What the writer met, where it was not told yet."""
@@ -116,7 +116,7 @@ class Saver:
         sends = False
         while True:
             world, team = run.world, run.control.generation  # as they are before all agree
-            choice = agreed(find, run.control.gather, folder)
+            choice = agreed(find, run.control.all_gather, folder)
             if choice is None and sends:
                 raise CheckpointError(
                     f"all who have the checkpoint in {folder} were lost while they sent it; start there"
@@ -128,7 +128,7 @@ class Saver:
                 break
             nodes = [node for node, size in enumerate(world.sizes) for _ in range(size)]
             with contextlib.suppress(Others):
-                kept = Post(world.rank, nodes, run.control.gather, team).send(kept, choice.lacking)
+                kept = CheckpointTransfer(world.rank, nodes, run.control.all_gather, team).send(kept, choice.lacking)
                 to = ", ".join(map(str, choice.lacking))
                 self._say(logging.INFO, f"sent {kept.path} to ranks {to}, which do not see it")
                 break

@@ -27,7 +27,7 @@ class Others(Exception):
     """Those who send are not those who began to: all who are there begin again."""
 
 
-class Post:
+class CheckpointTransfer:
     """``rank`` of as many as ``nodes`` says the node of; ``gather``: everyone's words to everyone. ``team``: a number
     that is another after each change of members, as before all agreed on what is to be sent."""
 

@@ -26,8 +26,8 @@ from paceline.cli.options import (
 )
 from paceline.cli.prepare import check_alone, check_script, show
 from paceline.launch import ssh
-from paceline.launch.ask_hosts import Far
-from paceline.launch.child_processes import Calls
+from paceline.launch.ask_hosts import RemoteQuery
+from paceline.launch.child_processes import ChildProcesses
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import Host, Way, parse
@@ -38,7 +38,7 @@ from paceline.planner.planner import Plan
 from paceline.planner.teams import WhatIf, forms_told, team_table
 from paceline.train.settings import Settings
 
-MOST_LISTED = 64  # numbers of nodes, each with lines of its own
+MAX_LISTED = 64  # numbers of nodes, each with lines of its own
 
 
 def plan(
@@ -109,12 +109,12 @@ def plan(
         ssh.carried(env.replace(",", " ").split() if env else ())
         paths = [script] if script and script != "-m" else [data] if data else []
         check(everyone, way, paths, address, needed(command))
-        far = Far(way, env or "", address or "", everyone[0].name)
+        far = RemoteQuery(way, env or "", address or "", everyone[0].name)
         made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
     else:
         from paceline.planner import cluster as machines
 
-        with Calls(), Console(stderr=True).status("measuring") as status:
+        with ChildProcesses(), Console(stderr=True).status("measuring") as status:
             made = planning.make(
                 command,
                 fidelity=fidelity,
@@ -157,7 +157,7 @@ def check_writable(out: Path) -> None:
 
 def _over(
     hosts: list[Host],
-    far: Far,
+    far: RemoteQuery,
     command: list[str],
     fidelity: str,
     budget: float | None,
@@ -193,18 +193,18 @@ def _hosts(text: str) -> list[Host]:
 
 def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: bool) -> list[WhatIf]:
     """What is imagined. Raises ValueError before anything is measured."""
-    if nodes is not None and (over or not 1 < nodes <= MOST_LISTED or not link):
+    if nodes is not None and (over or not 1 < nodes <= MAX_LISTED or not link):
         raise ValueError(
-            f"--nodes {nodes} imagines machines like this one, 2 to {MOST_LISTED}, over --link, such as --nodes 2 "
+            f"--nodes {nodes} imagines machines like this one, 2 to {MAX_LISTED}, over --link, such as --nodes 2 "
             f"--link 1gbit; with -H use --what-if nodes={nodes}"
         )
     if link and nodes is None:
         raise ValueError(f"--link {link} is between --nodes, such as --nodes 2 --link {link}; with -H use --what-if")
     found = [WhatIf.parse(f"nodes={count},link={link}") for count in range(2, (nodes or 1) + 1)]
     found += [WhatIf.parse(text) for text in what_if]
-    if (adding := os.environ.get("PACELINE_COLLECTIVE")) and any((what.nodes or 2) > MOST_LISTED for what in found):
+    if (adding := os.environ.get("PACELINE_COLLECTIVE")) and any((what.nodes or 2) > MAX_LISTED for what in found):
         raise ValueError(
-            f"PACELINE_COLLECTIVE={adding} is drawn message by message, for up to {MOST_LISTED} nodes; imagine fewer "
+            f"PACELINE_COLLECTIVE={adding} is drawn message by message, for up to {MAX_LISTED} nodes; imagine fewer "
             f"in --what-if, or leave it out"
         )
     if not over and any(what.bits_per_s is None for what in found):

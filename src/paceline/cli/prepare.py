@@ -19,7 +19,7 @@ from paceline.cli.options import console
 from paceline.data import load_balance
 from paceline.environment import wait_s
 from paceline.launch import detach, local, ssh
-from paceline.launch.child_processes import Calls
+from paceline.launch.child_processes import ChildProcesses
 from paceline.launch.deploy import snapshot
 from paceline.launch.deploy.packages import needed
 from paceline.launch.deploy.send import send as deliver
@@ -30,7 +30,7 @@ from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.node_restarts import RETURNS
 from paceline.launch.supervise.restart_policy import RESTARTS
 from paceline.launch.supervise.takeover import Launch
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.ticket import JoinTicket
 from paceline.link.net.tls_mesh import check as check_encryption
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
@@ -39,7 +39,7 @@ from paceline.planner.planner import Plan
 from paceline.train.settings import Settings
 
 REFUSED = 2  # the exit code of a mistake
-MOST_PLAN_BYTES = 100_000  # one variable of an environment holds 128 KiB
+MAX_PLAN_BYTES = 100_000  # one variable of an environment holds 128 KiB
 
 
 def ready(
@@ -63,7 +63,7 @@ def ready(
 
             check(settings)
             sources(settings)  # before anything is measured; with a plan at hand, the run itself does
-        with Calls(), Console(stderr=True).status("measuring") as status:
+        with ChildProcesses(), Console(stderr=True).status("measuring") as status:
             made = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
             show(made, "tried")
@@ -209,7 +209,7 @@ def _keep(settings: Settings, made: Plan | None, out: Path) -> None:
 def carried_plan(made: Plan) -> str:
     """As TOML, without what is too long to be carried."""
     words = made.to_toml()
-    if len(words.encode()) <= MOST_PLAN_BYTES:
+    if len(words.encode()) <= MAX_PLAN_BYTES:
         return words
     teams = tuple(dataclasses.replace(team, forms="") for team in made.teams)
     return dataclasses.replace(made, pairs=(), teams=teams).to_toml()
@@ -348,7 +348,7 @@ def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str,
         return {}
     if nodes or hosts:
         raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
-    found = Ticket.read(ticket)
+    found = JoinTicket.read(ticket)
     hide(found.hides)
     return {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 

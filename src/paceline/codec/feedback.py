@@ -25,10 +25,10 @@ class Codec(contract.Codec):
             raise ValueError("codec 'feedback' needs a codec to wrap, as in 'feedback/topk:keep=0.01'")
         self.inner = inner
         self.fidelity, self.sums, self.wire = inner.fidelity, inner.sums, inner.wire
-        self.takes_over, self.owes = inner.takes_over, True
+        self.takes_over, self.has_residual = inner.takes_over, True
 
-    def init(self, spec: contract.Spec, rank: int, seed: int) -> Any:
-        return None, self.inner.init(spec, rank, seed)
+    def init(self, bucket: contract.Bucket, rank: int, seed: int) -> Any:
+        return None, self.inner.init(bucket, rank, seed)
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
         residual, deeper = memory
@@ -40,21 +40,21 @@ class Codec(contract.Codec):
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         return self.inner.decode(payload, numel, dtype)
 
-    def settle(self, pending: Any, agreed: Tensor) -> Any:
+    def commit(self, pending: Any, agreed: Tensor) -> Any:
         residual, deeper = pending
-        return residual, self.inner.settle(deeper, agreed)
+        return residual, self.inner.commit(deeper, agreed)
 
-    def retain(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
+    def keep_unapplied(self, before: Any, after: Any, unused: Sequence[slice]) -> Any:
         (old, deep), (new, deeper) = before, after
         new = new.clone() if unused else new
         for values in unused:
             new[values] = 0 if old is None else old[values]
-        return new, self.inner.retain(deep, deeper, unused)
+        return new, self.inner.keep_unapplied(deep, deeper, unused)
 
-    def deal(self, memories: Sequence[Any], rank: int, size: int) -> Any:
+    def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
         owed = [residual for residual, _ in memories[rank::size] if residual is not None]
         whole = sum(owed[1:], owed[0]) if owed else None
-        return whole, self.inner.deal([deeper for _, deeper in memories], rank, size)
+        return whole, self.inner.redistribute([deeper for _, deeper in memories], rank, size)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.payload_bytes(numel, dtype)

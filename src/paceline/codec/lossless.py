@@ -31,7 +31,7 @@ from paceline import contract
 HEAD = struct.Struct("<BQQ")
 PLAIN, WHOLE, SPARSE = range(3)
 SLOW_S = 4e-8  # per byte on the wire, from which packing pays: 200 Mbit/s
-LEAST_BYTES = 1 << 14
+MIN_BYTES = 1 << 14
 DENSE = 0.95  # of all numbers: where more are not zero, taking the zeros out is not worth it
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -21,7 +21,7 @@ class Codec(contract.Codec):
 
     fidelity = "approximate"
     sums = False
-    biased = True
+    needs_feedback = True
     wire = "decoded, then the gradient's own type"
 
     def __init__(self, keep: float = 0.01):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from paceline.contract import GlobalBatch, Share
 from paceline.data import sampler
 from paceline.data.dataloader import Order, check_batch_size, options_of, order_of, samples_of
-from paceline.data.sampler import Indices, Seat
+from paceline.data.sampler import Assignment, Indices
 from paceline.data.sources import Collated, Source, Stream, Window, as_source
 from paceline.data.workers import Rows, Seeded, Windows
 
@@ -51,7 +51,7 @@ class Cursor:
 class Batch(GlobalBatch):
     """One of a dataset's."""
 
-    dealt = True
+    assigned = True
     epoch: int
     step: int
 
@@ -68,7 +68,7 @@ class Batch(GlobalBatch):
         self.source, self.indices, self.epoch, self.step = source, indices, epoch, step
         self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
         self.weight = float(len(indices))
-        self.held = 0
+        self.num_local_samples = 0
         self._take: Callable[[Batch, Share], Any] = Batch.fetch
 
     @property
@@ -76,24 +76,24 @@ class Batch(GlobalBatch):
         """Where to start after this batch."""
         return (self.epoch + 1, 0) if self.ends_epoch else (self.epoch, self.step + 1)
 
-    def share(self, seat: Share) -> Any:
+    def share(self, assignment: Share) -> Any:
         start = time.perf_counter()
-        rows, self.held = self._take(self, seat), len(self.indices_of(seat))
+        rows, self.num_local_samples = self._take(self, assignment), len(self.indices_of(assignment))
         self.wait_s += time.perf_counter() - start
         return rows
 
-    def fetch(self, seat: Share) -> Any:
+    def fetch(self, assignment: Share) -> Any:
         """`share`, now and in this process."""
-        mine = self.indices_of(seat)
+        mine = self.indices_of(assignment)
         return self.source.fetch(mine, self.epoch) if mine else None
 
-    def indices_of(self, seat: Share) -> list[int]:
-        rows = seat.rows(len(self.indices))
+    def indices_of(self, assignment: Share) -> list[int]:
+        rows = assignment.rows(len(self.indices))
         mine: list[int] = self.indices[rows.start : rows.stop].tolist()
         return mine
 
     def expect(self, take: Callable[[Batch, Share], Any]) -> None:
-        """``take(batch, seat)`` gives a seat's rows, which somebody may be fetching already."""
+        """``take(batch, assignment)`` gives a seat's rows, which somebody may be fetching already."""
         self._take = take
 
 
@@ -103,7 +103,7 @@ class Given(GlobalBatch):
     def __init__(self, rows: Any, weight: float):
         self.rows, self.weight = rows, weight
 
-    def share(self, seat: Share) -> Any:
+    def share(self, assignment: Share) -> Any:
         return self.rows
 
 
@@ -112,16 +112,16 @@ def batches(
     batch_size: int,
     epochs: int,
     seed: int,
-    seat: Seat | Callable[[], Seat],
+    assignment: Assignment | Callable[[], Assignment],
     shuffle: bool = True,
     ahead: int = 2,
     start: Position = (0, 0),
     workers: int = 0,
     times: int = 1,
 ) -> Iterator[Batch]:
-    """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``seat``.
+    """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``assignment``.
 
-    ``seat``: this process's, or a function that says which it is by now.
+    ``assignment``: this process's, or a function that says which it is by now.
 
     A DataLoader brings its own order and number of processes; ``workers`` are the processes that fetch, 0 for none;
     ``times`` its batch is ``batch_size``, where that is tried on more machines.
@@ -129,7 +129,7 @@ def batches(
     """
     if workers < 0 or ahead < 0 or min(start) < 0:
         raise ValueError(f"batches() got workers={workers}, ahead={ahead}, start={start}; give numbers of 0 or more")
-    now: Callable[[], Seat] = seat if callable(seat) else partial(_same, seat)
+    now: Callable[[], Assignment] = assignment if callable(assignment) else partial(_same, assignment)
     source, options = as_source(dataset), {}
     if isinstance(dataset, DataLoader):
         workers, options = workers or dataset.num_workers, options_of(dataset)
@@ -161,8 +161,8 @@ def samples(dataset: Any, source: Source) -> Indices:
     return np.arange(len(source))
 
 
-def _same(seat: Seat) -> Seat:
-    return seat
+def _same(assignment: Assignment) -> Assignment:
+    return assignment
 
 
 def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Iterator[Batch]:
@@ -184,7 +184,7 @@ def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Itera
                 yield Batch(source, indices, epoch, step, steps, step == steps - 1)
 
 
-def _by_thread(plain: Iterator[Batch], now: Callable[[], Seat], ahead: int) -> Iterator[Batch]:
+def _by_thread(plain: Iterator[Batch], now: Callable[[], Assignment], ahead: int) -> Iterator[Batch]:
     queue: list[_Coming] = []
     pool = ThreadPoolExecutor(1, "paceline feed")
     try:
@@ -206,19 +206,19 @@ def _by_thread(plain: Iterator[Batch], now: Callable[[], Seat], ahead: int) -> I
 class _Coming:
     """A batch whose rows for one seat a thread is fetching."""
 
-    def __init__(self, pool: ThreadPoolExecutor, batch: Batch, seat: Seat):
-        self.pool, self.batch, self.seat = pool, batch, seat
-        self.rows: Future[Any] = pool.submit(batch.fetch, seat)
+    def __init__(self, pool: ThreadPoolExecutor, batch: Batch, assignment: Assignment):
+        self.pool, self.batch, self.assignment = pool, batch, assignment
+        self.rows: Future[Any] = pool.submit(batch.fetch, assignment)
         batch.expect(self.take)
 
-    def send(self, seat: Seat) -> None:
+    def send(self, assignment: Assignment) -> None:
         """For this seat, if it is another."""
-        if seat != self.seat:
+        if assignment != self.assignment:
             self.rows.cancel()
-            self.seat, self.rows = seat, self.pool.submit(self.batch.fetch, seat)
+            self.assignment, self.rows = assignment, self.pool.submit(self.batch.fetch, assignment)
 
-    def take(self, batch: Batch, seat: Share) -> Any:
-        return self.rows.result() if seat == self.seat else batch.fetch(seat)
+    def take(self, batch: Batch, assignment: Share) -> Any:
+        return self.rows.result() if assignment == self.assignment else batch.fetch(assignment)
 
 
 def _by_processes(
@@ -226,12 +226,12 @@ def _by_processes(
     turns: Order,
     epochs: int,
     start: Position,
-    now: Callable[[], Seat],
+    now: Callable[[], Assignment],
     num_processes: int,
     options: dict[str, Any],
 ) -> Iterator[Batch]:
     told, dealt = tee(_of_map(source, turns, epochs, start))
-    asked: dict[int, Seat] = {}  # whose rows the processes were asked for
+    asked: dict[int, Assignment] = {}  # whose rows the processes were asked for
 
     def requests() -> Iterator[tuple[int, list[int]]]:
         for number, batch in enumerate(told):
@@ -240,13 +240,13 @@ def _by_processes(
 
     rows = Rows(source, requests(), num_processes, options)
 
-    def take(number: int, batch: Batch, seat: Share) -> Any:
+    def take(number: int, batch: Batch, assignment: Share) -> Any:
         if not rows.has(number):
-            return batch.fetch(seat)
+            return batch.fetch(assignment)
         found = rows.take(number)  # even if it is another's: the processes go on as rows are taken
         for older in [each for each in asked if each < number]:
             del asked[older]
-        return found if asked[number] == seat else batch.fetch(seat)
+        return found if asked[number] == assignment else batch.fetch(assignment)
 
     try:
         for number, batch in enumerate(dealt):

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from paceline.data import sampler as order
-from paceline.data.rng import Dice
+from paceline.data.rng import OwnRng
 from paceline.data.sampler import Indices
 
 # what is handed on to the processes that read
@@ -55,7 +55,7 @@ class Order:
 
     def _draw(self, epoch: int) -> list[Any]:
         own = [each for each in (self.sampler, getattr(self.sampler, "sampler", None)) if each is not None]
-        with Dice(self.seed, epoch):
+        with OwnRng(self.seed, epoch):
             for sampler in own:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)

@@ -24,8 +24,8 @@ WARM_UP = 2  # steps after a change that say nothing yet
 SPANS = (9, 17, 33, 65)  # odd: while a node's speed changes, the median is the old or the new, and nothing between
 GAIN = 0.05  # of a step's time
 SURE = 3.0  # standard errors that a median may be off by; counted in ranks, so whatever the noise is like
-PATIENCE = 4  # steps, one after the other, that must say so
-LEAST_S = 1e-9
+MIN_STEPS_IN_A_ROW = 4  # steps, one after the other, that must say so
+MIN_S = 1e-9
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Change:
+class Reassignment:
     """Other shares, as rows of the global batch, from the next step on. *Units*: seconds of the slowest node's step."""
 
     old: tuple[int, ...]
@@ -48,7 +48,7 @@ class Change:
     reason: str
 
 
-class Balance:
+class LoadBalancer:
     """``count``: rows of the global batch. ``least``, ``most``: of each node. Is told of the same steps everywhere."""
 
     def __init__(self, count: int, least: Sequence[int], most: Sequence[int]):
@@ -64,7 +64,7 @@ class Balance:
             return False
         return all(low <= each <= high for low, each, high in zip(self.least, rows, self.most, strict=True))
 
-    def after(self, rows: tuple[int, ...], paces: Sequence[tuple[float, float]]) -> Change | None:
+    def after(self, rows: tuple[int, ...], paces: Sequence[tuple[float, float]]) -> Reassignment | None:
         """After a step in which the nodes had ``rows``. ``paces``: of each, the seconds that it did not wait for
         others, and those of them that depend on no rows."""
         if len(paces) != len(self.least) or sum(rows) < self.count or not all(rows):
@@ -77,14 +77,14 @@ class Balance:
         changes = (self._change(rows, span) for span in SPANS if len(self._paces[0]) >= span)
         change = next(filter(None, changes), None)
         self._sure = self._sure + 1 if change else 0
-        if self._sure < PATIENCE:
+        if self._sure < MIN_STEPS_IN_A_ROW:
             return None
         self._forget()
         return change
 
-    def _change(self, rows: tuple[int, ...], span: int) -> Change | None:
+    def _change(self, rows: tuple[int, ...], span: int) -> Reassignment | None:
         recent = [list(kept)[-span:] for kept in self._paces]
-        times = [sorted(max(LEAST_S, busy) for busy, _ in node) for node in recent]
+        times = [sorted(max(MIN_S, busy) for busy, _ in node) for node in recent]
         busy = [each[span // 2] for each in times]
         fixed = [sorted(each for _, each in node)[span // 2] for node in recent]
         now = max(busy)
@@ -98,7 +98,7 @@ class Balance:
         ):
             return None
         per_row = _per_row(rows, busy, fixed)
-        new = fair(self.count, fixed, per_row, self.least, self.most)
+        new = fair_shares(self.count, fixed, per_row, self.least, self.most)
         expected = max(f + count * each for f, count, each in zip(fixed, new, per_row, strict=True))
         if now - expected <= GAIN * now:
             return None
@@ -108,10 +108,10 @@ class Balance:
             f"for {span} steps node {slowest} was the slowest with {now:.3g} s for {rows[slowest]} rows; "
             f"{expected:.3g} s are expected"
         )
-        return Change(rows, new, per_s, now, expected, reason)
+        return Reassignment(rows, new, per_s, now, expected, reason)
 
 
-def fair(
+def fair_shares(
     count: int, fixed: Sequence[float], per_row: Sequence[float], least: Sequence[int], most: Sequence[int]
 ) -> tuple[int, ...]:
     """Rows of each node such that the last one ends as early as possible, each at ``fixed + rows x per_row``.
@@ -156,7 +156,7 @@ def wanted(said: str | Sequence[float]) -> str | tuple[float, ...]:
 
 
 def _per_row(rows: Sequence[int], busy: Sequence[float], fixed: Sequence[float]) -> list[float]:
-    return [max(LEAST_S, each - f) / count for each, f, count in zip(busy, fixed, rows, strict=True)]
+    return [max(MIN_S, each - f) / count for each, f, count in zip(busy, fixed, rows, strict=True)]
 
 
 def _ideal(rows: Sequence[int], busy: Sequence[float], fixed: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ def seed_all(*numbers: int) -> None:
     random.seed(int(words[2]))
 
 
-class Dice:
+class OwnRng:
     """In its ``with`` blocks the global generators go on where its last block left them; outside they are untouched."""
 
     def __init__(self, *numbers: int):

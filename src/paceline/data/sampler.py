@@ -38,7 +38,7 @@ def deal(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Assignment:
     """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
 
     ``shares``: numbers that the nodes' rows are in proportion to; None: all alike. ``virtual``: so many shares of the

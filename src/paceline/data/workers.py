@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from paceline.data.rng import Dice, seed_all
+from paceline.data.rng import OwnRng, seed_all
 from paceline.data.sources import Collated, Source, Stream, together
 
 SHM_BYTES = 1 << 30  # with less shared memory than this (containers have 64 MB) rows travel through pipes
@@ -76,7 +76,7 @@ class Seeded(Dataset[Any]):
         self.source, self.seed = source, seed
 
     def fetch(self, indices: Sequence[int], epoch: int) -> Any:
-        with Dice(0):
+        with OwnRng(0):
             return self[epoch, indices]
 
     def __getitem__(self, request: tuple[int, Sequence[int]]) -> Any:
@@ -108,7 +108,7 @@ class Windows(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
         for epoch in range(self.start[0], self.epochs):
             step = self.start[1] if epoch == self.start[0] else 0
-            dice = Dice(self.seed, epoch)
+            dice = OwnRng(self.seed, epoch)
             with dice:
                 items = self.stream.items(epoch)
                 used = step * self.batch_size

@@ -19,7 +19,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Agreement, Ballot, GlobalBatch, Guest, LinkError, Porter, Regroup, Rule, StepObserver
+from paceline.contract import (
+    GlobalBatch,
+    JoinDesk,
+    Joiner,
+    LinkError,
+    StepObserver,
+    StepOutcome,
+    UpdateRule,
+    ViewChange,
+    Vote,
+)
 from paceline.elastic import state_transfer
 from paceline.elastic.below_minimum import Door, enough, wait
 from paceline.elastic.catch_up import CatchUp
@@ -28,8 +38,8 @@ from paceline.environment import wait_s
 from paceline.report.log import log
 from paceline.step.run_state import RunState
 
-MOST_VAIN = 2  # times that all meet to take the same one in
-IN_VAIN = f"all met to take it in, {MOST_VAIN} times, and it did not come; look at the network, and start it again"
+MAX_VAIN = 2  # times that all meet to take the same one in
+IN_VAIN = f"all met to take it in, {MAX_VAIN} times, and it did not come; look at the network, and start it again"
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
@@ -43,8 +53,8 @@ class Admission(StepObserver, Door):
         self, run: RunState, said: dict[str, str], ends: Callable[[int], None], gives_up: Callable[[str], None]
     ):
         self.run, self.said, self._ends, self._gives_up = run, said, ends, gives_up
-        self.came: tuple[Guest, ...] = ()  # by the last change of members
-        self._ready: list[Guest] = []
+        self.came: tuple[Joiner, ...] = ()  # by the last change of members
+        self._ready: list[Joiner] = []
         self._flags = 0, False  # of its vote: when those are admitted who are ready; whether somebody is given state
         self._answered: dict[str, int] = {}
         self._following: dict[str, CatchUp] = {}  # in the process that leads
@@ -60,7 +70,7 @@ class Admission(StepObserver, Door):
         run = self.run
         self._own = own or batch.epoch is None
         # whoever comes is in the same call of `batches`, so that it ends with the others
-        if run.last.ballot.guests > run.control.generation and run.cursor.began == self._began and not own:
+        if run.last.vote.join_generation > run.control.generation and run.cursor.began == self._began and not own:
             self._admit()
         self._began = run.cursor.began
         if self._follows(run.last):
@@ -71,19 +81,19 @@ class Admission(StepObserver, Door):
         # of a step that is computed again among others, this names a generation that has been
         self._flags = (run.control.generation + 1 if self._ready else 0, bool(self._following))
 
-    def votes(self, ballot: Ballot) -> None:
-        ballot.guests, ballot.follows = self._flags
+    def votes(self, vote: Vote) -> None:
+        vote.join_generation, vote.state_streaming = self._flags
 
-    def again(self, step: int, agreement: Agreement) -> None:
+    def again(self, step: int, outcome: StepOutcome) -> None:
         self._hold()
 
-    def note(self, news: Regroup) -> None:
+    def note(self, news: ViewChange) -> None:
         """Other nodes from now on."""
-        self.came = news.came
+        self.came = news.joined
         self._missing += news.lost
-        for guest in news.came:
-            if guest.host in self._missing:
-                self._missing.remove(guest.host)
+        for joiner in news.joined:
+            if joiner.host in self._missing:
+                self._missing.remove(joiner.host)
 
     # below the minimum
 
@@ -114,21 +124,21 @@ class Admission(StepObserver, Door):
 
     @property
     def minimum(self) -> int:  # type: ignore[override]
-        return int(self.run.world.least)
+        return int(self.run.world.min_nodes)
 
     def look(self) -> dict[str, Any]:
         run = self.run
         if run.leader:
             self._look()
         # who is level waits for others that nearly are, unless it makes the nodes enough
-        on_the_way = [each for each in self._following.values() if not each.level and not each.hopeless]
+        on_the_way = [each for each in self._following.values() if not each.caught_up and not each.diverging]
         admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
         in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
         return {
             "guests": run.control.generation + 1 if admits else 0,
             "follows": bool(self._following),
-            "stop": run.stop,
-            "hung": run.hung,
+            "stop": run.stop_signal,
+            "hung": run.launcher_lost,
             "over": in_vain and not self._following,
         }
 
@@ -152,24 +162,24 @@ class Admission(StepObserver, Door):
             following.end(False)
         self._following = {}
 
-    def _follows(self, agreement: Agreement) -> bool:
+    def _follows(self, outcome: StepOutcome) -> bool:
         """Known to every process of the node that leads."""
-        return agreement.ballot.follows and self.run.world.node == 0
+        return outcome.vote.state_streaming and self.run.world.node == 0
 
     def _copy(self) -> bool:
         """The next part for each who follows, as soon as there is a place for it. Whether there was any."""
         run = self.run
         takers = [each for each in self._following.values() if each.placed]
         wanted = json.dumps([each.next for each in takers]).encode()
-        parts = json.loads(bytes(run.control.hand(wanted)))
+        parts = json.loads(bytes(run.control.node_broadcast(wanted)))
         for i, rows in enumerate(parts):
-            part = state_transfer.part(run, rows)
+            part = state_transfer.state_part(run, rows)
             if run.leader:
                 takers[i].part(part)
         return bool(parts)
 
     def _look(self) -> None:
-        porter = self.run.members.porter
+        porter = self.run.members.join_desk
         asked = porter.waiting() if porter else {}
         self._ready = []
         self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
@@ -186,13 +196,13 @@ class Admission(StepObserver, Door):
                     porter.answer(name, told)
                     self._answered[name] = said["turn"]
 
-    def _answer(self, porter: Porter, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
+    def _answer(self, porter: JoinDesk, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
         """None for whom the answer is to be taken in, which is still to come."""
         run = self.run
         if why := OWN if self._own else self._refusal(said):
             log.warning(f"{said['host']} asked to be taken in, and is not: {why}")
             return {"refused": why}
-        in_vain = self._vain.get(name, 0) >= MOST_VAIN
+        in_vain = self._vain.get(name, 0) >= MAX_VAIN
         if in_vain or "began" not in said:
             if lost := self._following.pop(name, None):
                 lost.stop()  # the line on which it was given a part is no more, or not to be used
@@ -212,15 +222,15 @@ class Admission(StepObserver, Door):
         if following.lost:
             self._following.pop(name).stop()
             return {"refused": following.lost}
-        if not following.level and not following.hopeless:
+        if not following.caught_up and not following.diverging:
             return None
-        self._ready.append(Guest(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
+        self._ready.append(Joiner(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
         return None
 
-    def applies(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
-        applied = [following.before(agreement, rule) for following in self._following.values()]
-        if self._follows(agreement):
-            self.run.control.hand(b"")  # no process's update changes sums that are not copied yet
+    def applies(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None]:
+        applied = [following.before(outcome, rule) for following in self._following.values()]
+        if self._follows(outcome):
+            self.run.control.node_broadcast(b"")  # no process's update changes sums that are not copied yet
 
         def all_applied() -> None:
             for each in applied:
@@ -241,7 +251,7 @@ class Admission(StepObserver, Door):
             return f"{num_nodes} nodes train, or are about to, and there are to be at most {most} (--nodes)"
         return ""
 
-    def _meet(self) -> tuple[Guest, ...]:
+    def _meet(self) -> tuple[Joiner, ...]:
         self.came = ()
         self.run.control.admit(self._ready)
         return self.came
@@ -249,35 +259,38 @@ class Admission(StepObserver, Door):
     def _admit(self) -> None:
         run, begin = self.run, time.perf_counter()
         came = self._meet()
-        for guest in self._ready if not came else ():
-            self._vain[guest.name] = self._vain.get(guest.name, 0) + 1
+        for joiner in self._ready if not came else ():
+            self._vain[joiner.name] = self._vain.get(joiner.name, 0) + 1
         if not came or run.world.node:
             return
-        following = {guest.name: self._following.pop(guest.name, None) for guest in came}
-        level = {name: each is not None and each.end(not each.hopeless) for name, each in following.items()}
+        following = {joiner.name: self._following.pop(joiner.name, None) for joiner in came}
+        level = {name: each is not None and each.end(not each.diverging) for name, each in following.items()}
         all_level = b"level" if all(level.values()) else b""
-        rest, large = state_transfer.rest(run), {} if run.control.hand(all_level) else state_transfer.copy(run)
+        rest, large = (
+            state_transfer.small_state(run),
+            {} if run.control.node_broadcast(all_level) else state_transfer.full_state(run),
+        )
         if not run.leader:
             return
-        for guest in came:
-            message = state_transfer.Message(rest if level[guest.name] else {**large, **rest})
-            ahead = following[guest.name]
+        for joiner in came:
+            message = state_transfer.Message(rest if level[joiner.name] else {**large, **rest})
+            ahead = following[joiner.name]
             try:
-                line = (ahead and ahead.line) or _porter(run).line(guest.name)
+                line = (ahead and ahead.line) or _porter(run).line(joiner.name)
                 line.hurry()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
-                log.warning(f"{guest.host}: {error}")
+                log.warning(f"{joiner.host}: {error}")
             run.record.write(
                 "welcome",
                 step=run.num_steps,
-                host=guest.host,
+                host=joiner.host,
                 num_bytes=message.num_bytes,
                 ahead_bytes=ahead.num_bytes if ahead else 0,
                 seconds=time.perf_counter() - begin,
             )
 
 
-def _porter(run: RunState) -> Porter:
-    assert run.members.porter
-    return run.members.porter
+def _porter(run: RunState) -> JoinDesk:
+    assert run.members.join_desk
+    return run.members.join_desk

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.contract import Control
-from paceline.elastic.quorum import Found, Verdict, decide
+from paceline.elastic.quorum import Found, QuorumVerdict, decide
 from paceline.launch.signals import HANGUP
 
-PAUSE_S = 0.1  # between two rounds in which there is nothing to do
+POLL_S = 0.1  # between two rounds in which there is nothing to do
 SHORT_S = 0.005  # while state is being sent
 
 
@@ -53,13 +53,13 @@ class Door:
 
 def enough(num_nodes: int, minimum: int) -> bool:
     """Whether so many, who know of nobody else, may train."""
-    return decide([Found.CAME] * num_nodes, minimum).verdict is Verdict.GO_ON
+    return decide([Found.CAME] * num_nodes, minimum).verdict is QuorumVerdict.GO_ON
 
 
 def wait(door: Door, control: Control, pause: Callable[[float], None]) -> None:
     """Until there are enough. Every process of every member must call it. Raises what `Door.end` raises."""
     while not enough(door.num_nodes, door.minimum):
-        said = [json.loads(words) for words in control.gather(json.dumps(door.look()).encode())]
+        said = [json.loads(words) for words in control.all_gather(json.dumps(door.look()).encode())]
         leader = said[0]
         if stop := max(each["stop"] for each in said):
             door.end(stop)
@@ -72,4 +72,4 @@ def wait(door: Door, control: Control, pause: Callable[[float], None]) -> None:
         if leader["guests"] > control.generation:
             door.admit()
         elif not copied:
-            pause(SHORT_S if leader["follows"] else PAUSE_S)
+            pause(SHORT_S if leader["follows"] else POLL_S)

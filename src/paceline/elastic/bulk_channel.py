@@ -1,12 +1,12 @@
 """Much at once, from one member to a node that comes late, on a line of its own and beside the training.
 
-    hatch -> guest:  magic, version, nonce            as at the meeting point
-    guest -> hatch:  magic, version, nonce, proof
-    hatch -> guest:  proof, or REFUSED
+    hatch -> joiner:  magic, version, nonce            as at the meeting point
+    joiner -> hatch:  magic, version, nonce, proof
+    hatch -> joiner:  proof, or REFUSED
     then each way:   length, bytes, seal; a message is its length, and as many parts as it takes
 
 A seal is HMAC-SHA256 over a part's number and bytes, with a key of this conversation and direction, and is checked
-before the next part is read. Who listens on the wire can read, unless the secret is a `Hiding` one.
+before the next part is read. Who listens on the wire can read, unless the secret is an `EncryptionKey` one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import time
 from collections.abc import Iterable
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, Veil, exactly, prove, same
+from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
 from paceline.link.net.framing import alone
-from paceline.link.net.store_client import LATE, knock
+from paceline.link.net.store_client import NO_RANK_YET, connect
 
 HANDSHAKE_S = 5.0
 STALL_S = 8.0  # in which nothing could be sent, or came: all others may be waiting for who takes it
 PART_BYTES = 1 << 22
 MAX_STRANGERS = 16
-PAUSE_S = 0.1  # after an accept that failed
+RETRY_DELAY_S = 0.1  # after an accept that failed
 LENGTH, NUMBER = struct.Struct("<I"), struct.Struct("<Q")
 DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
 
 
-class Bulk:
+class BulkChannel:
     """A line whose ends have proved the secret. Raises LinkError where the other end is gone, or is another's."""
 
     def __init__(self, line: socket.socket, secret: bytes, rank: int, nonces: bytes, directions: tuple[bytes, bytes]):
         self._line = line
-        self._says, self._hears = (prove(secret, each, rank, nonces) for each in directions)
-        veils = (prove(secret, b"veil of " + each, rank, nonces) for each in directions)
-        self._hides, self._shows = (Veil(secret, key) for key in veils)
+        self._says, self._hears = (mac(secret, each, rank, nonces) for each in directions)
+        veils = (mac(secret, b"veil of " + each, rank, nonces) for each in directions)
+        self._hides, self._shows = (StreamCipher(secret, key) for key in veils)
         self._num_said = self._num_heard = 0
         self._hurries_s = math.inf
         line.settimeout(STALL_S)
@@ -124,7 +124,7 @@ class Bulk:
         self._line.close()
 
 
-class Hatch:
+class BulkServer:
     """Listens on one address. ``here``: the lines of those who have proved the secret, by their names.
 
     *Laws*: a stranger has HANDSHAKE_S for each of a few bytes, and there are never more than MAX_STRANGERS of them: the
@@ -136,7 +136,7 @@ class Hatch:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = alone(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
         self.address, self.port = self._server.getsockname()[:2]
-        self.here: dict[str, Bulk] = {}
+        self.here: dict[str, BulkChannel] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
         threading.Thread(target=self._run, name="paceline hatch", daemon=True).start()
@@ -146,7 +146,7 @@ class Hatch:
             try:
                 line, _ = self._server.accept()
             except OSError:  # it was closed; or too many files are open, which passes
-                time.sleep(PAUSE_S)
+                time.sleep(RETRY_DELAY_S)
             else:
                 with self._lock:
                     if len(self._strangers) >= MAX_STRANGERS:
@@ -174,17 +174,17 @@ class Hatch:
             with self._lock:
                 self._strangers.pop(line, None)
 
-    def _hear(self, line: socket.socket) -> tuple[str, Bulk]:
+    def _hear(self, line: socket.socket) -> tuple[str, BulkChannel]:
         line.settimeout(HANDSHAKE_S)
         nonce = secrets.token_bytes(SIZE)
         line.sendall(HEADER + nonce)
         header, rank, other, proof = HELLO.unpack(exactly(line, HELLO.size))
         nonces = nonce + other
-        if header != HEADER or not same(proof, prove(self._secret, GUEST, rank, nonces)):
+        if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonces)):
             line.sendall(REFUSED)
             raise ValueError("a stranger")
-        line.sendall(prove(self._secret, SERVER, rank, nonces))
-        bulk = Bulk(line, self._secret, rank, nonces, (DOWN, UP))
+        line.sendall(mac(self._secret, SERVER, rank, nonces))
+        bulk = BulkChannel(line, self._secret, rank, nonces, (DOWN, UP))
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
@@ -199,10 +199,10 @@ class Hatch:
             bulk.close()
 
 
-def reach(address: str, port: int, secret: bytes, name: str) -> Bulk:
-    """The guest's end, under its name. Raises LinkError."""
+def reach(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
+    """The joiner's end, under its name. Raises LinkError."""
     try:
-        line = knock(address, port, HANDSHAKE_S)
+        line = connect(address, port, HANDSHAKE_S)
         try:
             return _greet(line, secret, name)
         except BaseException:
@@ -212,16 +212,16 @@ def reach(address: str, port: int, secret: bytes, name: str) -> Bulk:
         raise LinkError(f"the node at {address}:{port} that was to give its state is gone ({error})") from error
 
 
-def _greet(line: socket.socket, secret: bytes, name: str) -> Bulk:
+def _greet(line: socket.socket, secret: bytes, name: str) -> BulkChannel:
     line.settimeout(HANDSHAKE_S)
     header, nonce = exactly(line, len(HEADER)), secrets.token_bytes(SIZE)
     if header != HEADER:
         raise LinkError("what answers there speaks another version of paceline; install the same on every node")
     nonces = exactly(line, SIZE) + nonce
-    line.sendall(HELLO.pack(HEADER, LATE, nonce, prove(secret, GUEST, LATE, nonces)))
-    if not same(exactly(line, SIZE), prove(secret, SERVER, LATE, nonces)):
+    line.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
+    if not same(exactly(line, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
         raise LinkError("the node that was to give its state did not prove that it belongs to this run")
-    bulk = Bulk(line, secret, LATE, nonces, (UP, DOWN))
+    bulk = BulkChannel(line, secret, NO_RANK_YET, nonces, (UP, DOWN))
     words = name.encode()
     bulk.send([words], len(words))
     return bulk

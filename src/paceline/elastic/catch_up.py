@@ -2,10 +2,11 @@
 
     leader   copies its weights and optimizer state, a part between two steps, and sends them from a thread of its own;
              from the first part on also each step's sums, as everybody applies them
-    guest    takes part after part, and applies the same sums in the same order: replicas stay bit-equal, once each part
-             has replaced what sums have made of the guest's own
+    joiner    takes part after part, and applies the same sums in the same order: replicas stay bit-equal, once each
+    part
+             has replaced what sums have made of the joiner's own
 
-Once all is sent but the last step, the guest can be taken in, and what is left to be sent then is small.
+Once all is sent but the last step, the joiner can be taken in, and what is left to be sent then is small.
 
 *Cost*: host memory for one more copy, and for the steps that are not sent yet; the bytes of both on the leader's wire,
 beside those of training.
@@ -22,21 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Agreement, Ballot, Line, LinkError, Piece, Porter, Rule, Verdict
+from paceline.contract import Channel, Decision, Gradient, JoinDesk, LinkError, StepOutcome, UpdateRule, Vote
 from paceline.elastic import state_transfer
 from paceline.engine.compute.batch import mapped
 from paceline.step.run_state import RunState
 
-MOST_BEHIND = 1  # messages that are not sent yet, of who may be taken in
-MOST_COPIES = 3  # as much as these may wait to be sent, or be sent after the copy itself
+MAX_BEHIND = 1  # messages that are not sent yet, of who may be taken in
+MAX_COPIES = 3  # as much as these may wait to be sent, or be sent after the copy itself
 
 
 class CatchUp:
-    """Of one guest, in the process that leads. ``lost``: why it cannot be followed, else empty; ``broken``: no more."""
+    """Of one joiner, in the process that leads. ``lost``: why it cannot be followed, else empty; ``broken``: no
+    more."""
 
-    def __init__(self, run: RunState, porter: Porter, name: str):
+    def __init__(self, run: RunState, porter: JoinDesk, name: str):
         self._porter, self._name, self.lost = porter, name, ""
-        self.line: Line | None = None
+        self.line: Channel | None = None
         self.broken = False
         self._optimizer = run.job.optimizer
         self._copy_bytes, self._parted_bytes = state_transfer.copy_bytes(run), 0
@@ -46,7 +48,7 @@ class CatchUp:
         self._left = state_transfer.parts(run)
         # of several processes, the optimizer's state is gathered, and what is gathered is a copy
         self._gathered = run.world.local_size > 1
-        look = state_transfer.weights_of if self._gathered else state_transfer.part
+        look = state_transfer.weights_of if self._gathered else state_transfer.state_part
         self._like = [_tensors(look(run, rows)) for rows in self._left]
         self._places: list[list[Tensor]] = []
         self._maker = threading.Thread(target=self._make_places, name="paceline following", daemon=True)
@@ -112,27 +114,27 @@ class CatchUp:
             self.broken = True
             self.stop()
             if self.line:
-                self.line.close()  # for the guest to hear of it
+                self.line.close()  # for the joiner to hear of it
 
     @property
-    def level(self) -> bool:
-        return 0 < self._num_sent >= self._num_put - MOST_BEHIND and not self._left and not self._over
+    def caught_up(self) -> bool:
+        return 0 < self._num_sent >= self._num_put - MAX_BEHIND and not self._left and not self._over
 
     @property
-    def hopeless(self) -> bool:
+    def diverging(self) -> bool:
         """The steps are sent no faster than they are made, and everything at once will be less."""
         waiting, after = self.num_bytes - self._sent_bytes, 0 if self._left else self.num_bytes - self._parted_bytes
-        return max(waiting, after) > MOST_COPIES * self._copy_bytes and not self.level
+        return max(waiting, after) > MAX_COPIES * self._copy_bytes and not self.caught_up
 
-    def before(self, agreement: Agreement, rule: Rule) -> Callable[[], None]:
+    def before(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None]:
         """The step's sums, which an update may change; what this gives is called once they were applied."""
         if not self._num_put or self._over:
             return lambda: None  # they will be in each part
         groups = state_transfer.options(self._optimizer)
-        pieces = [_copied(piece) for piece in agreement.pieces]
+        gradients = [_copied(gradient) for gradient in outcome.gradients]
         how = {"scale": rule.scale, "clip": rule.clip, "step": rule.step}
         message = state_transfer.Message(
-            {"pieces": pieces, "used": agreement.ballot.used, "rule": how, "groups": groups}
+            {"pieces": gradients, "used": outcome.vote.used, "rule": how, "groups": groups}
         )
         return lambda: self._put(message)
 
@@ -171,31 +173,31 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _copied(piece: Piece) -> dict[str, Any]:
-    if piece.left is None or piece.right is None:
-        assert piece.flat is not None
-        return {"flat": piece.flat.detach().clone()}
+def _copied(gradient: Gradient) -> dict[str, Any]:
+    if gradient.output_grad is None or gradient.layer_input is None:
+        assert gradient.flat is not None
+        return {"flat": gradient.flat.detach().clone()}
     # as they lie in memory, lest a product of the same numbers be other bits
     return {
-        "joined": not piece.left.is_contiguous(),
-        "left": piece.left.detach().clone(),
-        "right": piece.right.detach().clone(),
+        "joined": not gradient.output_grad.is_contiguous(),
+        "left": gradient.output_grad.detach().clone(),
+        "right": gradient.layer_input.detach().clone(),
     }
 
 
 def follow(run: RunState, said: dict[str, Any]) -> None:
     """An update of the others, here."""
-    engine, pieces = run.engine, []
-    for spec, parts in zip(engine.specs, said["pieces"], strict=True):
+    engine, gradients = run.engine, []
+    for bucket, parts in zip(engine.buckets, said["pieces"], strict=True):
         # in memory of their own, where the weights are
         each = mapped(parts, lambda tensor: tensor.to(engine.weights[0].device, copy=True))
         if "flat" in each:
-            pieces.append(Piece(spec, flat=each["flat"]))
+            gradients.append(Gradient(bucket, flat=each["flat"]))
         elif each["joined"]:
             both, width = torch.cat([each["left"], each["right"]], dim=1), each["left"].shape[1]
-            pieces.append(Piece(spec, left=both[:, :width], right=both[:, width:]))
+            gradients.append(Gradient(bucket, output_grad=both[:, :width], layer_input=both[:, width:]))
         else:
-            pieces.append(Piece(spec, left=each["left"], right=each["right"]))
+            gradients.append(Gradient(bucket, output_grad=each["left"], layer_input=each["right"]))
     state_transfer.set_options(run.job.optimizer, said["groups"])
-    agreement = Agreement(Verdict.APPLY, pieces, Ballot(used=said["used"]))
-    engine.update(agreement, Rule(check=True, **said["rule"]))
+    outcome = StepOutcome(Decision.COMMIT, gradients, Vote(used=said["used"]))
+    engine.update(outcome, UpdateRule(check=True, **said["rule"]))

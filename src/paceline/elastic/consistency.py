@@ -26,7 +26,7 @@ SAMPLES, DRAWN = "numbers of samples", "parts"
 
 def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec) -> dict[str, Any]:
     """What all nodes must have been given alike."""
-    shapes = [(spec.names, spec.shapes) for spec in engine.specs]
+    shapes = [(bucket.names, bucket.shapes) for bucket in engine.buckets]
     groups = [_plain(group) for group in job.optimizer.param_groups]
     return {
         "batch_size": job.batch_size,
@@ -40,9 +40,9 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
         "loss scaling": engine.precision == "fp16",
         "exchange": (type(exchange).__module__, sorted(map(str, vars(exchange).items()))),
         "codec": _words(codec),
-        "virtual shares": (engine.num_shares, torch.get_num_threads() if engine.num_shares else 0),
+        "virtual shares": (engine.num_virtual_shards, torch.get_num_threads() if engine.num_virtual_shards else 0),
         "model": [str(shapes), [str(weight.dtype) for weight in engine.weights], len(engine.buffers)],
-        "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.specs if s.linear],
+        "layers to send as factors (none of a compiled model)": [s.names[0] for s in engine.buckets if s.linear],
         "torch": torch.__version__.partition("+")[0],  # builds for a CPU and for GPUs train together
         "files of paceline": code(),
         "script": script(),
@@ -103,7 +103,7 @@ def unlike(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> st
 
 def compare_data(control: contract.Control, mine: Mapping[str, Any]) -> None:
     """Every process must call it, with its `data_facts`. Raises ValueError, in all, where they differ."""
-    everyone = [json.loads(words) for words in control.gather(json.dumps(mine).encode()) if words]
+    everyone = [json.loads(words) for words in control.all_gather(json.dumps(mine).encode()) if words]
     # each looks at what somebody says, also where it has nothing of the kind
     if why := next(filter(None, (unlike(one, everyone) for one in (mine, *everyone))), ""):
         raise ValueError(why)

@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterable
 from weakref import ReferenceType, finalize, ref
 
 from paceline.errors import LinkError
-from paceline.link.net.store_client import Meeting
+from paceline.link.net.store_client import StoreClient
 
 HANG_UP_S = 1.0  # after it was seen that nobody listens there any more: files are closed one after the other
 FIRST_S, AGAIN_S = 1.5, 5.0  # for all lines at first; before those that are missing, or have broken, are tried again
 
 
-class Witness:
+class ConnectionFailureDetector:
     """Lines by the names of those to whom they lead, opened by ``reach``, and again where they break.
 
     Without one nobody is known to have ended.
     """
 
-    def __init__(self, reach: Callable[[str], Meeting]):
+    def __init__(self, reach: Callable[[str], StoreClient]):
         self._reach = reach
         self._names: list[str] = []
-        self._lines: dict[str, Meeting] = {}
+        self._lines: dict[str, StoreClient] = {}
         self._lock, self._closing, self._tried = threading.Lock(), threading.Event(), threading.Event()
         finalize(self, _close, self._lines, self._lock, self._closing)
 
-    def watch(self, names: Iterable[str], other: Witness | None = None) -> None:
+    def watch(self, names: Iterable[str], other: ConnectionFailureDetector | None = None) -> None:
         """These and no others, once; lines of ``other`` to any of them are taken over from it, which ends."""
         self._names = list(names)
         if other:
@@ -70,14 +70,14 @@ class Witness:
         return line is not None and line.ended(limit_s)
 
 
-def _tend(witness: ReferenceType[Witness], closing: threading.Event) -> None:
+def _tend(witness: ReferenceType[ConnectionFailureDetector], closing: threading.Event) -> None:
     while not closing.is_set() and (mine := witness()):
         mine._open_missing()
         del mine
         closing.wait(AGAIN_S)
 
 
-def _close(lines: dict[str, Meeting], lock: threading.Lock, closing: threading.Event) -> None:
+def _close(lines: dict[str, StoreClient], lock: threading.Lock, closing: threading.Event) -> None:
     closing.set()
     with lock:
         for line in lines.values():

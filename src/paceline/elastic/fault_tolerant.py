@@ -6,7 +6,8 @@ another has not entered.
 
     it came through for some    they tell the others its result, who go on as if nothing had happened: whoever takes
                                 part in a vote has all pieces of the step, so a vote alone ends it
-    for nobody                  a step is REDO, dealt anew; numbers and words are gathered again from those who are left
+    for nobody                  a step is RETRY, dealt anew; numbers and words are gathered again from those who are
+    left
 
 A step ends here when everyone is known to have the vote, which takes another message from each to each: else one that
 is cut off in that moment would apply what the others, who go on without it, compute again.
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Guest, Link, LinkError, Regroup, Tally, Verdict
+from paceline.contract import Decision, Joiner, Link, LinkError, StepOutcome, Tally, ViewChange, Vote
 from paceline.exchange.flow.control import Control, counted
 
 NUMBERS = struct.Struct("<qq")
@@ -34,15 +35,15 @@ NEW = -1  # of who has taken part in nothing yet
 Result = TypeVar("Result")
 
 
-class Surviving(contract.Control):
+class FaultTolerantControl(contract.Control):
     """``control`` of members who may change. ``follow``: each is given every new link, on every node alike."""
 
-    survives = True
+    tolerates_loss = True
 
     def __init__(self, control: Control, follow: Sequence[Callable[[Link], None]]):
         self.control, self.members, self.follow = control, control.members, follow
-        self.turn, self.result = 0, b""  # operations that have ended here, and what the last one gave
-        self.regroups = 0
+        self.operation_number, self.last_result = 0, b""  # operations that have ended here, and what the last one gave
+        self.num_view_changes = 0
         self.rows: Callable[[], int] = lambda: 1  # of the global batch, that this node has at present
 
     @property
@@ -59,20 +60,20 @@ class Surviving(contract.Control):
 
     # operations among all
 
-    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
-        def ended(votes: bytes) -> Agreement:
-            return finish(counted(contract.unframed(votes)))
+    def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
+        def ended(votes: bytes) -> StepOutcome:
+            return finish(counted(contract.unpack_frames(votes)))
 
         try:
-            agreement = self.control.commit(ballot, finish)
+            outcome = self.control.commit(vote, finish)
         except LinkError as error:
             return self._again(error, ended) or self._redo()
         if self.size > 1:
-            self._end(contract.framed(self.control.ballots))
+            self._end(contract.pack_frames(self.control.ballots))
             self._all_know()
         else:
             self._end(b"")
-        return agreement
+        return outcome
 
     def _all_know(self) -> None:
         """Where it breaks, those who are left are told the vote by this one, or it may not go on."""
@@ -85,19 +86,19 @@ class Surviving(contract.Control):
         zero = torch.zeros(1, dtype=torch.uint8)
         self.members.link.all_gather(zero, "making sure that all know", even=True).wait()
 
-    def recover(self, error: LinkError) -> Agreement:
+    def recover(self, error: LinkError) -> StepOutcome:
         return self._again(error, _impossible) or self._redo()
 
-    def _redo(self) -> Agreement:
-        self.regroups += 1
-        return Agreement(Verdict.REDO)
+    def _redo(self) -> StepOutcome:
+        self.num_view_changes += 1
+        return StepOutcome(Decision.RETRY)
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         shape = f"<{len(values)}d"
-        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.control.total(values)))))
+        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.control.all_reduce(values)))))
 
-    def gather(self, *words: bytes) -> list[bytes]:
-        return contract.unframed(self._surely(lambda: contract.framed(self.control.gather(*words))))
+    def all_gather(self, *words: bytes) -> list[bytes]:
+        return contract.unpack_frames(self._surely(lambda: contract.pack_frames(self.control.all_gather(*words))))
 
     def _surely(self, operation: Callable[[], bytes]) -> bytes:
         while True:
@@ -106,26 +107,26 @@ class Surviving(contract.Control):
             except LinkError as error:
                 if (found := self._again(error, bytes)) is not None:
                     return found
-                self.regroups += 1
+                self.num_view_changes += 1
             else:
                 self._end(result)
                 return result
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Whoever ends it knows that all have them; where somebody was lost in the middle, all begin again.
 
         Rank 0 has sent before the others have received: without a word from everyone it would be an operation ahead.
         """
 
         def once() -> bytes:
-            self.control.spread(tensors)
-            self.control.gather(b"")
+            self.control.broadcast(tensors)
+            self.control.all_gather(b"")
             return b""
 
         self._surely(once)
 
     def _end(self, result: bytes) -> None:
-        self.turn, self.result = self.turn + 1, result
+        self.operation_number, self.last_result = self.operation_number + 1, result
 
     # after a loss
 
@@ -136,16 +137,16 @@ class Surviving(contract.Control):
         """
         return self._meet(str(error), finish)
 
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
-        self._meet("they met to take a node in", _impossible, guests)
+    def admit(self, joiners: Sequence[Joiner] = ()) -> None:
+        self._meet("they met to take a node in", _impossible, joiners)
 
-    def _meet(self, why: str, finish: Callable[[bytes], Result], guests: Sequence[Guest] = ()) -> Result | None:
+    def _meet(self, why: str, finish: Callable[[bytes], Result], joiners: Sequence[Joiner] = ()) -> Result | None:
         begin, before = time.perf_counter(), list(self.members.link.hosts)
-        who: list[int | Guest] = list(range(len(before)))
+        who: list[int | Joiner] = list(range(len(before)))
         found: Result | None = None
         while True:
-            view = self.members.reconfigure(guests)
-            who, guests = [*(who[rank] for rank in view.previous), *view.joined], ()
+            view = self.members.reconfigure(joiners)
+            who, joiners = [*(who[rank] for rank in view.previous), *view.joined], ()
             try:
                 told, rows, some_lacked = self._compare()
                 if told is not None:
@@ -159,11 +160,11 @@ class Surviving(contract.Control):
                 continue
             break
         origin = tuple(each for each in who if isinstance(each, int))
-        came = tuple(each for each in who if isinstance(each, Guest))
+        came = tuple(each for each in who if isinstance(each, Joiner))
         lost = tuple(host for rank, host in enumerate(before) if rank not in origin)
         seconds = time.perf_counter() - begin
-        if self.regrouped:
-            self.regrouped(Regroup(self.generation, origin, rows[: len(origin)], lost, seconds, why, came))
+        if self.on_view_change:
+            self.on_view_change(ViewChange(self.generation, origin, rows[: len(origin)], lost, seconds, why, came))
         return found
 
     def _reopen(self) -> None:
@@ -172,18 +173,22 @@ class Surviving(contract.Control):
 
     def _compare(self) -> tuple[bytes | None, tuple[int, ...], bool]:
         """(the result that others have and this process has not, each one's rows, whether anybody had not)."""
-        told = self._tell(self.turn, self.rows())
+        told = self._tell(self.operation_number, self.rows())
         turns, results, rows = zip(*told, strict=True)
-        if max(turns) > self.turn + 1:
-            raise AssertionError(f"others are {max(turns) - self.turn} operations ahead")
-        return results[turns.index(max(turns))] if max(turns) > self.turn else None, rows, _some_lacked(told)
+        if max(turns) > self.operation_number + 1:
+            raise AssertionError(f"others are {max(turns) - self.operation_number} operations ahead")
+        return (
+            results[turns.index(max(turns))] if max(turns) > self.operation_number else None,
+            rows,
+            _some_lacked(told),
+        )
 
     def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
         """Each one's (operations that have ended, what the last one gave, rows)."""
-        mine = contract.framed([NUMBERS.pack(turn, rows), self.result])
+        mine = contract.pack_frames([NUMBERS.pack(turn, rows), self.last_result])
         words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = self.members.link.all_gather(words, "comparing how far all are").wait()
-        said = [contract.unframed(bytes(part.numpy())) for part in everyone]
+        said = [contract.unpack_frames(bytes(part.numpy())) for part in everyone]
         numbers = [NUMBERS.unpack(head) for head, _ in said]
         return [(turn, result, rows) for (turn, rows), (_, result) in zip(numbers, said, strict=True)]
 
@@ -191,7 +196,7 @@ class Surviving(contract.Control):
         """Where they are, all others are; what they have ended, nobody asks of this one."""
         self.members.reconfigure()
         told = self._tell(NEW, 0)
-        self.turn, self.result, _ = max(told)
+        self.operation_number, self.last_result, _ = max(told)
         if _some_lacked(told):
             self._hear_all()
         self._reopen()

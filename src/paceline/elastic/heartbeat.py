@@ -23,31 +23,31 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from paceline.contract import LinkError, ticks
-from paceline.link.net.auth import GUEST, SERVER, SIZE, Seal, prove, same
+from paceline.contract import LinkError, boottime_s
+from paceline.link.net.auth import GUEST, SERVER, SIZE, MessageAuthenticator, mac, same
 from paceline.link.net.framing import MAX_BYTES, Words
 from paceline.report import activity
-from paceline.report.activity import LEAST_S, Whereabouts
+from paceline.report.activity import MIN_S, Activity
 
 BEAT_S = 1.0
-GLANCE_S = 0.1  # how soon the end of this process is noticed
-LIMIT_S = LEAST_S
+POLL_S = 0.1  # how soon the end of this process is noticed
+LIMIT_S = MIN_S
 STILL_S = 3.0  # in which this process ran nothing, or heard nothing of a peer, before it is in doubt of the others
 GRACE_S, NOBODY_S = 2.0, 7.0  # before a wait is told of: with somebody to wait for, and with nobody
 ANSWER_S = 2.5
 JOIN_S = 60.0
 WAIT_S = 0.5
 NONCE = 16  # bytes
-BEAT = b"beat"  # whose proof is no guest's at the meeting point
+BEAT = b"beat"  # whose proof is no joiner's at the meeting point
 MAX_STRANGERS = 64
 RANK = struct.Struct("<H")
 SILENT = "has been silent for {:.0f} s"
 STALLED = "is stalled: its machine answers, its process has not for {:.0f} s (stopped, swapped out, or starved)"
 
 
-class Pulse:
+class Heartbeat:
     """*Laws*: a killed peer is known within BEAT_S, a vanished one within LIMIT_S + BEAT_S, a stalled one within
-    ``whereabouts.limit_s`` + BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
+    ``activity.limit_s`` + BEAT_S; a wait beyond it is told on every node, with who is missing and its stack."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Pulse:
         store: Any,
         address: str,
         secret: bytes = b"",
-        whereabouts: Whereabouts | None = None,
+        activity: Activity | None = None,
         alert: Callable[[], None] = lambda: None,
     ):
         """``alert``: called while waiting for the others' first; raises where waiting has become pointless."""
         self.rank, self.size, self._secret = rank, size, secret
-        self.whereabouts = whereabouts or Whereabouts()
+        self.activity = activity or Activity()
         self.dead: dict[int, str] = {}
         self.left: set[int] = set()
         self.stacks: dict[int, str] = {}  # as last answered
@@ -73,7 +73,8 @@ class Pulse:
         self._wanted: list[int] = []  # stacks that other threads ask for
         self._askers: defaultdict[int, set[int]] = defaultdict(set)
         self._questions: list[int] = []
-        self._turn_s, self._woke_s = ticks(), -math.inf  # of the thread: its last turn, and when it had stood still
+        # of the thread: its last turn, and when it had stood still
+        self._turn_s, self._woke_s = boottime_s(), -math.inf
         self._noticed_s: float | None = None  # the wait that people have been told of
         try:
             if rank == 0:
@@ -133,7 +134,7 @@ class Pulse:
             return False
         del strangers[line]
         rank = int.from_bytes(said[SIZE:], "little")
-        if rank in missing and same(said[:SIZE], prove(self._secret, BEAT, rank, nonce)):
+        if rank in missing and same(said[:SIZE], mac(self._secret, BEAT, rank, nonce)):
             self._peers[rank] = Words(line, self._seal(SERVER, rank, nonce))
             missing.discard(rank)
         else:
@@ -145,15 +146,15 @@ class Pulse:
         try:
             hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
             self._peers[0] = Words(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
-            proof = prove(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
+            proof = mac(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
             hub.sendall(proof + struct.pack("<H", self.rank))
         except OSError as error:
             raise LinkError(
                 f"rank {self.rank} cannot send a heartbeat to rank 0 at {address}:{port}: {error}", 0
             ) from error
 
-    def _seal(self, part: bytes, rank: int, nonce: bytes) -> Seal:
-        return Seal(self._secret, part, rank, BEAT + nonce, MAX_BYTES)
+    def _seal(self, part: bytes, rank: int, nonce: bytes) -> MessageAuthenticator:
+        return MessageAuthenticator(self._secret, part, rank, BEAT + nonce, MAX_BYTES)
 
     def _run(self) -> None:
         self._heard = dict.fromkeys(self._peers, time.monotonic())
@@ -161,13 +162,13 @@ class Pulse:
             for peer, words in self._peers.items():
                 words.line.setblocking(False)
                 eyes.register(words.line, selectors.EVENT_READ, peer)
-            next_beat, self._turn_s = time.monotonic(), ticks()
+            next_beat, self._turn_s = time.monotonic(), boottime_s()
             while not self._closing.is_set() and eyes.get_map():
-                said = eyes.select(min(GLANCE_S, max(0.0, next_beat - time.monotonic())))
-                if (still_s := ticks() - self._turn_s) > STILL_S:
-                    self.whereabouts.woke(still_s)
-                    self._woke_s = ticks()
-                self._turn_s = ticks()
+                said = eyes.select(min(POLL_S, max(0.0, next_beat - time.monotonic())))
+                if (still_s := boottime_s() - self._turn_s) > STILL_S:
+                    self.activity.woke(still_s)
+                    self._woke_s = boottime_s()
+                self._turn_s = boottime_s()
                 for key, _ in said:
                     if not self._hear(key.data):
                         eyes.unregister(key.fileobj)
@@ -188,7 +189,7 @@ class Pulse:
 
     def _beat(self) -> None:
         """A sign of life to everyone."""
-        news = json.dumps(self.everyone() if self.rank == 0 else self.whereabouts.tell()).encode()
+        news = json.dumps(self.peer_status() if self.rank == 0 else self.activity.tell()).encode()
         for peer in self._alive():
             if not self._peers[peer].stuck:
                 self._peers[peer].say(b"h", news)
@@ -200,10 +201,10 @@ class Pulse:
             silent_s = now - self._heard[peer]
             if silent_s > LIMIT_S:
                 stalled = self._peers[peer].arrived
-                if not stalled or silent_s > self.whereabouts.limit_s:
+                if not stalled or silent_s > self.activity.limit_s:
                     self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
                     if not stalled:  # which of the two cannot be heard, it cannot tell
-                        self.whereabouts.woke(silent_s)
+                        self.activity.woke(silent_s)
                     buried.append(peer)
         return buried
 
@@ -213,7 +214,7 @@ class Pulse:
         if said:
             now = time.monotonic()
             if now - self._heard[peer] > STILL_S:
-                self.whereabouts.woke(now - self._heard[peer])
+                self.activity.woke(now - self._heard[peer])
             self._heard[peer] = now
         try:
             for kind, body in said:
@@ -256,12 +257,12 @@ class Pulse:
             self._changed.wait_for(lambda: bool(self.dead), grace_s)
         return next(iter(self.dead), None)
 
-    def confirms(self, since: float) -> bool:
-        """Whether the others have not given this process up, as far as it stood still ``since`` then, by `ticks`.
+    def still_member(self, since: float) -> bool:
+        """Whether the others have not given this process up, as far as it stood still ``since`` then, by `boottime_s`.
 
         Where it did, it hears first what they said before they went on; that takes a beat.
         """
-        if ticks() - self._turn_s > BEAT_S:  # it may have stood still just now
+        if boottime_s() - self._turn_s > BEAT_S:  # it may have stood still just now
             turn_s = self._turn_s
             self._wait_for(lambda: self._turn_s > turn_s, 2 * BEAT_S)
         if self._woke_s < since:
@@ -274,21 +275,21 @@ class Pulse:
     def _wait_for(self, what: Callable[[], object], limit_s: float) -> None:
         end = time.monotonic() + limit_s
         while not what() and time.monotonic() < end and self._thread.is_alive():
-            time.sleep(GLANCE_S / 5)
+            time.sleep(POLL_S / 5)
 
     # what everyone is at
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        """By rank: what it said of itself last (`Whereabouts.tell`), and ``silent_s``, for how long it has not."""
+    def peer_status(self) -> dict[int, dict[str, Any]]:
+        """By rank: what it said of itself last (`Activity.tell`), and ``silent_s``, for how long it has not."""
         now, found = time.monotonic(), {rank: dict(told) for rank, told in sorted(self._told.items())}
         for peer, heard_s in self._heard.items():
             if peer in found:
                 found[peer]["silent_s"] = round(now - heard_s, 1)
                 found[peer]["way_s"] = self._peers[peer].way_s
-        found[self.rank] = {**self.whereabouts.tell(), "silent_s": 0.0}
+        found[self.rank] = {**self.activity.tell(), "silent_s": 0.0}
         return {rank: told for rank, told in sorted(found.items()) if rank not in self.left}
 
-    def ask(self, rank: int, limit_s: float = ANSWER_S) -> str:
+    def peer_stack(self, rank: int, limit_s: float = ANSWER_S) -> str:
         """Where that rank stands in its code; empty where it does not say so in time. Any thread's but the pulse's."""
         with self._changed:
             self.stacks.pop(rank, None)
@@ -298,13 +299,13 @@ class Pulse:
 
     def _ask(self, rank: int) -> None:
         if rank == self.rank:
-            self._answered(rank, self.whereabouts.stacks().encode(errors="replace"))
+            self._answered(rank, self.activity.stacks().encode(errors="replace"))
         elif words := self._peers.get(rank if self.rank == 0 else 0):
             words.say(b"?", RANK.pack(rank))
 
     def _asked(self, peer: int, rank: int) -> None:
         if rank == self.rank:
-            stacks = self.whereabouts.stacks().encode(errors="replace")  # a folder's name need not be UTF-8
+            stacks = self.activity.stacks().encode(errors="replace")  # a folder's name need not be UTF-8
             self._peers[peer].say(b"a", RANK.pack(rank) + stacks)
         elif self.rank == 0 and rank in self._peers:
             self._askers[rank].add(peer)
@@ -319,13 +320,13 @@ class Pulse:
 
     def _mind_the_wait(self) -> None:
         """Tells people, once, of a wait that has lasted too long, with the stacks of those who are not there."""
-        since_s = self.whereabouts.since()
+        since_s = self.activity.since()
         if since_s is None or since_s == self._noticed_s or self.dead:
             return
-        everyone = self.everyone()
+        everyone = self.peer_status()
         absent = activity.missing(everyone, self.rank)
         silent = any(not activity.answers(everyone[rank]) for rank in absent)
-        limit_s = min(LIMIT_S, self.whereabouts.limit_s) if silent else self.whereabouts.limit_s
+        limit_s = min(LIMIT_S, self.activity.limit_s) if silent else self.activity.limit_s
         # a loss is told by itself within these seconds
         limit_s += GRACE_S if absent else NOBODY_S
         waited_s = time.monotonic() - since_s
@@ -341,7 +342,7 @@ class Pulse:
             return
         self._noticed_s, self._questions = since_s, []
         words = [activity.line(everyone, self.rank, self.size, absent), *activity.stacks(everyone, absent, self.stacks)]
-        self.whereabouts.notice("\n".join(words))
+        self.activity.notice("\n".join(words))
 
     def abandon(self) -> None:
         """Ends without a word, so that whoever is still in an operation of this link learns that it is dead."""

@@ -31,37 +31,37 @@ from typing import Any
 import torch
 
 from paceline import contract
-from paceline.contract import Guest, LinkError
+from paceline.contract import Joiner, LinkError
 from paceline.elastic import state_transfer
-from paceline.elastic.bulk_channel import Bulk, reach
+from paceline.elastic.bulk_channel import BulkChannel, reach
 from paceline.elastic.catch_up import follow
 from paceline.elastic.membership import Joined
-from paceline.elastic.quorum import HERE, SILENT
-from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, Place, Survivors
+from paceline.elastic.quorum import ALIVE, UNREACHABLE
+from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, MemberAddress, Reconfiguration
 from paceline.environment import wait_s
 from paceline.link.gloo import Link
 from paceline.link.net import route
-from paceline.link.net.auth import Hiding, secret_of_environment
-from paceline.link.net.store_client import LATE, Meeting
-from paceline.link.net.store_server import MeetingPoint
-from paceline.link.net.ticket import Ticket
-from paceline.report.activity import BACK_S, Whereabouts
+from paceline.link.net.auth import EncryptionKey, secret_of_environment
+from paceline.link.net.store_client import NO_RANK_YET, StoreClient
+from paceline.link.net.store_server import RendezvousStore
+from paceline.link.net.ticket import JoinTicket
+from paceline.report.activity import BACK_S, Activity
 from paceline.report.log import log
 from paceline.step.run_state import RunState
 
-PATIENCE_S = 1800.0  # for members who are alive and do not answer before their step has ended
-GLANCE_S, PAUSE_S = 0.02, 0.2
+TIMEOUT_S = 1800.0  # for members who are alive and do not answer before their step has ended
+POLL_S, LONG_POLL_S = 0.02, 0.2
 OVER_S = 10.0  # for which all must be gone: a firewall may refuse for them, for a moment
 NOTICE_S = 10.0  # before people are told of a wait for an answer
 OVER = "none of those who trained answers any more; the run has ended, or look there"
 
 
-class Late:
+class JoiningLink:
     """``ticket``: of the run. ``node``: which of its nodes this one is, where it was one before. ``kind``: of the link
     that the members have. Raises ValueError where the run is encrypted and that link is not, or the reverse."""
 
     def __init__(self, ticket: Path, node: str = "", kind: type[Link] = Link):
-        self.activity = Whereabouts(BACK_S)  # all others have measured their steps
+        self.activity = Activity(BACK_S)  # all others have measured their steps
         self._link: Link | None = None
         self._ticket, found, self._kind = ticket, _awaited(ticket), kind
         if found.hides != kind.hides:
@@ -70,15 +70,15 @@ class Late:
                 f"{ticket} is of a run that was started {theirs} --encrypt, and this node was started {mine}; start it "
                 f"as the others (PACELINE_ENCRYPT)"
             )
-        self._secret = Hiding(found.secret.encode()) if found.hides else found.secret.encode()
+        self._secret = EncryptionKey(found.secret.encode()) if found.hides else found.secret.encode()
         secret_of_environment()  # what this process starts does not get it
-        self._places = [Place.read(each.encode()) for each in found.members]
-        self._behind: list[Place] = []
+        self._places = [MemberAddress.read(each.encode()) for each in found.members]
+        self._behind: list[MemberAddress] = []
         self._name = f"{node or NEW}-{secrets.token_hex(8)}"
         self._host = os.environ.get("PACELINE_HOST", socket.gethostname())
-        self._line: Meeting | None = None
-        self._point: MeetingPoint | None = None
-        self._bulk: Bulk | None = None
+        self._line: StoreClient | None = None
+        self._point: RendezvousStore | None = None
+        self._bulk: BulkChannel | None = None
         self._turn, self._told = 0, dict[str, Any]()
         self.glance: Callable[[], None] = lambda: None  # while waiting: raises where waiting is to end
 
@@ -89,7 +89,7 @@ class Late:
 
         Whoever leads later is asked anew. Raises LinkError where it refuses, or nobody is left who could answer.
         """
-        end, why, over_s = time.monotonic() + PATIENCE_S, "no answer", math.inf
+        end, why, over_s = time.monotonic() + TIMEOUT_S, "no answer", math.inf
         while time.monotonic() < end:
             try:
                 line = self._meet()
@@ -107,7 +107,7 @@ class Late:
                     self._ticket.unlink(missing_ok=True)  # nobody tries again
                     raise
                 self.glance()
-                time.sleep(PAUSE_S)
+                time.sleep(LONG_POLL_S)
             except (Refused, Unheard):
                 self._hang_up()
                 raise
@@ -115,25 +115,25 @@ class Late:
                 why, over_s = str(error), math.inf
                 self._hang_up()
                 self.glance()
-                time.sleep(PAUSE_S)
-        raise LinkError(f"this node, {self._host}, was not answered within {PATIENCE_S:.0f} s ({why}); look there")
+                time.sleep(LONG_POLL_S)
+        raise LinkError(f"this node, {self._host}, was not answered within {TIMEOUT_S:.0f} s ({why}); look there")
 
-    def _meet(self) -> Meeting:
+    def _meet(self) -> StoreClient:
         """A line to who leads, and a meeting point of this one's own, on the way there."""
         if self._line is None:
             self._line = self._find()
         if self._point is None:
             address = route.own_address(self._line.address)
-            self._point = MeetingPoint(address, 0, self._secret)
+            self._point = RendezvousStore(address, 0, self._secret)
             atexit.register(self._point.close)
-            self._me = Place(self._name, self._host, address, self._point.port)
+            self._me = MemberAddress(self._name, self._host, address, self._point.port)
         return self._line
 
-    def _find(self) -> Meeting:
+    def _find(self) -> StoreClient:
         some, why = False, "their processes have ended"
         for place in self._known():
-            if (how := place.look()) != HERE:
-                some |= how == SILENT
+            if (how := place.probe()) != ALIVE:
+                some |= how == UNREACHABLE
                 continue
             try:
                 line, told = self._members_at(place)
@@ -149,16 +149,16 @@ class Late:
             raise LinkError("of those who train, the one that leads cannot be reached")
         raise Over(f"{OVER} ({why})")
 
-    def _members_at(self, place: Place) -> tuple[Meeting, list[Place]]:
+    def _members_at(self, place: MemberAddress) -> tuple[StoreClient, list[MemberAddress]]:
         """(a line there, the members that it knows of)."""
-        line = Meeting(place.address, place.port, self._secret, LATE, 0, TURN_S)
+        line = StoreClient(place.address, place.port, self._secret, NO_RANK_YET, 0, TURN_S)
         try:
-            return line, [Place.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+            return line, [MemberAddress.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
         except BaseException:
             line.close()
             raise
 
-    def _known(self) -> Iterator[Place]:
+    def _known(self) -> Iterator[MemberAddress]:
         """Where to look for who leads: whom one names is asked next."""
         self._behind = self._places[::-1]
         asked: set[str] = set()
@@ -169,7 +169,7 @@ class Late:
                 yield place
 
     def _ask(
-        self, line: Meeting, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
+        self, line: StoreClient, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
     ) -> dict[str, Any]:
         self._turn += 1
         notice_s = time.monotonic() + NOTICE_S
@@ -189,21 +189,21 @@ class Late:
                     if refused := told.get("refused"):
                         raise Refused(f"this node, {self._host}, was not taken in: {refused}")
                     return told
-            if hear and self._bulk and self._bulk.waits(GLANCE_S):
+            if hear and self._bulk and self._bulk.waits(POLL_S):
                 message = self._bulk.receive()
                 try:
                     hear(message)
                 except LinkError as error:  # another process of this node is lost, and no question mends that
                     raise Unheard(str(error)) from error
             else:
-                time.sleep(GLANCE_S)
+                time.sleep(POLL_S)
         raise LinkError("no answer")
 
     def take(self) -> bytearray:
         """The next message from the leader. Raises LinkError, also where it is lost, as all others notice: they meet
         without it, and wait for who is here."""
         assert self._bulk
-        while not self._bulk.waits(GLANCE_S):
+        while not self._bulk.waits(POLL_S):
             if self._link:
                 self._link.hears(0, "the state of those who train")
         return self._bulk.receive()
@@ -215,27 +215,27 @@ class Late:
             self._bulk.close()
         self._line = self._bulk = None
 
-    def join(self, detect: contract.Detect, activity: Whereabouts) -> Joined:
+    def join(self, detect: contract.Detect, activity: Activity) -> Joined:
         """With what the last answer said: everyone, this one included."""
         decided, members = self._told["decided"], self._told["members"]
-        host = Place.read(members[0].encode())
-        guests = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
-        names = [*decided["names"], *(place.name for place, _ in guests)]
-        places = [*(Place.read(each.encode()) for each in members), *(place for place, _ in guests)]
+        host = MemberAddress.read(members[0].encode())
+        joiners = [(MemberAddress.read(place.encode()), Joiner(**joiner)) for place, joiner in decided["guests"]]
+        names = [*decided["names"], *(place.name for place, _ in joiners)]
+        places = [*(MemberAddress.read(each.encode()) for each in members), *(place for place, _ in joiners)]
         rank, generation = names.index(self._name), int(decided["generation"])
         assert self._point
-        meeting = Meeting(host.address, host.port, self._secret, rank, len(names), TURN_S)
+        meeting = StoreClient(host.address, host.port, self._secret, rank, len(names), TURN_S)
         meeting.patience_s = JOIN_S
         self._link = self._kind.of(meeting, generation, detect, activity)
-        survivors = Survivors(rank, places, generation, self._point, self._secret, int(self._told["least"]))
-        return Joined(self._link, survivors, len(members), tuple(guest for _, guest in guests))
+        survivors = Reconfiguration(rank, places, generation, self._point, self._secret, int(self._told["least"]))
+        return Joined(self._link, survivors, len(members), tuple(joiner for _, joiner in joiners))
 
     def leave(self) -> None:
         """What it asked is forgotten: it is a member, or gives up."""
         self._hang_up()
 
 
-def _awaited(path: Path) -> Ticket:
+def _awaited(path: Path) -> JoinTicket:
     """The ticket of a joining node, which may be a moment ahead of it. Raises LinkError where none comes."""
     limit_s = wait_s()
     end, waits = time.monotonic() + limit_s, False
@@ -248,8 +248,8 @@ def _awaited(path: Path) -> Ticket:
         if not waits:
             waits = True
             log.info(f"this node waits for the ticket of the run, {path}, up to {limit_s:g} s")
-        time.sleep(PAUSE_S)
-    return Ticket.read(path)
+        time.sleep(LONG_POLL_S)
+    return JoinTicket.read(path)
 
 
 class Over(LinkError):
@@ -264,13 +264,13 @@ class Unheard(LinkError):
     """What they sent came, and could not be taken."""
 
 
-class Joiner:
+class JoinClient:
     """``late``: the link of the process that has it. ``said``: what `consistency.digests` says of this one.
 
     ``glance``: called while it waits; may raise.
     """
 
-    def __init__(self, run: RunState, late: Late | None, said: dict[str, str], glance: Callable[[], None]):
+    def __init__(self, run: RunState, late: JoiningLink | None, said: dict[str, str], glance: Callable[[], None]):
         self.run, self.late, self.said, self.glance = run, late, said, glance
         if late:
             late.glance = glance
@@ -283,7 +283,7 @@ class Joiner:
 
     def _ask(self, more: dict[str, Any]) -> dict[str, Any]:
         """Every process of the node calls it, and hears what comes before the answer."""
-        words, hand = b"", self.run.control.hand
+        words, hand = b"", self.run.control.node_broadcast
         if self.late:
             limits = self.run.limits
             own = {"size": self.run.world.local_size, "least": limits.least[0], "most": limits.most[0]}
@@ -296,7 +296,7 @@ class Joiner:
         return told
 
     def _pass_on(self, message: bytearray) -> None:
-        self._hear(self.run.control.hand(message))
+        self._hear(self.run.control.node_broadcast(message))
 
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""
@@ -308,12 +308,12 @@ class Joiner:
             return False
         run.control.enter()
         if not self.late:
-            run.engine.relink(None)
-        while not self._hear(run.control.hand(self.late.take() if self.late else b"")):
+            run.engine.reopen(None)
+        while not self._hear(run.control.node_broadcast(self.late.take() if self.late else b"")):
             pass
         if self.late:
             self.late.leave()
-            if porter := run.members.porter:
+            if porter := run.members.join_desk:
                 porter.glance = self.glance
         # other masks than anybody has drawn before
         torch.manual_seed(run.job.seed * 100_003 + 1_009 * run.control.generation + run.world.rank)
@@ -327,7 +327,7 @@ class Joiner:
         if "part" in said:
             state_transfer.take_part(self.run, said)
         if "weights" in said:
-            state_transfer.take(self.run, said)
+            state_transfer.load(self.run, said)
         if "sizes" in said:
             state_transfer.adopt(self.run, said, self.run.control.rank)
         return "sizes" in said

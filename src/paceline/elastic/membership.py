@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import contract
-from paceline.contract import Guest, Link, LinkError, Porter, View
-from paceline.elastic.heartbeat import Pulse
-from paceline.elastic.reconfigure import Place, Survivors
+from paceline.contract import JoinDesk, Joiner, Link, LinkError, View
+from paceline.elastic.heartbeat import Heartbeat
+from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.link import gloo
 from paceline.link.net.collective_override import agree_on, override
-from paceline.link.net.metered import Ledger
+from paceline.link.net.metered import MeteredLink
 from paceline.link.net.rendezvous import Unreached
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.store_server import RendezvousStore
 from paceline.registry import ALONE, find, module
-from paceline.report.activity import BACK_S, Whereabouts
+from paceline.report.activity import BACK_S, Activity
 
 MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 
@@ -33,21 +33,23 @@ class Joined:
     """What a node has once it was taken in. ``num_before``: of nodes that were there already."""
 
     link: gloo.Link
-    survivors: Survivors
+    survivors: Reconfiguration
     num_before: int
-    guests: tuple[Guest, ...]
+    guests: tuple[Joiner, ...]
 
 
-def detect(activity: Whereabouts) -> contract.Detect:
+def detect(activity: Activity) -> contract.Detect:
     """By a heartbeat, which also tells the others what this process is at."""
-    return lambda rank, size, board, address, secret, alert: Pulse(rank, size, board, address, secret, activity, alert)
+    return lambda rank, size, board, address, secret, alert: Heartbeat(
+        rank, size, board, address, secret, activity, alert
+    )
 
 
 def connect(
     link: str, rank: int, size: int, host: str, port: int, generation: int = 0, collective: str = ""
 ) -> Members:
     """Of nodes that start together. Raises ValueError, LinkError, on all of them."""
-    activity = Whereabouts()
+    activity = Activity()
     made: Link = find("link", link, rank, size, host, port, generation, detect(activity), activity)
     agree_on(made, collective)
     return Members(made, activity, collective)
@@ -55,10 +57,10 @@ def connect(
 
 def alone() -> Members:
     """A process without a link to other nodes."""
-    return Members(module("link", ALONE).world(1)[0], Whereabouts())
+    return Members(module("link", ALONE).world(1)[0], Activity())
 
 
-def joining(activity: Whereabouts, collective: str, join: Callable[[contract.Detect, Whereabouts], Joined]) -> Members:
+def joining(activity: Activity, collective: str, join: Callable[[contract.Detect, Activity], Joined]) -> Members:
     """Of a node that comes late, which is alone until it is taken in; ``join`` waits for that."""
     return Members(module("link", ALONE).world(1)[0], activity, collective, join)
 
@@ -72,20 +74,20 @@ class Members(contract.Membership):
     def __init__(
         self,
         link: Link,
-        activity: Whereabouts,
+        activity: Activity,
         collective: str = "",
-        join: Callable[[contract.Detect, Whereabouts], Joined] | None = None,
+        join: Callable[[contract.Detect, Activity], Joined] | None = None,
     ):
         self.activity, self._collective, self._join = activity, collective, join
-        self.grows = join is not None
-        self._survivors: Survivors | None = None
-        self.link: Ledger
+        self.expects_joiners = join is not None
+        self._survivors: Reconfiguration | None = None
+        self.link: MeteredLink
         self._take(link, 0)
 
     def _take(self, link: Link, spent: int) -> None:
         self.bare = link
-        self.link = Ledger(override(link, self._collective), spent=spent)
-        self.link.whereabouts = self.activity
+        self.link = MeteredLink(override(link, self._collective), spent=spent)
+        self.link.activity = self.activity
 
     def stand_by(self, least: int = 1) -> None:
         link = self.bare
@@ -95,15 +97,15 @@ class Members(contract.Membership):
             super().stand_by(least)
             return
         address = link.members[link.rank].address
-        point = MeetingPoint(address, 0, link.meeting.secret)
+        point = RendezvousStore(address, 0, link.meeting.secret)
         atexit.register(point.close)
-        mine = Place(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, point.port)
+        mine = MemberAddress(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, point.port)
         link.store.set(f"place/{link.rank}", mine.write())
         told = link.store.multi_get([f"place/{rank}" for rank in range(link.size)])
-        places = [Place.read(text) for text in told]
-        self._survive(Survivors(link.rank, places, link.generation, point, link.meeting.secret, least))
+        places = [MemberAddress.read(text) for text in told]
+        self._survive(Reconfiguration(link.rank, places, link.generation, point, link.meeting.secret, least))
 
-    def _survive(self, survivors: Survivors) -> None:
+    def _survive(self, survivors: Reconfiguration) -> None:
         """From now on they decide who continues after a loss, and who is taken in."""
         self._survivors = survivors
         survivors.notice = self._notice
@@ -112,9 +114,9 @@ class Members(contract.Membership):
     def _notice(self, text: str) -> None:
         self.activity.notice(text)  # which is another's to say once all have joined
 
-    def reconfigure(self, admits: Sequence[Guest] = ()) -> View:
+    def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
         if self._join:
-            joined, self._join, self.grows = self._join(detect(self.activity), self.activity), None, False
+            joined, self._join, self.expects_joiners = self._join(detect(self.activity), self.activity), None, False
             self._survive(joined.survivors)
             self._take(joined.link, self.link.sent_bytes)
             return View(self.link, tuple(range(joined.num_before)), joined.guests)
@@ -123,7 +125,7 @@ class Members(contract.Membership):
             raise LinkError("this link was not told to stand by for a loss")
         link.abandon()
         for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.meet(admits, self.activity.doubtful_s)
+            meeting, generation, ranks = self._survivors.reconfigure(admits, self.activity.doubtful_s)
             admits = ()
             try:
                 new = type(link).of(meeting, generation, detect(self.activity), self.activity)
@@ -133,23 +135,23 @@ class Members(contract.Membership):
                     raise  # the others see it go, and meet without it
                 failed = error
                 continue
-            guests = tuple(guest for _, guest in self._survivors.came)
+            joiners = tuple(joiner for _, joiner in self._survivors.came)
             self._survivors = self._survivors.among(ranks, generation)
             self._take(new, self.link.sent_bytes)
-            return View(self.link, tuple(ranks), guests)
+            return View(self.link, tuple(ranks), joiners)
         raise failed
 
-    def certain(self, since: float) -> None:
+    def assert_still_member(self, since: float) -> None:
         link = self.bare
-        if isinstance(link, gloo.Link) and link.detector and not link.detector.confirms(since):
-            raise link.lost("making sure that the others are still there", contract.ticks() - since, None)
+        if isinstance(link, gloo.Link) and link.detector and not link.detector.still_member(since):
+            raise link.lost("making sure that the others are still there", contract.boottime_s() - since, None)
 
-    def everyone(self) -> dict[int, dict[str, Any]]:
-        return self.bare.detector.everyone() if self.bare.detector else {}
+    def peer_status(self) -> dict[int, dict[str, Any]]:
+        return self.bare.detector.peer_status() if self.bare.detector else {}
 
-    def ask(self, rank: int) -> str:
-        return self.bare.detector.ask(rank) if self.bare.detector else ""
+    def peer_stack(self, rank: int) -> str:
+        return self.bare.detector.peer_stack(rank) if self.bare.detector else ""
 
     @property
-    def porter(self) -> Porter | None:
+    def join_desk(self) -> JoinDesk | None:
         return self._survivors

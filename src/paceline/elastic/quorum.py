@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-HERE, GONE, SILENT = "here", "gone", "silent"  # what a look at a member's process shows
+ALIVE, DEAD, UNREACHABLE = "here", "gone", "silent"  # what a look at a member's process shows
 Member = TypeVar("Member")
 
 
@@ -42,7 +42,7 @@ class Found(enum.Enum):
     AHEAD = "ahead"  # is in a later generation, without this process
 
 
-class Verdict(enum.Enum):
+class QuorumVerdict(enum.Enum):
     GO_ON = "go on"
     WAIT = "wait"
     END = "end"
@@ -50,16 +50,16 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Decision:
+class QuorumDecision:
     """``quorum``: those who came form the next generation, whether they train in it (GO_ON) or WAIT. ``why``: in words,
     where they do not train."""
 
-    verdict: Verdict
+    verdict: QuorumVerdict
     quorum: bool = False
     why: str = ""
 
 
-def decide(found: Sequence[Found], minimum: int = 1, names: Sequence[str] = ()) -> Decision:
+def decide(found: Sequence[Found], minimum: int = 1, names: Sequence[str] = ()) -> QuorumDecision:
     """``found``: of each member, by its rank in the last generation, the deciding one (CAME) included."""
     names = names or [f"rank {rank}" for rank in range(len(found))]
     by = {each: [rank for rank, how in enumerate(found) if how is each] for each in Found}
@@ -69,25 +69,25 @@ def decide(found: Sequence[Found], minimum: int = 1, names: Sequence[str] = ()) 
         return ", ".join(names[rank] for rank in ranks)
 
     if by[Found.AHEAD]:
-        return Decision(
-            Verdict.END,
+        return QuorumDecision(
+            QuorumVerdict.END,
             why="the others could not reach this node for a while, and continued without it; start it again",
         )
     if by[Found.EXPECTED]:
-        return Decision(Verdict.WAIT, why=f"waits for {who(by[Found.EXPECTED])}: alive, and not there yet")
+        return QuorumDecision(QuorumVerdict.WAIT, why=f"waits for {who(by[Found.EXPECTED])}: alive, and not there yet")
     if len(came) > len(against) or (len(came) == len(against) and came[:1] < against[:1]):
         if len(came) >= minimum:
-            return Decision(Verdict.GO_ON, quorum=True)
+            return QuorumDecision(QuorumVerdict.GO_ON, quorum=True)
         why = f"{len(came)} of {len(found)} nodes are left, and at least {minimum} are asked for (--nodes)"
-        return Decision(Verdict.WAIT, quorum=True, why=why)
+        return QuorumDecision(QuorumVerdict.WAIT, quorum=True, why=why)
     if by[Found.SILENT]:
-        return Decision(
-            Verdict.WAIT,
+        return QuorumDecision(
+            QuorumVerdict.WAIT,
             why=f"cut off from {who(against)}, and the larger part of a run continues, of two equal parts the one "
             f"with the lowest rank",
         )
-    return Decision(
-        Verdict.RESTORE,
+    return QuorumDecision(
+        QuorumVerdict.RESTORE,
         why=f"{who(against)} may have continued without this process, which stood still or heard nothing of it for a "
         f"while, and has ended; what it trained since is lost, unless it had finished",
     )
@@ -108,15 +108,15 @@ class Roll(Generic[Member]):
     def after(self, seen: Mapping[Member, str], came: Collection[Member], now: float) -> Roll[Member]:
         """``seen``: of those looked at just now. ``came``: to this rendezvous, as members of this generation."""
         latest = {**self.seen, **seen}
-        silent = {member: self.silent_s.get(member, now) for member, how in latest.items() if how == SILENT}
-        cleared = {member for member in came if latest.get(member, HERE) == HERE}
+        silent = {member: self.silent_s.get(member, now) for member, how in latest.items() if how == UNREACHABLE}
+        cleared = {member for member in came if latest.get(member, ALIVE) == ALIVE}
         return Roll(self.suspects.union(silent) - cleared, latest, silent)
 
     def found(self, member: Member, came: Collection[Member], now: float, doubt_s: float) -> Found:
         """``doubt_s``: without an answer, before a member counts as silent."""
-        how = self.seen.get(member, HERE)
-        if how == GONE:
+        how = self.seen.get(member, ALIVE)
+        if how == DEAD:
             return Found.DOUBTED if member in self.suspects else Found.GONE
         if member in came:
             return Found.CAME
-        return Found.SILENT if how == SILENT and now - self.silent_s[member] >= doubt_s else Found.EXPECTED
+        return Found.SILENT if how == UNREACHABLE and now - self.silent_s[member] >= doubt_s else Found.EXPECTED

@@ -26,13 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.contract import Guest, LinkError, Porter
-from paceline.elastic.bulk_channel import Bulk, Hatch
-from paceline.elastic.failure_detector import HANG_UP_S, Witness
-from paceline.elastic.quorum import GONE, HERE, SILENT, Decision, Found, Roll, Verdict, decide
+from paceline.contract import JoinDesk, Joiner, LinkError
+from paceline.elastic.bulk_channel import BulkChannel, BulkServer
+from paceline.elastic.failure_detector import HANG_UP_S, ConnectionFailureDetector
+from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumDecision, QuorumVerdict, Roll, decide
 from paceline.environment import wait_s
-from paceline.link.net.store_client import Meeting, knock
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.store_client import StoreClient, connect
+from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import publish
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
@@ -40,19 +40,19 @@ GENERATION = "generation"  # of the members that are told
 ASKS = {"turn", "host", "place"}  # what every question holds
 KNOCK_S = 1.2
 JOIN_S = 20.0  # for those who were met a moment ago
-DOUBT_S = 1.0  # without an answer, before a member counts as silent: two knocks
+SUSPECT_AFTER_S = 1.0  # without an answer, before a member counts as silent: two knocks
 TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
 LOOK_S = 2.0  # after which those who have been met, and do not go on, are looked for
 ASK_S = 0.5  # after which those who have not come are asked, again and again, whether they ever will
 NOTICE_S = 10.0  # of a meeting, before people are told for whom it waits
-LATE_S = 300.0  # for those who are alive and may still be computing their step
-GLANCE_S, PAUSE_S = 0.02, 0.1
+ALIVE_TIMEOUT_S = 300.0  # for those who are alive and may still be computing their step
+POLL_S, LONG_POLL_S = 0.02, 0.1
 REFUSED = "refused"  # what a look shows of a process that has ended, or that a firewall refuses for
 NEW = "new"  # in the name of who was none of the nodes before
 
 
 @dataclass(frozen=True)
-class Place:
+class MemberAddress:
     """Where a member can be met again. ``name`` is its own for as long as it lives."""
 
     name: str
@@ -64,67 +64,67 @@ class Place:
         return f"{self.name} {self.address} {self.port} {self.host}"
 
     @classmethod
-    def read(cls, text: bytes) -> Place:
+    def read(cls, text: bytes) -> MemberAddress:
         name, address, port, host = text.decode().split(" ", 3)
         return cls(name, host, address, int(port))
 
-    def look(self) -> str:
+    def probe(self) -> str:
         """Whether its process answers, as far as can be told from here. A kernel answers for a stopped one as well, and
         does not greet; who is refused may have ended, or a firewall refuses for it."""
         try:
-            with knock(self.address, self.port, KNOCK_S) as line:
-                return HERE if line.recv(1) else REFUSED  # it hung up: its process is ending
+            with connect(self.address, self.port, KNOCK_S) as line:
+                return ALIVE if line.recv(1) else REFUSED  # it hung up: its process is ending
         except (ConnectionRefusedError, ConnectionResetError):
             return REFUSED
         except OSError:
-            return SILENT
+            return UNREACHABLE
 
 
-class Survivors(Porter):
+class Reconfiguration(JoinDesk):
     """``places``: of all members, by rank; ``point``: this one's own. ``least``: of them that may go on."""
 
     def __init__(
         self,
         rank: int,
-        places: Sequence[Place],
+        places: Sequence[MemberAddress],
         generation: int,
-        point: MeetingPoint,
+        point: RendezvousStore,
         secret: bytes,
         least: int = 1,
-        before: Witness | None = None,
+        before: ConnectionFailureDetector | None = None,
     ):
         self.rank, self.places, self.generation = rank, list(places), generation
         self.point, self.secret, self.least = point, secret, least
         self.me = self.places[rank]
-        self.came: list[tuple[Place, Guest]] = []  # by the last meeting, besides those who were here
+        self.came: list[tuple[MemberAddress, Joiner]] = []  # by the last meeting, besides those who were here
         self.notice: Callable[[str], None] = lambda text: None  # told once of a meeting that lasts
         self._mentions_s = math.inf
-        self._admits: Sequence[Guest] = ()
+        self._admits: Sequence[Joiner] = ()
         self._roll: Roll[str] = Roll()  # what looks at the others have shown, since this generation was formed
         self._called: set[str] = set()  # who has come to the rendezvous here
         self.wait_s = wait_s()  # for which one that is cut off looks for the others
         self._cut_s = math.inf  # since when it is
         self.glance: Callable[[], None] = lambda: None  # while it is: raises where waiting is to end
-        self.hatch: Hatch | None = None  # open once somebody has asked
+        self.bulk_server: BulkServer | None = None  # open once somebody has asked
         written = [place.write() for place in self.places]
         point.post(MEMBERS, json.dumps(written))
         point.post(GENERATION, str(generation))
         publish(written, secret)
-        self._witness = Witness(self._reach)
+        self._witness = ConnectionFailureDetector(self._reach)
         self._witness.watch((place.name for place in self.places if place is not self.me), before)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
 
-    def among(self, ranks: Sequence[int], generation: int) -> Survivors:
+    def among(self, ranks: Sequence[int], generation: int) -> Reconfiguration:
         """The same member, among those of ``ranks`` and those who came."""
         places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
         rank = ranks.index(self.rank)
-        heir = Survivors(rank, places, generation, self.point, self.secret, self.least, self._witness)
-        heir.hatch, heir.notice, heir.glance = self.hatch, self.notice, self.glance
+        heir = Reconfiguration(rank, places, generation, self.point, self.secret, self.least, self._witness)
+        heir.bulk_server, heir.notice, heir.glance = self.bulk_server, self.notice, self.glance
         return heir
 
-    def meet(self, admits: Sequence[Guest] = (), still_s: float = 0.0) -> tuple[Meeting, int, list[int]]:
+    def reconfigure(self, admits: Sequence[Joiner] = (), still_s: float = 0.0) -> tuple[StoreClient, int, list[int]]:
         """(the meeting of those who continue, their generation, their ranks here). Raises LinkError where this one, or
         nobody, may. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``: for how
         long it stood still just now, or heard nothing, while the others may have continued, and ended."""
@@ -134,25 +134,25 @@ class Survivors(Porter):
         token, self._cut_s = secrets.token_hex(8), math.inf
         begin_s = time.monotonic()
         self._mentions_s = begin_s + NOTICE_S
-        while time.monotonic() < begin_s + LATE_S + self.wait_s:
+        while time.monotonic() < begin_s + ALIVE_TIMEOUT_S + self.wait_s:
             for place in self.places:
-                decided = self._decide(begin_s + LATE_S) if place is self.me else self._ask(place, token)
+                decided = self._decide(begin_s + ALIVE_TIMEOUT_S) if place is self.me else self._ask(place, token)
                 if decided:
                     self.generation = decided["generation"]
                     if decided["refused"]:
-                        resumes = decided["verdict"] == Verdict.RESTORE.value
+                        resumes = decided["verdict"] == QuorumVerdict.RESTORE.value
                         raise LinkError(f"{self}: {decided['refused']}", resumes=resumes)
                     with contextlib.suppress(LinkError):  # who decided has died since: all meet again
                         return self._join(place, decided)
                 if decided or place is self.me:
                     break
-            time.sleep(PAUSE_S)
-        raise LinkError(f"{self} met none of the others again within {LATE_S:.0f} s; look at what those say")
+            time.sleep(LONG_POLL_S)
+        raise LinkError(f"{self} met none of the others again within {ALIVE_TIMEOUT_S:.0f} s; look at what those say")
 
-    def _join(self, host: Place, decided: dict[str, Any]) -> tuple[Meeting, int, list[int]]:
+    def _join(self, host: MemberAddress, decided: dict[str, Any]) -> tuple[StoreClient, int, list[int]]:
         ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
         self._roll = self._roll.after({}, decided["names"], time.monotonic())
-        self.came = [(Place.read(place.encode()), Guest(**guest)) for place, guest in decided["guests"]]
+        self.came = [(MemberAddress.read(place.encode()), Joiner(**joiner)) for place, joiner in decided["guests"]]
         meeting = self._line(host, ranks.index(self.rank), len(ranks) + len(self.came))
         meeting.patience_s = JOIN_S
         next_s = time.monotonic() + LOOK_S
@@ -169,28 +169,28 @@ class Survivors(Porter):
 
     def _look_after_guests(self) -> None:
         """While waiting for them: the others are alive, and need not wait for long."""
-        for place, guest in self.came:
-            if place.look() != HERE:
-                raise LinkError(f"{guest.host} was to be taken in and is gone")
+        for place, joiner in self.came:
+            if place.probe() != ALIVE:
+                raise LinkError(f"{joiner.host} was to be taken in and is gone")
 
-    def _look_after(self, others: Sequence[Place]) -> None:
+    def _look_after(self, others: Sequence[MemberAddress]) -> None:
         """While waiting for those who were met a moment ago. Raises LinkError where one is gone by now."""
         self._look(others)
         now = time.monotonic()
         for place in others:
-            if self._roll.found(place.name, (), now, DOUBT_S) is not Found.EXPECTED:
+            if self._roll.found(place.name, (), now, SUSPECT_AFTER_S) is not Found.EXPECTED:
                 raise LinkError(f"{place.host} was met again and is gone")
 
-    def _reach(self, name: str) -> Meeting:
+    def _reach(self, name: str) -> StoreClient:
         return self._line(next(place for place in self.places if place.name == name), self.rank, len(self.places))
 
-    def _line(self, host: Place, rank: int, size: int) -> Meeting:
+    def _line(self, host: MemberAddress, rank: int, size: int) -> StoreClient:
         point = self.point if host is self.me else None
-        return Meeting(host.address, host.port, self.secret, rank, size, TURN_S, point)
+        return StoreClient(host.address, host.port, self.secret, rank, size, TURN_S, point)
 
-    def _ask(self, place: Place, token: str) -> dict[str, Any] | None:
+    def _ask(self, place: MemberAddress, token: str) -> dict[str, Any] | None:
         """What has been decided there; None where nobody answers, or decides yet."""
-        if self._look([place])[place.name] != HERE:
+        if self._look([place])[place.name] != ALIVE:
             return None
         with contextlib.suppress(LinkError):
             meeting = self._line(place, self.rank, len(self.places))
@@ -208,7 +208,7 @@ class Survivors(Porter):
                         if meeting.check([key]):
                             found: dict[str, Any] = json.loads(meeting.get(key))
                             return found
-                    time.sleep(GLANCE_S)
+                    time.sleep(POLL_S)
                 meeting.delete_key(f"call/{self.me.name}")
             finally:
                 meeting.close()
@@ -224,40 +224,40 @@ class Survivors(Porter):
             while True:
                 seen = self._look(others)
                 now = time.monotonic()
-                if any(seen[place.name] == HERE for place in self.places[: self.rank]):
+                if any(seen[place.name] == ALIVE for place in self.places[: self.rank]):
                     return None
                 calls = {p.name: meeting.get(f"call/{p.name}") for p in others if meeting.check([f"call/{p.name}"])}
                 self._called = set(calls)
                 self._roll = self._roll.after({}, calls, now)
                 found = [self._found(place, ahead, now, now > late_s) for place in self.places]
                 decision = decide(found, self.least, [self._name(place) for place in self.places])
-                if decision.quorum or decision.verdict in (Verdict.END, Verdict.RESTORE):
+                if decision.quorum or decision.verdict in (QuorumVerdict.END, QuorumVerdict.RESTORE):
                     return self._tell(meeting, found, decision, calls)
                 missing = [p for p, how in zip(self.places, found, strict=True) if how is Found.EXPECTED]
                 if not missing and self._has_waited(decision, now):
                     why = f"{decision.why}; it waited {self.wait_s:.0f} s for them (--wait), in vain"
-                    return self._tell(meeting, found, Decision(Verdict.RESTORE, why=why), calls)
-                missing = [place for place in missing if seen[place.name] == HERE]
+                    return self._tell(meeting, found, QuorumDecision(QuorumVerdict.RESTORE, why=why), calls)
+                missing = [place for place in missing if seen[place.name] == ALIVE]
                 self._mention(missing)
                 if now > ask_s:
                     ahead = {place.name for place in missing if self._went_on(place)}
                     ask_s = time.monotonic() + ASK_S
-                time.sleep(PAUSE_S)
+                time.sleep(LONG_POLL_S)
         finally:
             meeting.close()
 
-    def _found(self, place: Place, ahead: set[str], now: float, late: bool) -> Found:
+    def _found(self, place: MemberAddress, ahead: set[str], now: float, late: bool) -> Found:
         if place is self.me:
             return Found.CAME
         if place.name in ahead:
             return Found.AHEAD
-        how = self._roll.found(place.name, self._called, now, DOUBT_S)
+        how = self._roll.found(place.name, self._called, now, SUSPECT_AFTER_S)
         return Found.SILENT if late and how is Found.EXPECTED else how
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: MemberAddress) -> str:
         return f"rank {self.places.index(place)} on {place.host}"
 
-    def _has_waited(self, decision: Decision, now: float) -> bool:
+    def _has_waited(self, decision: QuorumDecision, now: float) -> bool:
         """Cut off from the others, for so long as one waits for them. Raises what `glance` raises."""
         if self._cut_s == math.inf:
             self._cut_s = now
@@ -265,10 +265,10 @@ class Survivors(Porter):
         self.glance()
         return now - self._cut_s > self.wait_s
 
-    def _ends(self, decision: Decision) -> dict[str, Any]:
+    def _ends(self, decision: QuorumDecision) -> dict[str, Any]:
         return {"generation": self.generation, "refused": decision.why, "verdict": decision.verdict.value}
 
-    def _mention(self, others: Sequence[Place]) -> None:
+    def _mention(self, others: Sequence[MemberAddress]) -> None:
         if others and time.monotonic() > self._mentions_s:
             self._mentions_s = math.inf
             who = ", ".join(map(self._name, others))
@@ -277,19 +277,19 @@ class Survivors(Porter):
                 f"and not there yet; it may be computing its step"
             )
 
-    def _went_on(self, place: Place) -> bool:
+    def _went_on(self, place: MemberAddress) -> bool:
         """Whether it is in a later generation, and this one is not."""
         with contextlib.suppress(LinkError):
             meeting = self._line(place, self.rank, len(self.places))
             try:
                 if int(meeting.get(GENERATION)) > self.generation:
                     told = json.loads(meeting.get(MEMBERS))  # at least as new
-                    return self.me.name not in [Place.read(text.encode()).name for text in told]
+                    return self.me.name not in [MemberAddress.read(text.encode()).name for text in told]
             finally:
                 meeting.close()
         return False
 
-    def _look(self, places: Sequence[Place]) -> dict[str, str]:
+    def _look(self, places: Sequence[MemberAddress]) -> dict[str, str]:
         if not places:
             return {}
         with ThreadPoolExecutor(min(32, len(places))) as crowd:
@@ -297,14 +297,14 @@ class Survivors(Porter):
         self._roll = self._roll.after(seen, (), time.monotonic())
         return seen
 
-    def _see(self, place: Place) -> str:
-        how = place.look()
-        if how == HERE:
-            return HERE
-        return GONE if self._witness.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else SILENT
+    def _see(self, place: MemberAddress) -> str:
+        how = place.probe()
+        if how == ALIVE:
+            return ALIVE
+        return DEAD if self._witness.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else UNREACHABLE
 
     def _tell(
-        self, meeting: Meeting, found: Sequence[Found], decision: Decision, calls: dict[str, bytes]
+        self, meeting: StoreClient, found: Sequence[Found], decision: QuorumDecision, calls: dict[str, bytes]
     ) -> dict[str, Any]:
         going = [place for place, how in zip(self.places, found, strict=True) if how is Found.CAME]
         said = [calls[place.name].decode().split() for place in going if place is not self.me]
@@ -316,11 +316,11 @@ class Survivors(Porter):
         }
         asking = self.waiting() if self._admits and not decided["refused"] else {}
         # who has asked again since is not the one that was to be taken in
-        guests = [guest for guest in self._admits if asking.get(guest.name, {}).get("turn") == guest.turn]
-        decided["guests"] = [(asking[guest.name]["place"], asdict(guest)) for guest in guests]
+        joiners = [joiner for joiner in self._admits if asking.get(joiner.name, {}).get("turn") == joiner.turn]
+        decided["guests"] = [(asking[joiner.name]["place"], asdict(joiner)) for joiner in joiners]
         told = {"decided": decided, "members": [place.write() for place in going], "least": self.least}
-        for guest in guests:
-            self.answer(guest.name, told)
+        for joiner in joiners:
+            self.answer(joiner.name, told)
         for token, _ in said:
             meeting.set(f"decided/{token}", json.dumps(decided))
         for place in self.places:
@@ -333,16 +333,16 @@ class Survivors(Porter):
     # who comes late
 
     def waiting(self) -> dict[str, dict[str, Any]]:
-        if not self.point.num_leased and not (self.hatch and self.hatch.here):
+        if not self.point.num_leased and not (self.bulk_server and self.bulk_server.here):
             self._shut()
             return {}  # as in nearly every step
         asked = {name: json.loads(words) for name, words in self.point.posted(GUEST).items()}
         asked = {name: said for name, said in asked.items() if said.keys() >= ASKS}
         for name in self.point.posted(ANSWER).keys() - asked.keys():
             self.point.remove(ANSWER + name)
-        if self.hatch:
-            for name in self.hatch.here.keys() - asked.keys():
-                self.hatch.here.pop(name).close()
+        if self.bulk_server:
+            for name in self.bulk_server.here.keys() - asked.keys():
+                self.bulk_server.here.pop(name).close()
         for place in self.places:
             asked.pop(place.name, None)  # it was taken in, and has not hung up yet
         here = {_node(place.name): f"rank {rank} on {place.host}" for rank, place in enumerate(self.places)}
@@ -356,26 +356,26 @@ class Survivors(Porter):
 
     def _shut(self) -> None:
         """What listens for those who come late does so while somebody asks."""
-        if self.hatch:
-            self.hatch.close()
-            self.hatch = None
+        if self.bulk_server:
+            self.bulk_server.close()
+            self.bulk_server = None
 
     def answer(self, name: str, said: dict[str, Any]) -> None:
         if asked := self.waiting().get(name):
             self._post(name, said, asked)
 
     def _post(self, name: str, said: dict[str, Any], asked: dict[str, Any]) -> None:
-        self.hatch = self.hatch or Hatch(self.me.address, self.secret)
-        told = {**said, "turn": asked["turn"], "hatch": [self.hatch.address, self.hatch.port]}
+        self.bulk_server = self.bulk_server or BulkServer(self.me.address, self.secret)
+        told = {**said, "turn": asked["turn"], "hatch": [self.bulk_server.address, self.bulk_server.port]}
         self.point.post(ANSWER + name, json.dumps(told))
 
-    def line(self, name: str) -> Bulk:
+    def line(self, name: str) -> BulkChannel:
         end = time.monotonic() + TURN_S
-        while self.hatch is None or name not in self.hatch.here:
+        while self.bulk_server is None or name not in self.bulk_server.here:
             if time.monotonic() > end:
                 raise LinkError(f"{name} did not come to be given anything")
-            time.sleep(GLANCE_S)
-        return self.hatch.here[name]
+            time.sleep(POLL_S)
+        return self.bulk_server.here[name]
 
 
 def _node(name: str) -> str:

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Protocol
 
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Regroup
+from paceline.contract import ViewChange
 from paceline.data.load_balance import Limits
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.elastic import assignment
 from paceline.elastic.below_minimum import enough
 from paceline.report.log import log
@@ -18,7 +18,7 @@ from paceline.step.run_state import RunState
 class Notes(Protocol):
     """What is told of other members (`admission.Admission`)."""
 
-    def note(self, news: Regroup) -> None: ...
+    def note(self, news: ViewChange) -> None: ...
 
 
 class Roles:
@@ -28,33 +28,33 @@ class Roles:
         self.run, self.folder = run, folder
         self.admission: Notes | None = None
 
-    def on_view_change(self, news: Regroup) -> None:
+    def on_view_change(self, news: ViewChange) -> None:
         self.move(news)
         self.announce(news)
 
-    def move(self, news: Regroup) -> None:
+    def move(self, news: ViewChange) -> None:
         """This process has another rank from now on."""
         run, before = self.run, self.run.world
-        sizes = (*(before.sizes[rank] for rank in news.origin), *(guest.size for guest in news.came))
-        seat, _, limits = assignment.regroup(run.seat, run.balance, run.job.batch_size, run.limits, news)
-        assume(run, seat, limits, sizes)
+        sizes = (*(before.sizes[rank] for rank in news.previous_ranks), *(joiner.size for joiner in news.joined))
+        mine, _, limits = assignment.regroup(run.assignment, run.balance, run.job.batch_size, run.limits, news)
+        assume(run, mine, limits, sizes)
         if before.local_rank:
-            run.engine.relink(None)
+            run.engine.reopen(None)
         elif run.world.node == 0 and not run.leader:
             run.leader = run.speaks = True  # the leader was lost
             self.folder.take_over()
         if self.admission:
             self.admission.note(news)
 
-    def announce(self, news: Regroup) -> None:
+    def announce(self, news: ViewChange) -> None:
         """On the screen and in the record, where this process leads."""
-        run, num_nodes, words = self.run, len(news.origin) + len(news.came), []
-        if news.lost or not news.came:
-            how = "go on" if enough(num_nodes, run.world.least) else "are left"
-            left = f"{len(news.origin)} of {len(news.origin) + len(news.lost)} nodes {how} ({news.why})"
+        run, num_nodes, words = self.run, len(news.previous_ranks) + len(news.joined), []
+        if news.lost or not news.joined:
+            how = "go on" if enough(num_nodes, run.world.min_nodes) else "are left"
+            left = f"{len(news.previous_ranks)} of {len(news.previous_ranks) + len(news.lost)} nodes {how} ({news.why})"
             words.append(f"lost {', '.join(news.lost) or 'no node'} at step {run.num_steps}; {left}")
-        if news.came:
-            came = ", ".join(guest.host for guest in news.came)
+        if news.joined:
+            came = ", ".join(joiner.host for joiner in news.joined)
             words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {_do(run, num_nodes)}")
         words += _too_many(run)
         if run.leader:
@@ -65,7 +65,7 @@ class Roles:
             step=run.num_steps,
             generation=news.generation,
             lost=news.lost,
-            came=[guest.host for guest in news.came],
+            came=[joiner.host for joiner in news.joined],
             num_nodes=num_nodes,
             shares=run.shares,
             seconds=news.seconds,
@@ -74,12 +74,12 @@ class Roles:
 
 
 def _do(run: RunState, num_nodes: int) -> str:
-    return "train" if enough(num_nodes, run.world.least) else f"are here, of at least {run.world.least}"
+    return "train" if enough(num_nodes, run.world.min_nodes) else f"are here, of at least {run.world.min_nodes}"
 
 
 def _too_many(run: RunState) -> list[str]:
     """Of the nodes that are left, whose most_rows is not kept."""
-    if run.job.batch_norm != "sync" or run.seat.virtual:
+    if run.job.batch_norm != "sync" or run.assignment.virtual:
         return []
     return [
         f"node {node} computes {rows} rows at once, and its most_rows is {most}: batch_norm='sync' divides no batch"
@@ -88,14 +88,14 @@ def _too_many(run: RunState) -> list[str]:
     ]
 
 
-def assume(run: RunState, seat: Seat, limits: Limits, sizes: tuple[int, ...]) -> None:
+def assume(run: RunState, mine: Assignment, limits: Limits, sizes: tuple[int, ...]) -> None:
     """From now on in this seat, among nodes of so many processes each."""
     unlike = sizes if len(set(sizes)) > 1 else ()
-    run.world = dataclasses.replace(run.world, node=seat.node, num_nodes=len(sizes), local_sizes=unlike, late="")
-    run.seat, run.who, run.limits = seat, run.world.who, limits
+    run.world = dataclasses.replace(run.world, node=mine.node, num_nodes=len(sizes), local_sizes=unlike, join_ticket="")
+    run.assignment, run.identity, run.limits = mine, run.world.identity, limits
     follows = run.balances and len(sizes) > 1
     run.balance = assignment.follow(run.job.batch_size, limits) if follows else None
     # virtual shares are cut into micro-batches, which must stay the same ones, and a norm over all has none
-    whole = seat.virtual or run.job.batch_norm == "sync"
-    times = 1 if whole else max(1, -(-run.shares[seat.node] // limits.most[seat.node]))
+    whole = mine.virtual or run.job.batch_norm == "sync"
+    times = 1 if whole else max(1, -(-run.shares[mine.node] // limits.most[mine.node]))
     run.engine.accumulate = run.job.accumulate * times

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from paceline import contract
-from paceline.contract import Codec, Engine, Exchange, Regroup
+from paceline.contract import Codec, Engine, Exchange, ViewChange
 from paceline.elastic import assignment
 from paceline.elastic.consistency import compare, digests, facts, thin
-from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.membership import Members
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.broadcast import marks, plant
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
@@ -27,10 +27,10 @@ class Start:
     ``met``: who was lost meanwhile, to be told. ``several``: parts of a batch are computed apart."""
 
     run: RunState
-    surviving: Surviving | None
+    surviving: FaultTolerantControl | None
     several: bool
     said: dict[str, str] = field(default_factory=dict)
-    met: list[Regroup] = field(default_factory=list)
+    met: list[ViewChange] = field(default_factory=list)
 
 
 def start(
@@ -40,7 +40,7 @@ def start(
     codec: Codec,
     members: Members,
     linked: bool,
-    world: World,
+    world: LaunchEnvironment,
     watched: bool,
 ) -> Start:
     """``linked``: this process holds the link of its node to others. Every process must call it.
@@ -48,33 +48,40 @@ def start(
     Raises ValueError, everywhere, for what does not fit together; LinkError.
     """
     methods = {"exchange": _kind(exchange), "codec": _kind(codec)}
-    several = bool(world.size > 1 or engine.num_shares or getattr(engine, "num_replicas", 1) > 1)
-    _open(engine, job, several, bool(world.least))
+    several = bool(world.world_size > 1 or engine.num_virtual_shards or getattr(engine, "num_replicas", 1) > 1)
+    _open(engine, job, several, bool(world.min_nodes))
     said: dict[str, str] = {}
     if linked:
         compare(members.link, job, engine, exchange, codec)
-        exchange.thin = thin(members.link, engine)
-        if world.least:
-            said = digests(facts(job, engine, exchange, codec), exchange.thin)
-    seat = assignment.place(job, world, engine.num_shares)
-    exchange.multiply, exchange.hands = engine.multiply, world.local_size
-    surviving: Surviving | None = None
+        exchange.factor_dtype = thin(members.link, engine)
+        if world.min_nodes:
+            said = digests(facts(job, engine, exchange, codec), exchange.factor_dtype)
+    mine = assignment.place(job, world, engine.num_virtual_shards)
+    exchange.multiply, exchange.num_multipliers = engine.multiply, world.local_size
+    surviving: FaultTolerantControl | None = None
     plain = Control(members, votes=exchange.consensus == "step")
     own: contract.Control = plain
-    if world.least:
-        members.stand_by(world.least)
-        surviving = own = Surviving(plain, [exchange.rebuild, engine.relink])
-        surviving.rows = lambda: seat.dealt(job.batch_size)[world.node]
+    if world.min_nodes:
+        members.stand_by(world.min_nodes)
+        surviving = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
+        surviving.rows = lambda: mine.dealt(job.batch_size)[world.node]
     if world.local_rank == 0:
-        exchange.open(engine.specs, members.link, codec, max(seat.dealt(job.batch_size)), job.seed, engine.absorbs)
-    apart = world.num_nodes > 1 or bool(world.late)
-    seen, control = engine.relay(exchange, own, not apart, members.activity)
-    met = list[Regroup]()
-    control.regrouped = met.append
+        exchange.open(
+            engine.buckets,
+            members.link,
+            codec,
+            max(mine.dealt(job.batch_size)),
+            job.seed,
+            engine.optimizer_takes_factors,
+        )
+    apart = world.num_nodes > 1 or bool(world.join_ticket)
+    seen, control = engine.local_exchange(exchange, own, not apart, members.activity)
+    met = list[ViewChange]()
+    control.on_view_change = met.append
     if job.batch_norm == "sync":
         engine.sync_norm(members.link if linked else None)
     _spread(job, engine, own, control, world)
-    leader = world.node == 0 and world.local_rank == 0 and not world.late
+    leader = world.node == 0 and world.local_rank == 0 and not world.join_ticket
     run = RunState(
         job,
         world,
@@ -83,8 +90,8 @@ def start(
         control,
         codec,
         members,
-        seat,
-        who=world.who,
+        mine,
+        identity=world.identity,
         clip=job.clip,
         activity=members.activity,
         methods=methods,
@@ -93,13 +100,13 @@ def start(
         speaks=leader if exchange.consensus == "step" else world.local_rank == 0,
         watched=watched,
     )
-    if world.late:
-        run.limits = assignment.alone(seat, job, engine, control)
+    if world.join_ticket:
+        run.limits = assignment.alone(mine, job, engine, control)
     else:
-        run.seat, run.balance, run.limits = assignment.settle(seat, job, engine, control)
-    run.balances = job.shares == "measured" and not run.seat.virtual and not watched
+        run.assignment, run.balance, run.limits = assignment.settle(mine, job, engine, control)
+    run.balances = job.shares == "measured" and not run.assignment.virtual and not watched
     run.balance = run.balance if run.balances else None
-    if world.size > 1:
+    if world.world_size > 1:
         # dropout masks of different processes must differ, and those of two equal runs must not
         torch.manual_seed(job.seed * 100_003 + world.rank)
     return Start(run, surviving, several, said, met)
@@ -114,13 +121,15 @@ def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
         job.check_norms()
 
 
-def _spread(job: Job, engine: Engine, own: contract.Control, control: contract.Control, world: World) -> None:
+def _spread(
+    job: Job, engine: Engine, own: contract.Control, control: contract.Control, world: LaunchEnvironment
+) -> None:
     """Rank 0's weights and buffers, and marks by which all see that they stay who they are."""
-    control.spread(engine.weights)
-    control.spread(engine.buffers)
-    if world.size > 1:
+    control.broadcast(engine.weights)
+    control.broadcast(engine.buffers)
+    if world.world_size > 1:
         buffer_broadcast.spread_sparse(job.model, engine, control)
-        plant(job.model, control, own, engine.seat)
+        plant(job.model, control, own, engine.local_place)
         engine.still = marks(job.model)
 
 

@@ -58,7 +58,7 @@ def read(message: bytearray) -> Any:
         raise ValueError(f"this is no state of a run ({error!r})") from None
 
 
-def copy(run: RunState) -> dict[str, Any]:
+def full_state(run: RunState) -> dict[str, Any]:
     """What is large. Every process of the node must call it."""
     return {"weights": dict(run.engine.state()), "optimizer": run.engine.optimizer_state()}
 
@@ -69,9 +69,9 @@ Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: a
 def parts(run: RunState) -> list[list[Rows]]:
     """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
 
-    One list of none stands for `copy`, where something in these states has no part of its own.
+    One list of none stands for `full_state`, where something in these states has no part of its own.
     """
-    weights, optimizer, numbers = run.engine.state(), run.job.optimizer, run.engine.numbers
+    weights, optimizer, numbers = run.engine.state(), run.job.optimizer, run.engine.optimizer_index
     plain = all(isinstance(each, Tensor) and not each.is_sparse for each in weights.values())
     if not plain or not numbers or numbers.keys() - weights.keys():
         return [[]]
@@ -101,7 +101,7 @@ def _times(optimizer: Optimizer) -> float:
 
 
 def copy_bytes(run: RunState) -> float:
-    """About those of `copy`."""
+    """About those of `full_state`."""
     num_bytes = sum(
         each.nbytes for each in run.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
     )
@@ -109,7 +109,7 @@ def copy_bytes(run: RunState) -> float:
 
 
 def weights_of(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
-    """Of `part`, what every process of the node sees."""
+    """Of `state_part`, what every process of the node sees."""
     state = run.engine.state()
     if not some:
         return {"weights": dict(state)}
@@ -119,16 +119,16 @@ def weights_of(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
     }
 
 
-def part(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
+def state_part(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
     """What is large, of these; without any, all of it. Every process of the node must call it."""
     if not some:
-        return copy(run)
-    windows = {name: (start, stop) for name, start, stop in some if name in run.engine.numbers}
+        return full_state(run)
+    windows = {name: (start, stop) for name, start, stop in some if name in run.engine.optimizer_index}
     return {**weights_of(run, some), "states": run.engine.optimizer_rows(windows)}
 
 
 def take_part(run: RunState, said: dict[str, Any]) -> None:
-    """What `part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
+    """What `state_part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
 
     Every process of the node must call it.
     """
@@ -136,12 +136,12 @@ def take_part(run: RunState, said: dict[str, Any]) -> None:
     for name, tensor in said["part"].items():
         whole = not state_store.is_cut(tensor, weights[name].shape, windows[name])
         (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
-    known = {name: window for name, window in windows.items() if name in run.engine.numbers}
+    known = {name: window for name, window in windows.items() if name in run.engine.optimizer_index}
     run.engine.take_optimizer_rows(said["states"], known)
-    run.control.hand(b"")  # nobody updates what another still takes
+    run.control.node_broadcast(b"")  # nobody updates what another still takes
 
 
-def rest(run: RunState) -> dict[str, Any]:
+def small_state(run: RunState) -> dict[str, Any]:
     exchange = run.exchange.state() if run.world.local_rank == 0 else {}
     exchange.pop("memory", None)
     return {
@@ -158,10 +158,10 @@ def rest(run: RunState) -> dict[str, Any]:
         "num_steps": run.num_steps,
         "facts": run.facts,
         "sizes": list(run.world.sizes),
-        "shares": list(run.seat.shares) if run.seat.shares else None,
+        "shares": list(run.assignment.shares) if run.assignment.shares else None,
         "least": list(run.limits.least),
         "most": list(run.limits.most),
-        "minimum": run.world.least,
+        "minimum": run.world.min_nodes,
     }
 
 
@@ -175,14 +175,15 @@ def set_options(optimizer: Optimizer, given: list[dict[str, Any]]) -> None:
         group.update(its)
 
 
-def take(run: RunState, said: dict[str, Any]) -> None:
-    """What `copy` gave elsewhere. Every process of the node must call it."""
+def load(run: RunState, said: dict[str, Any]) -> None:
+    """What `full_state` gave elsewhere. Every process of the node must call it."""
     run_state.load(run.job.model, said["weights"], "of those who train")
     run.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
 
 
 def adopt(run: RunState, said: dict[str, Any], node: int) -> None:
-    """What `rest` gave elsewhere: this node, which has this rank, is a member. Every process of it must call it."""
+    """What `small_state` gave elsewhere: this node, which has this rank, is a member. Every process of it must call
+    it."""
     for mine, its in zip(run.engine.buffers, said["buffers"], strict=True):
         if mine.shape == its.shape:  # else a cache, which each node has of its own
             mine.copy_(its)
@@ -197,9 +198,9 @@ def adopt(run: RunState, said: dict[str, Any], node: int) -> None:
     run.num_steps, run.facts = said["num_steps"], said["facts"]
     limits = Limits(tuple(said["least"]), tuple(said["most"]))
     shares = tuple(said["shares"]) if said["shares"] else None
-    seat = dataclasses.replace(run.seat, node=node, num_nodes=len(said["sizes"]), shares=shares)
-    run.world = dataclasses.replace(run.world, least=said["minimum"])
-    roles.assume(run, seat, limits, tuple(said["sizes"]))
+    assignment = dataclasses.replace(run.assignment, node=node, num_nodes=len(said["sizes"]), shares=shares)
+    run.world = dataclasses.replace(run.world, min_nodes=said["minimum"])
+    roles.assume(run, assignment, limits, tuple(said["sizes"]))
     for each in run.observers:
         if each.key in said["observers"]:
             each.load(said["observers"][each.key])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Rule
+from paceline.contract import DENSE, FACTORS, Gradient, StepOutcome, UpdateRule, Vote
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.timeline import Timeline
 from paceline.registry import ONE_PROCESS
@@ -46,14 +46,14 @@ class Engine(contract.Engine):
         """The model's own layers are not looked at."""
         line, self.optimizer = self.timeline, optimizer
         self.moving = Moving(torch.nn.Module())
-        self.specs = line.specs
-        self.names = tuple(name for spec in self.specs for name in spec.names)
+        self.buckets = line.buckets
+        self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         dtype = getattr(torch, line.dtype)
-        self._flats = [torch.empty(spec.numel, dtype=dtype) for spec in self.specs]
+        self._flats = [torch.empty(bucket.numel, dtype=dtype) for bucket in self.buckets]
         self._factors = {
-            spec.index: [torch.ones(line.factor_rows[spec.index], width, dtype=dtype) for width in spec.shapes[0]]
-            for spec in self.specs
-            if spec.linear
+            bucket.index: [torch.ones(line.factor_rows[bucket.index], width, dtype=dtype) for width in bucket.shapes[0]]
+            for bucket in self.buckets
+            if bucket.linear
         }
         for left, _ in self._factors.values():
             left.fill_(self.fill)
@@ -67,8 +67,8 @@ class Engine(contract.Engine):
         known = [i for i in self._factors if line.products[i] and line.factor_rows[i]]
         if not known:
             return 0.0
-        largest = max(known, key=lambda i: line.specs[i].numel)
-        return line.products[largest] / (2.0 * line.factor_rows[largest] * line.specs[largest].numel)
+        largest = max(known, key=lambda i: line.buckets[i].numel)
+        return line.products[largest] / (2.0 * line.factor_rows[largest] * line.buckets[largest].numel)
 
     def _multiply(self, into: Tensor, left: Tensor, right: Tensor) -> None:
         """By this an exchange decides between forms: as long as it took where the timeline was recorded."""
@@ -80,7 +80,7 @@ class Engine(contract.Engine):
     def buffers(self) -> Sequence[Tensor]:
         return ()
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         """``batch``: its absence alone matters."""
         line, present = self.timeline, batch is not None
         seconds = {form: dict(line.backward[form]) for form in (DENSE, FACTORS)}
@@ -88,27 +88,27 @@ class Engine(contract.Engine):
         for _, layer_s in line.forward:
             self._wait(layer_s * present)
         for index, _ in line.backward[FACTORS if FACTORS in forms else DENSE]:
-            piece = self._piece(index, forms[index], present)
+            gradient = self._piece(index, forms[index], present)
             self._wait(seconds[forms[index]][index] * present)
-            offer(piece)
-        return Ballot(
+            offer(gradient)
+        return Vote(
             weight=float(line.rows * present),
             seconds=time.perf_counter() - start,
             used=bytes([present]) * len(self.names),
-            dense=bytes(len(self.specs)),
+            dense=bytes(len(self.buckets)),
             rows=tuple(rows * present for rows in line.factor_rows),
         )
 
-    def _piece(self, index: int, form: str, present: bool) -> Piece:
+    def _piece(self, index: int, form: str, present: bool) -> Gradient:
         if form == FACTORS:
             left, right = self._factors[index]
-            return Piece(self.specs[index], left=left, right=right) if present else self._none(index)
+            return Gradient(self.buckets[index], output_grad=left, layer_input=right) if present else self._none(index)
         # what was agreed on in the step before has been added up in this place
-        return Piece(self.specs[index], flat=self._flats[index].fill_(self.fill * present))
+        return Gradient(self.buckets[index], flat=self._flats[index].fill_(self.fill * present))
 
-    def _none(self, index: int) -> Piece:
+    def _none(self, index: int) -> Gradient:
         left, right = self._factors[index]
-        return Piece(self.specs[index], left=left[:0], right=right[:0])
+        return Gradient(self.buckets[index], output_grad=left[:0], layer_input=right[:0])
 
     def _wait(self, seconds: float) -> None:
         """Until the timeline's next moment: what filling a piece or a late sleep took is not waited for twice."""
@@ -119,16 +119,20 @@ class Engine(contract.Engine):
         else:
             self.late_s = max(self.late_s, -left_s)
 
-    def update(self, agreement: Agreement, rule: Rule) -> bool:
-        rows = {piece.spec.index: len(piece.left) for piece in agreement.pieces if piece.left is not None}
+    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
+        rows = {
+            gradient.bucket.index: len(gradient.output_grad)
+            for gradient in outcome.gradients
+            if gradient.output_grad is not None
+        }
         self._due = time.perf_counter()
         self._wait(self.timeline.updating(rows))
         return True
 
-    def run(self, batch: Any) -> NoReturn:
+    def forward(self, batch: Any) -> NoReturn:
         raise ValueError(f"engine 'emulated' emulates: it has no outputs to evaluate; use {ONE_PROCESS}")
 
-    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> NoReturn:
+    def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> NoReturn:
         raise ValueError(f"engine 'emulated' emulates whole steps: backward() and update() need {ONE_PROCESS}")
 
     def sync_norm(self, link: contract.Link | None) -> NoReturn:

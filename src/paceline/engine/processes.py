@@ -23,23 +23,23 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Piece, Rule, Window
+from paceline.contract import Gradient, RowRange, StepOutcome, UpdateRule
 from paceline.engine import sequential
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.engine.node.in_step_reduce import Everyone
+from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.engine.node.local_control import FollowerControl, LeaderControl
-from paceline.engine.node.local_exchange import Follower, Leader
-from paceline.engine.node.local_group import Crew
-from paceline.engine.node.optimizer_shards import Shares
-from paceline.engine.node.shared_memory import Places
+from paceline.engine.node.local_exchange import LocalFollower, LocalLeader
+from paceline.engine.node.local_group import LocalGroup
+from paceline.engine.node.optimizer_shards import OptimizerShards
+from paceline.engine.node.shared_memory import SharedBuffers
 from paceline.registry import THREADS
 
 
 class Engine(sequential.Engine):
     """One of k. Reads LOCAL_RANK and LOCAL_WORLD_SIZE, as launchers set them."""
 
-    ahead = False  # the processes of a node update together
+    defers_updates = False  # the processes of a node update together
     counts, starts_processes = "copy", True
 
     def __init__(self, num_processes: int = 2):
@@ -67,9 +67,9 @@ class Engine(sequential.Engine):
                 f"engine 'processes:{size}' shares weights in the machine's own memory, but the model lies on "
                 f"{next(model.parameters()).device}; use one process per node for it, or a model on the CPU"
             )
-        self.seat = (rank, size)
+        self.local_place = (rank, size)
         node = os.environ.get("GROUP_RANK", str(int(os.environ.get("RANK", rank)) // size))
-        self.crew = Crew(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
+        self.local_group = LocalGroup(rank, size, f"{os.environ.get('MASTER_PORT', '0')}-{node}")
         self._cpus = os.sched_getaffinity(0)
         self._mine, self.num_threads = affinity.share(rank, size, self._cpus, allowed=cgroup_limits.cores())
         affinity.move(self._cpus, self._mine)
@@ -77,21 +77,23 @@ class Engine(sequential.Engine):
             super().open(model, optimizer, loss, metric)
             self._share()
         except BaseException:
-            self.crew.close()
+            self.local_group.close()
             affinity.move(self._mine, self._cpus)
             raise
 
     def _share(self) -> None:
         parameters = self.backward.parameters
-        self.places = Places(self.crew, self.specs, {name: parameters[name] for name in self.names}, self.buffers)
+        self.places = SharedBuffers(
+            self.local_group, self.buckets, {name: parameters[name] for name in self.names}, self.buffers
+        )
         for name in self.names:
             shared = self.places.weight(name)
-            if self.seat[0] == 0:
+            if self.local_place[0] == 0:
                 shared.copy_(parameters[name].data)
             parameters[name].data = shared
         self._lie = [parameter.data_ptr() for parameter in parameters.values()]
-        self.crew.barrier("joining")
-        self.shares = Shares(self.optimizer, parameters, self.crew)
+        self.local_group.barrier("joining")
+        self.shares = OptimizerShards(self.optimizer, parameters, self.local_group)
         self._num_held = sequential.num_held(self.optimizer)
         self.alone = False
 
@@ -110,78 +112,85 @@ class Engine(sequential.Engine):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return os.getpid(), *self.crew.pids.values()
+        return os.getpid(), *self.local_group.pids.values()
 
     def sync_norm(self, link: contract.Link | None) -> None:
-        crew = Crew(*self.seat, f"{self.crew.name}-norm")
-        crew.doubts = self.crew.doubts
-        self._sum_norms(Everyone(crew, link))
+        local_group = LocalGroup(*self.local_place, f"{self.local_group.name}-norm")
+        local_group.failure_detector = self.local_group.failure_detector
+        self._sum_norms(InStepReduce(local_group, link))
 
-    def relay(
+    def local_exchange(
         self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
     ) -> tuple[contract.Exchange, contract.Control]:
-        self.alone, self.redoes, (rank, _) = alone, control.survives, self.seat
-        self.crew.doubts.whereabouts = activity
-        self.crew.doubts.tells = rank == 0 or (alone and rank == 1)  # else it waits for who waits itself
-        parts = self.crew, self.places, self.specs, alone, self.redoes
+        self.alone, self.may_retry, (rank, _) = alone, control.tolerates_loss, self.local_place
+        self.local_group.failure_detector.activity = activity
+        # else it waits for who waits itself
+        self.local_group.failure_detector.tells = rank == 0 or (alone and rank == 1)
+        parts = self.local_group, self.places, self.buckets, alone, self.may_retry
         if rank:
-            follower = Follower(exchange, *parts)
+            follower = LocalFollower(exchange, *parts)
             return follower, FollowerControl(control, follower)
-        leader = Leader(exchange, *parts)
+        leader = LocalLeader(exchange, *parts)
         return leader, LeaderControl(control, leader)
 
-    def update(self, agreement: Agreement, rule: Rule) -> bool:
-        used = dict(zip(self.names, agreement.ballot.used, strict=True))
-        pieces = {name: (piece, i) for piece in agreement.pieces for i, name in enumerate(piece.spec.names)}
+    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
+        used = dict(zip(self.names, outcome.vote.used, strict=True))
+        gradients = {
+            name: (gradient, i) for gradient in outcome.gradients for i, name in enumerate(gradient.bucket.names)
+        }
         dense: list[Tensor] = []
         factored: list[Factored] = []
         for name, own, part in self.shares.mine:
-            piece, i = pieces[name]
+            gradient, i = gradients[name]
             part.grad = None
             if not used[name]:
                 continue
-            if piece.left is not None and piece.right is not None:
-                self._by_factors(part, piece.left[:, own], piece.right, dense, factored)
+            if gradient.output_grad is not None and gradient.layer_input is not None:
+                self._by_factors(part, gradient.output_grad[:, own], gradient.layer_input, dense, factored)
             else:
-                part.grad = self._sum(piece, i, own)
+                part.grad = self._sum(gradient, i, own)
                 dense.append(part)
 
         def whole(squares: float) -> float:
-            squares += self._untrained([pieces[name] for name in self.shares.nobodys if used[name]])
-            return sum(row[0] for row in self.crew.gather([squares], "clipping"))
+            squares += self._untrained([gradients[name] for name in self.shares.nobodys if used[name]])
+            return sum(row[0] for row in self.local_group.gather([squares], "clipping"))
 
         applied, self.norm = finish(dense, factored, self.optimizer, rule, whole)
-        self.crew.barrier("updating")
+        self.local_group.barrier("updating")
         return applied
 
-    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
+    def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         """Its tensors lie in memory of their own."""
-        found = self.shares.rows([(self.numbers[name], window) for name, window in windows.items()])
+        found = self.shares.rows([(self.optimizer_index[name], window) for name, window in windows.items()])
         return {name: state for name, state in zip(windows, found, strict=True) if state is not None}
 
-    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
         for name, window in windows.items():
-            self.shares.take(self.numbers[name], states.get(name), window)
+            self.shares.take(self.optimizer_index[name], states.get(name), window)
 
-    def _untrained(self, pieces: Sequence[tuple[Piece, int]]) -> float:
+    def _untrained(self, gradients: Sequence[tuple[Gradient, int]]) -> float:
         """Squares of gradients that no optimizer takes: the norm is of all."""
-        if self.seat[0]:
+        if self.local_place[0]:
             return 0.0
         squares = 0.0
-        for piece, i in pieces:
-            if piece.left is not None and piece.right is not None:
-                squares += float(Factored(piece.left, piece.left, piece.right).square_norm())
+        for gradient, i in gradients:
+            if gradient.output_grad is not None and gradient.layer_input is not None:
+                squares += float(
+                    Factored(gradient.output_grad, gradient.output_grad, gradient.layer_input).square_norm()
+                )
             else:
-                squares += sum(float(norm) ** 2 for norm in norms([self._sum(piece, i, slice(None))]))
+                squares += sum(float(norm) ** 2 for norm in norms([self._sum(gradient, i, slice(None))]))
         return squares
 
-    def _sum(self, piece: Piece, i: int, own: slice) -> Tensor:
+    def _sum(self, gradient: Gradient, i: int, own: slice) -> Tensor:
         """This process's slice of the piece's i-th parameter: agreed, or still to be added up over the crew."""
-        spec = piece.spec
-        start, shape = sum(spec.numels[:i]), spec.shapes[i]
-        assert piece.flat is not None
-        flats = [self.places.flat(spec, rank) for rank in range(self.seat[1])] if self.alone else [piece.flat]
-        parts = [flat[start : start + spec.numels[i]].view(shape) for flat in flats]
+        bucket = gradient.bucket
+        start, shape = sum(bucket.numels[:i]), bucket.shapes[i]
+        assert gradient.flat is not None
+        flats = (
+            [self.places.flat(bucket, rank) for rank in range(self.local_place[1])] if self.alone else [gradient.flat]
+        )
+        parts = [flat[start : start + bucket.numels[i]].view(shape) for flat in flats]
         whole = parts[0][own] if shape else parts[0]
         for part in parts[1:]:
             whole += part[own] if shape else part
@@ -190,5 +199,5 @@ class Engine(sequential.Engine):
     def close(self) -> None:
         super().close()
         self.shares.close()
-        self.crew.close()
+        self.local_group.close()
         affinity.move(self._mine, self._cpus)

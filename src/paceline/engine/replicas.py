@@ -27,21 +27,21 @@ import torch
 from torch import nn
 
 from paceline import contract
-from paceline.contract import Ballot, Piece, Share
+from paceline.contract import Gradient, Share, Vote
 from paceline.engine import sequential
 from paceline.engine.compute.batch import filled
-from paceline.engine.compute.rng import Dice, seeds
-from paceline.engine.compute.sync_batch_norm import Layers
+from paceline.engine.compute.rng import ThreadRng, seeds
+from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node import affinity, cgroup_limits
-from paceline.engine.node.in_step_reduce import Circle, Everyone
-from paceline.engine.node.local_group import CrewError
+from paceline.engine.node.in_step_reduce import InStepReduce, ThreadReduce
+from paceline.engine.node.local_group import LocalGroupError
 from paceline.registry import PROCESSES, THREADS
 
 
 class Engine(sequential.Engine):
     """The model itself is the first replica."""
 
-    ahead = False  # each replica reads in a thread of its own
+    defers_updates = False  # each replica reads in a thread of its own
     counts = "copy"
     # OpenMP's threads spin after the update that all cores share, on the cores where replicas compute then
     environment: Mapping[str, str] = {"OMP_WAIT_POLICY": "passive"}
@@ -51,7 +51,7 @@ class Engine(sequential.Engine):
         if not (isinstance(num_replicas, int) and num_replicas >= 1):
             raise ValueError(f"engine 'replicas:k' needs a whole number k >= 1, got {num_replicas!r}")
         self.num_replicas = num_replicas
-        self._circle = Circle(lambda vector: vector)
+        self._circle = ThreadReduce(lambda vector: vector)
         self._shared: list[tuple[str, int, nn.Parameter]] = []  # that do not train, with torch's count of changes
         self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
 
@@ -69,7 +69,7 @@ class Engine(sequential.Engine):
         self.twins: list[sequential.Engine] = []
         for one in twins:
             self.twins.append(sequential.Engine())
-            self.twins[-1].numerics, self.twins[-1].forward = self.numerics, self.forward
+            self.twins[-1].numerics, self.twins[-1].call_model = self.numerics, self.call_model
             self.twins[-1].accumulate, self.twins[-1]._keeps = self.accumulate, False
             self.twins[-1].divided = self.divided
             self.twins[-1].open(one, optimizer, loss, metric)
@@ -81,36 +81,36 @@ class Engine(sequential.Engine):
             for i, (part, _) in enumerate(parts)
         ]
 
-    def place(self, seat: Share, step: int) -> None:
-        super().place(seat, step)
+    def begin_step(self, assignment: Share, step: int) -> None:
+        super().begin_step(assignment, step)
         for one in self.twins:
             one._turn, one._least, one._full = self._turn, self._least, self._full // self.num_replicas
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         self._check_parameters()
         self._follow()
         batch = filled(batch)
-        self._inputs.keep(batch)  # once, of the whole: some of it every replica is given
+        self._inputs.capture(batch)  # once, of the whole: some of it every replica is given
         for one in self.twins:
             one._num_held = self._num_held  # the optimizer is the model's
         learns, gather = self.moving.looks, _Gather(self.num_replicas, offer)
         parts = [] if batch is None else self._split(batch, self.num_replicas)
         parts += [None] * (self.num_replicas - len(parts))
-        self.held = None  # of the whole share, of which each replica has a part
+        self.num_local_samples = None  # of the whole share, of which each replica has a part
         compute = [super().gradient, *(one.gradient for one in self.twins)]
         device = self.weights[0].device.type
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         grads, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-        def ride(i: int, seed: int) -> Ballot:
+        def ride(i: int, seed: int) -> Vote:
             try:
                 # the caller's modes, which are its thread's
                 with (
                     torch.autocast(device, dtype, enabled),
                     torch.inference_mode() if inferring else torch.set_grad_enabled(grads),
-                    Dice(seed),
+                    ThreadRng(seed),
                 ):
-                    return compute[i](parts[i], scale, forms, lambda piece: gather.offer(i, piece))
+                    return compute[i](parts[i], scale, forms, lambda gradient: gather.offer(i, gradient))
             except BaseException:
                 self._circle.give_up()
                 raise
@@ -125,19 +125,19 @@ class Engine(sequential.Engine):
                 wait(rides)  # interrupted or not, nobody computes on when the step is over
                 torch.set_num_threads(self.num_threads)
             errors = [error for one in rides if (error := one.exception())]
-            for error in sorted(errors, key=lambda error: isinstance(error, CrewError)):
+            for error in sorted(errors, key=lambda error: isinstance(error, LocalGroupError)):
                 raise error  # the first, unless it is another's
-        self._inputs.look()
+        self._inputs.check()
         self._look(learns, sum(part is not None for part in parts))
-        ballot = Ballot.merge([one.result() for one in rides])
-        ballot.constant = ballot.trains_nothing
-        return ballot
+        vote = Vote.merge([one.result() for one in rides])
+        vote.constant = vote.trains_nothing
+        return vote
 
     def sync_norm(self, link: contract.Link | None) -> None:
-        everyone = Everyone(None, link)
+        everyone = InStepReduce(None, link)
         self._circle.beyond, self._around = everyone.total, everyone.step
         for i, one in enumerate([self, *self.twins]):
-            layers = Layers(one.model)
+            layers = SyncBatchNorm(one.model)
             layers.convert(partial(self._circle.total, i), everyone.inside)
             one._norms_of_all = layers.computing
             self._norms.append((layers, everyone))
@@ -193,22 +193,22 @@ class Engine(sequential.Engine):
 class _Gather:
     """Everyone's part of each piece; the node's piece once all are there."""
 
-    def __init__(self, size: int, offer: Callable[[Piece], None]):
+    def __init__(self, size: int, offer: Callable[[Gradient], None]):
         self.size, self.offer_whole = size, offer
-        self.parts: dict[int, dict[int, Piece]] = {}
+        self.parts: dict[int, dict[int, Gradient]] = {}
         self.lock = threading.Lock()
 
-    def offer(self, replica: int, piece: Piece) -> None:
+    def offer(self, replica: int, gradient: Gradient) -> None:
         with self.lock:
-            parts = self.parts.setdefault(piece.spec.index, {})
-            parts[replica] = piece
+            parts = self.parts.setdefault(gradient.bucket.index, {})
+            parts[replica] = gradient
             if len(parts) < self.size:
                 return
-            del self.parts[piece.spec.index]
+            del self.parts[gradient.bucket.index]
         self.offer_whole(add([parts[i] for i in range(self.size)]))
 
 
-def add(parts: Sequence[Piece]) -> Piece:
+def add(parts: Sequence[Gradient]) -> Gradient:
     """One piece from the parts of it, in their order, into the first."""
     first = parts[0]
     if first.flat is not None:
@@ -216,11 +216,13 @@ def add(parts: Sequence[Piece]) -> Piece:
             assert part.flat is not None
             first.flat.add_(part.flat.to(first.flat.device))
         return first
-    left = [part.left for part in parts if part.left is not None]
-    right = [part.right for part in parts if part.right is not None]
+    left = [part.output_grad for part in parts if part.output_grad is not None]
+    right = [part.layer_input for part in parts if part.layer_input is not None]
     device = left[0].device
-    return Piece(
-        first.spec, left=torch.cat([p.to(device) for p in left]), right=torch.cat([p.to(device) for p in right])
+    return Gradient(
+        first.bucket,
+        output_grad=torch.cat([p.to(device) for p in left]),
+        layer_input=torch.cat([p.to(device) for p in right]),
     )
 
 

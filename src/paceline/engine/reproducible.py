@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Ballot, Piece, Share, Spec
+from paceline.contract import Bucket, Gradient, Share, Vote
 from paceline.engine import sequential
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
@@ -32,15 +32,15 @@ from paceline.engine.node import affinity
 from paceline.messages import Span, add_up
 from paceline.registry import SHARES, THREADS
 
-MOST_SHARES = 256  # are whole numbers in every type that a gradient may have
+MAX_SHARES = 256  # are whole numbers in every type that a gradient may have
 
 
-class Shared(Piece):
+class Shared(Gradient):
     """A piece as sums over spans of virtual shares."""
 
-    def __init__(self, spec: Spec, sums: dict[Span, Tensor], span: Span, num_shares: int, none: Tensor):
-        super().__init__(spec)
-        self.sums, self.span, self.num_shares, self._none = sums, span, num_shares, none
+    def __init__(self, bucket: Bucket, sums: dict[Span, Tensor], span: Span, num_shares: int, none: Tensor):
+        super().__init__(bucket)
+        self.sums, self.span, self.num_virtual_shards, self._none = sums, span, num_shares, none
 
     @property
     def flat(self) -> Tensor | None:
@@ -61,62 +61,63 @@ class Engine(sequential.Engine):
 
     def __init__(self, num_shares: int = SHARES, num_threads: int = 0):
         super().__init__()
-        if not (isinstance(num_shares, int) and 1 <= num_shares <= MOST_SHARES):
+        if not (isinstance(num_shares, int) and 1 <= num_shares <= MAX_SHARES):
             raise ValueError(
-                f"engine 'reproducible:k' cuts a batch into 1 <= k <= {MOST_SHARES} shares, got {num_shares!r}"
+                f"engine 'reproducible:k' cuts a batch into 1 <= k <= {MAX_SHARES} shares, got {num_shares!r}"
             )
-        self.num_shares = num_shares
+        self.num_virtual_shards = num_shares
         self.num_threads = num_threads or len(affinity.physical(os.sched_getaffinity(0)))
         self._span, self._step = (0, num_shares), 0
         self._keeps = False  # each share is a copy
 
-    def place(self, seat: Share, step: int) -> None:
-        super().place(seat, step)
-        if seat.num_nodes > 1 and seat.virtual != self.num_shares:
+    def begin_step(self, assignment: Share, step: int) -> None:
+        super().begin_step(assignment, step)
+        if assignment.num_nodes > 1 and assignment.virtual != self.num_virtual_shards:
             raise ValueError(
-                f"engine 'reproducible:{self.num_shares}' on {seat.num_nodes} nodes needs rows dealt in as many "
-                f"shares, and they are dealt in {seat.virtual or 'none'}; let join() deal them"
+                f"engine 'reproducible:{self.num_virtual_shards}' on {assignment.num_nodes} nodes needs rows dealt in "
+                "as many "
+                f"shares, and they are dealt in {assignment.virtual or 'none'}; let join() deal them"
             )
-        self._span, self._step = seat.span if seat.virtual else (0, self.num_shares), step
+        self._span, self._step = assignment.span if assignment.virtual else (0, self.num_virtual_shards), step
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, (first, last), batch = time.perf_counter(), self._span, filled(batch)
         if batch is not None:
-            divisible(batch, self.held)
-        self.held = None  # of the whole
+            divisible(batch, self.num_local_samples)
+        self.num_local_samples = None  # of the whole
         parts = cut(batch, max(1, last - first))
-        sums: dict[int, dict[Span, Tensor]] = {spec.index: {} for spec in self.specs}
+        sums: dict[int, dict[Span, Tensor]] = {bucket.index: {} for bucket in self.buckets}
 
-        def take(share: int, piece: Piece) -> None:
-            mine, flat = sums[piece.spec.index], piece.flat
+        def take(share: int, gradient: Gradient) -> None:
+            mine, flat = sums[gradient.bucket.index], gradient.flat
             assert flat is not None
             if share < last:
                 mine[share, share + 1] = flat
-            if (whole := add_up((0, self.num_shares), mine)) is not None:
-                mine[0, self.num_shares] = whole
+            if (whole := add_up((0, self.num_virtual_shards), mine)) is not None:
+                mine[0, self.num_virtual_shards] = whole
             if share >= last - 1:
-                offer(Shared(piece.spec, mine, (first, last), self.num_shares, flat))
+                offer(Shared(gradient.bucket, mine, (first, last), self.num_virtual_shards, flat))
 
         kept, after, learns, first_made = self.snapshot(), None, self.moving.looks, dict[str, Tensor]()
-        ballots: list[Ballot] = []
+        votes: list[Vote] = []
         for share, part in enumerate(parts, first):
             self.rollback(kept)  # each share begins where the first did
-            rng.seed(((self.seed * 1_000_003 + self._step) * MOST_SHARES + share) % (1 << 63))
-            ballots.append(super().gradient(part, scale, forms, partial(take, share)))
+            rng.seed(((self.seed * 1_000_003 + self._step) * MAX_SHARES + share) % (1 << 63))
+            votes.append(super().gradient(part, scale, forms, partial(take, share)))
             after = after or self.snapshot()
             if learns:
                 self.moving.compare([first_made])
                 first_made = first_made or {name: each.clone() for name, each in self.moving.tensors().items()}
         self.rollback(after)
         rng.set_state(kept[2])
-        ballot, nothing = Ballot.merge(ballots), (0.0, 0.0, 0.0)
-        ballot.constant = ballot.trains_nothing
-        said = [(each.loss_sum, each.metric_sum, each.weight) for each in ballots[: last - first]]
-        ballot.shares = (*[nothing] * first, *said, *[nothing] * (self.num_shares - last))
-        ballot.seconds = time.perf_counter() - start
-        return ballot
+        vote, nothing = Vote.merge(votes), (0.0, 0.0, 0.0)
+        vote.constant = vote.trains_nothing
+        said = [(each.loss_sum, each.metric_sum, each.weight) for each in votes[: last - first]]
+        vote.shares = (*[nothing] * first, *said, *[nothing] * (self.num_virtual_shards - last))
+        vote.seconds = time.perf_counter() - start
+        return vote
 
-    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         raise ValueError(
             "backward() and update() compute rows in a shape of their own, which engine 'reproducible' cannot cut into "
             f"shares; use step(batch), or an engine that is not reproducible over nodes, such as {THREADS}:2"

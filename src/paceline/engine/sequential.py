@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Agreement, Ballot, NoGradient, Piece, Rule, Share, Window
+from paceline.contract import FACTORS, Gradient, NoGradient, RowRange, Share, StepOutcome, UpdateRule, Vote
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
@@ -35,16 +35,23 @@ from paceline.engine.compute.batch import (
     split,
     target,
 )
-from paceline.engine.compute.deferred_update import Ahead
+from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.gradient_hooks import Backward, Pass
-from paceline.engine.compute.input_snapshot import Inputs, dense, solidify
+from paceline.engine.compute.input_snapshot import InputSnapshot, dense, solidify
 from paceline.engine.compute.loss_divisor import Means, labels_of
-from paceline.engine.compute.optimizer_step import Factored, finish, multiply, refuse_closures, separate, takes_factors
+from paceline.engine.compute.optimizer_step import (
+    Factored,
+    finish,
+    multiply,
+    optimizer_takes_factors,
+    refuse_closures,
+    separate,
+)
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.row_ranges import cut
-from paceline.engine.compute.sync_batch_norm import Layers
-from paceline.engine.node.in_step_reduce import Everyone
+from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
+from paceline.engine.node.in_step_reduce import InStepReduce
 
 HASH_VALUES = 1 << 12  # at least, of each step
 AUXILIARY = (
@@ -58,18 +65,18 @@ HASH_STEPS = 1000  # in which every value has been looked at
 class Engine(contract.Engine):
     """What a batch and a loss may be: `engine/compute/batch.py`."""
 
-    ahead, planned = True, True
+    defers_updates, planned = True, True
 
     def __init__(self) -> None:
         self.num_threads = 1
         self.numerics = Numerics()
-        self.forward: Callable[[torch.nn.Module, Any], Any] = call
+        self.call_model: Callable[[torch.nn.Module, Any], Any] = call
         self._turn, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
         self._norms_of_all: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._norms: list[tuple[Layers, Everyone]] = []
-        self._inputs, self._keeps = Inputs(), True
+        self._norms: list[tuple[SyncBatchNorm, InStepReduce]] = []
+        self._inputs, self._keeps = InputSnapshot(), True
         self._halved = False  # whether the loss has been looked at
 
     @property
@@ -85,18 +92,18 @@ class Engine(contract.Engine):
     ) -> None:
         refuse_closures(optimizer)
         solidify(model)
-        self.absorbs = takes_factors(optimizer)
-        if self.absorbs:
+        self.optimizer_takes_factors = optimizer_takes_factors(optimizer)
+        if self.optimizer_takes_factors:
             self.multiply = multiply
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
-        self.numbers = state_store.numbered(model, optimizer)
+        self.optimizer_index = state_store.numbered(model, optimizer)
         self.numerics.prepare(model, optimizer)
         if not self.numerics.compile:
             matmul.install(model)
         self.backward = Backward(model, hook_layers=not self.numerics.compile)
         self.backward.rounded = self.numerics.precision != "fp32"
-        self.specs, self.names = self.backward.specs, self.backward.names
+        self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device
         numels = [weight.numel() for weight in self.weights]
         self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
@@ -105,7 +112,7 @@ class Engine(contract.Engine):
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self.moving = Moving(model)
-        self._later = Ahead(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
+        self._later = DeferredUpdate(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
@@ -120,25 +127,25 @@ class Engine(contract.Engine):
     def buffers(self) -> Sequence[Tensor]:
         return dense(self.model)
 
-    def relay(
+    def local_exchange(
         self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
     ) -> tuple[contract.Exchange, contract.Control]:
-        self.redoes = control.survives
+        self.may_retry = control.tolerates_loss
         self.backward.watch(early=not alone)
         if alone:
             self._looks = [[]]  # nobody has weights to compare with
         return exchange, control
 
-    def place(self, seat: Share, step: int) -> None:
+    def begin_step(self, assignment: Share, step: int) -> None:
         self._turn = step
         # in a share of a whole batch micro-batches are as small as was asked for
-        self._least, self._full = seat.least, len(seat.rows(seat.whole))
+        self._least, self._full = assignment.least, len(assignment.rows(assignment.whole))
 
-    def run(self, batch: Any) -> tuple[Any, Any]:
+    def forward(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output), in the numerics asked for."""
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
         with self.numerics.forward(self.device):
-            return batch, self.forward(self.model, batch)
+            return batch, self.call_model(self.model, batch)
 
     def _judged(self, batch: Any, num_rows: int | None = None) -> tuple[Any, Any, _Judged]:
         """(the batch where the model is, the model's output, what `judged` says of both)."""
@@ -146,10 +153,10 @@ class Engine(contract.Engine):
         batch = mapped(batch, lambda tensor: self.numerics.moved(tensor, self.device))
         with self.numerics.forward(self.device):
             if means is None:
-                output = self.forward(self.model, batch)
+                output = self.call_model(self.model, batch)
             else:
                 with labels_of(batch, means, mapped) as given:
-                    output = self.forward(self.model, given)
+                    output = self.call_model(self.model, given)
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
             said = judged(self.loss, output, batch, num_rows, means, self.divided)
@@ -158,34 +165,34 @@ class Engine(contract.Engine):
                 self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
             return batch, output, said
 
-    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, batch = time.perf_counter(), filled(batch)
         self._check_parameters()
-        ballot = Ballot()
+        vote = Vote()
         if self._keeps:
-            self._inputs.keep(batch)
+            self._inputs.capture(batch)
 
         def compute(part: Any) -> Tensor:
             with self._norms_of_all(), self._later.reading():
                 part, output, (value, times, weight, terms) = self._judged(part, num_rows)
-            ballot.loss_sum += float(value.detach()) * times
-            ballot.weight += weight
+            vote.loss_sum += float(value.detach()) * times
+            vote.weight += weight
             if self._norms and not value.requires_grad:  # the others wait for its part in the middle of backward
                 raise _without_gradient()
-            if ballot.terms and tuple(terms) != self.terms:
+            if vote.terms and tuple(terms) != self.terms:
                 raise ValueError(
                     f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
                     f"another; give the same everywhere, with 0 for what is not there"
                 )
-            ballot.terms = tuple(a + b for a, b in zip_longest(ballot.terms, terms.values(), fillvalue=0.0))
+            vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
                 said = counted(self.metric(output, target(self.metric, part)), part, num_rows)
-                ballot.metric_sum += said.get("", (0.0, 0.0))[0]
+                vote.metric_sum += said.get("", (0.0, 0.0))[0]
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
-        num_rows = samples(parts[0], self.held) if len(parts) == 1 else None
+        num_rows = samples(parts[0], self.num_local_samples) if len(parts) == 1 else None
         followed = self.moving.keep() if len(parts) > 1 else []
         self.moving.begin(self._turn, batch is not None)
 
@@ -195,18 +202,18 @@ class Engine(contract.Engine):
 
         with self._in_step(batch is not None):
             if batch is None:
-                self.settle()  # where those with rows do: what it raises, everyone raises within
+                self.wait_pending()  # where those with rows do: what it raises, everyone raises within
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
         if self._keeps:
-            self._inputs.look()
-        ballot.finite = math.isfinite(ballot.loss_sum)
-        return self._voted(ballot, state, start)
+            self._inputs.check()
+        vote.finite = math.isfinite(vote.loss_sum)
+        return self._voted(vote, state, start)
 
     def _split(self, batch: Any, parts: int) -> list[Any]:
-        if parts == 1 and self.held is not None:
+        if parts == 1 and self.num_local_samples is not None:
             return [batch]
-        return split(batch, parts, self._least if divisible(batch, self.held) < self._full else 1)
+        return split(batch, parts, self._least if divisible(batch, self.num_local_samples) < self._full else 1)
 
     def _check_parameters(self) -> None:
         """Those that train are those that did when all joined."""
@@ -224,27 +231,27 @@ class Engine(contract.Engine):
             self._num_held = now
         self._layout.check()
 
-    def gathered(self, ballot: Ballot, forms: Sequence[str], offer: Callable[[Piece], None]) -> Ballot:
+    def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start = time.perf_counter()
         self._check_parameters()
         self.moving.end()
         own = [p.grad for p in self.backward.parameters.values()]
-        if FACTORS in forms or self.redoes:  # adding up on the way must not spoil what a redone step starts from
+        if FACTORS in forms or self.may_retry:  # adding up on the way must not spoil what a redone step starts from
             for parameter in self.backward.parameters.values():
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         state = self.backward.take(forms, offer)
         for parameter, grad in zip(self.backward.parameters.values(), own, strict=True):
             parameter.grad = grad
-        return self._voted(ballot, state, start)
+        return self._voted(vote, state, start)
 
-    def _voted(self, ballot: Ballot, state: Pass, start: float) -> Ballot:
-        ballot.hash, ballot.options = self._hash(), self._options.checksum()
-        ballot.used = bytes(name in state.used for name in self.names)
-        ballot.constant = ballot.trains_nothing
-        ballot.dense = bytes(spec.index in state.strays for spec in self.specs)
-        ballot.rows = tuple(state.rows.get(spec.index, 0) for spec in self.specs)
-        ballot.seconds = time.perf_counter() - start
-        return ballot
+    def _voted(self, vote: Vote, state: Pass, start: float) -> Vote:
+        vote.hash, vote.options = self._hash(), self._options.checksum()
+        vote.used = bytes(name in state.used for name in self.names)
+        vote.constant = vote.trains_nothing
+        vote.dense = bytes(bucket.index in state.impure_factors for bucket in self.buckets)
+        vote.rows = tuple(state.rows.get(bucket.index, 0) for bucket in self.buckets)
+        vote.seconds = time.perf_counter() - start
+        return vote
 
     def options(self) -> list[dict[str, Any]]:
         return self._options.numbers()
@@ -303,33 +310,37 @@ class Engine(contract.Engine):
             check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check
 
-    def update(self, agreement: Agreement, rule: Rule) -> bool:
-        if agreement.coming:
-            self._later.hold(agreement, rule)
+    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
+        if outcome.pending:
+            self._later.defer(outcome, rule)
             self.norm = None
             return True
-        applied, self.norm = self._apply(agreement, rule)
+        applied, self.norm = self._apply(outcome, rule)
         return applied
 
-    def settle(self) -> None:
-        self._later.settle()
+    def wait_pending(self) -> None:
+        self._later.wait_pending()
 
-    def _apply(self, agreement: Agreement, rule: Rule) -> tuple[bool, float | None]:
+    def _apply(self, outcome: StepOutcome, rule: UpdateRule) -> tuple[bool, float | None]:
         """Whether these pieces were applied, and their norm."""
-        used = dict(zip(self.names, agreement.ballot.used, strict=True))
+        used = dict(zip(self.names, outcome.vote.used, strict=True))
         dense: list[Tensor] = []
         factored: list[Factored] = []
-        for piece in agreement.pieces:
-            if piece.left is not None and piece.right is not None:
-                name = piece.spec.names[0]
+        for gradient in outcome.gradients:
+            if gradient.output_grad is not None and gradient.layer_input is not None:
+                name = gradient.bucket.names[0]
                 if used[name]:
-                    self._by_factors(self.backward.parameters[name], piece.left, piece.right, dense, factored)
+                    self._by_factors(
+                        self.backward.parameters[name], gradient.output_grad, gradient.layer_input, dense, factored
+                    )
                 continue
-            for name, grad in zip(piece.spec.names, _grads(piece), strict=True):
+            for name, grad in zip(gradient.bucket.names, _grads(gradient), strict=True):
                 parameter = self.backward.parameters[name]
                 parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
-        if (rule.scale != 1.0 or rule.clip is not None) and any(piece.grads is not None for piece in agreement.pieces):
+        if (rule.scale != 1.0 or rule.clip is not None) and any(
+            gradient.grads is not None for gradient in outcome.gradients
+        ):
             separate(dense, factored)  # what nobody has added up lies where autograd has put it
         return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
@@ -338,7 +349,7 @@ class Engine(contract.Engine):
     ) -> None:
         """Sorts a parameter with factors: straight into the momentum, or multiplied out for the optimizer."""
         parameter.grad = None
-        if takes_factors(self.optimizer):
+        if optimizer_takes_factors(self.optimizer):
             factored.append(Factored(parameter, left, right))
             return
         product = self._products.get(id(parameter))
@@ -374,32 +385,32 @@ class Engine(contract.Engine):
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
 
-    def optimizer_rows(self, windows: Mapping[str, Window]) -> dict[str, dict[str, Any]]:
+    def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         states, weights = self.optimizer.state_dict()["state"], self.state()
         return {
             name: {key: state_store.cut(value, weights[name].shape, window) for key, value in states[number].items()}
             for name, window in windows.items()
-            if (number := self.numbers[name]) in states
+            if (number := self.optimizer_index[name]) in states
         }
 
-    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, Window]) -> None:
+    def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
         whole, weights = self.optimizer.state_dict(), self.state()
         for name, window in windows.items():
-            mine, shape = whole["state"].pop(self.numbers[name], {}), weights[name].shape
+            mine, shape = whole["state"].pop(self.optimizer_index[name], {}), weights[name].shape
             if name in states:
                 its = {key: state_store.put(mine.get(key), value, shape, window) for key, value in states[name].items()}
-                whole["state"][self.numbers[name]] = its
+                whole["state"][self.optimizer_index[name]] = its
         self.optimizer.load_state_dict(whole)
 
     def sync_norm(self, link: contract.Link | None) -> None:
-        self._sum_norms(Everyone(None, link))
+        self._sum_norms(InStepReduce(None, link))
 
-    def relink(self, link: contract.Link | None) -> None:
+    def reopen(self, link: contract.Link | None) -> None:
         for everyone in dict.fromkeys(everyone for _, everyone in self._norms):
-            everyone.relink(link)
+            everyone.reopen(link)
 
-    def _sum_norms(self, everyone: Everyone) -> None:
-        layers = Layers(self.model)
+    def _sum_norms(self, everyone: InStepReduce) -> None:
+        layers = SyncBatchNorm(self.model)
         layers.convert(everyone.total, everyone.inside)
         everyone.hear, self._in_step, self._norms_of_all = layers.hear, everyone.step, layers.computing
         self._norms.append((layers, everyone))
@@ -431,13 +442,13 @@ def num_held(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _grads(piece: Piece) -> Sequence[Tensor]:
+def _grads(gradient: Gradient) -> Sequence[Tensor]:
     """Each parameter's part, in its shape."""
-    if piece.grads is not None:
-        return piece.grads
-    assert piece.flat is not None
-    parts = torch.split(piece.flat, list(piece.spec.numels))
-    return [part.view(shape) for part, shape in zip(parts, piece.spec.shapes, strict=True)]
+    if gradient.grads is not None:
+        return gradient.grads
+    assert gradient.flat is not None
+    parts = torch.split(gradient.flat, list(gradient.bucket.numels))
+    return [part.view(shape) for part, shape in zip(parts, gradient.bucket.shapes, strict=True)]
 
 
 def _like(parameter: Tensor, grad: Tensor) -> Tensor:

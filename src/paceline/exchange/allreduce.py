@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.codec.lossless import LEAST_BYTES, Added, Gathered, fits, joined, pack
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Cost, Piece, Spec, Tally, Verdict
-from paceline.exchange.flow.autotuner import ASKED, PACKED, Choice
-from paceline.exchange.flow.cost_model import choose, dense_cost, factor_cost, toll
-from paceline.exchange.flow.send_queue import Flight, Lane, Sent
+from paceline.codec.lossless import MIN_BYTES, Added, Gathered, fits, joined, pack
+from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.exchange.flow.autotuner import ASKED, PACKED, Autotuner
+from paceline.exchange.flow.cost_model import choose, cost_of, dense_cost, factor_cost
+from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
 
 
 class Exchange(contract.Exchange):
@@ -45,76 +45,86 @@ class Exchange(contract.Exchange):
 
     def open(
         self,
-        specs: Sequence[Spec],
+        buckets: Sequence[Bucket],
         link: contract.Link,
         codec: contract.Codec,
         rows: int = 1,
         seed: int = 0,
-        absorbs: bool = False,
+        optimizer_takes_factors: bool = False,
     ) -> None:
         """``rows``: the largest number of rows that a rank computes per step, until a step has shown it."""
-        self.specs, self.codec, self.link, self._absorbs = specs, codec, link, absorbs
+        self.buckets, self.codec, self.link, self._absorbs = buckets, codec, link, optimizer_takes_factors
         self.fidelity = codec.fidelity
         self.step = 0
-        self.memory = {spec.index: codec.init(spec, link.rank, seed) for spec in specs}
+        self.memory = {bucket.index: codec.init(bucket, link.rank, seed) for bucket in buckets}
         by_need = self.overlap == "forward"
-        self.choice = Choice(
-            specs, link.size, codec, self._asked, rows, absorbs, by_need, self.thin, self._packed, link.cost
+        self.choice = Autotuner(
+            buckets,
+            link.size,
+            codec,
+            self._asked,
+            rows,
+            optimizer_takes_factors,
+            by_need,
+            self.factor_dtype,
+            self._packed,
+            link.cost,
         )
-        self.choice.multiply_by, self.choice.hands = self.multiply, self.hands
+        self.choice.multiply_by, self.choice.num_multipliers = self.multiply, self.num_multipliers
         self._start()
 
     def _start(self) -> None:
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
-        self._flow = Lane(self._send, self.link.threads) if self.link.size > 1 else None
-        self._flight = Flight(self.choice.groups, self.step, self.choice.packed, self.choice.quick)
-        self._before: tuple[Flight, list[Cost]] | None = None  # the last step whose pieces came after its vote
-        self._got: list[tuple[Piece, Any]] = []
+        self._flow = SendQueue(self._send, self.link.threads) if self.link.size > 1 else None
+        self._flight = StepSends(self.choice.groups, self.step, self.choice.packed, self.choice.high_bandwidth)
+        self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step whose pieces came after its vote
+        self._got: list[tuple[Gradient, Any]] = []
 
     def forms(self) -> Sequence[str]:
         return self.choice.forms
 
-    def why(self) -> Sequence[str]:
+    def explain(self) -> Sequence[str]:
         return self.choice.why
 
-    def before(self) -> None:
-        self._flight = Flight(self.choice.groups, self.step, self.choice.packed, self.choice.quick)
+    def begin(self) -> None:
+        self._flight = StepSends(self.choice.groups, self.step, self.choice.packed, self.choice.high_bandwidth)
 
-    def offer(self, piece: Piece) -> None:
-        self.choice.types[piece.spec.index] = piece.kind
-        if self._flow and self.overlap == "forward" and piece.right is not None:
-            piece.right = piece.right.clone()  # it may leave after the step, when a script fills its input anew
+    def put(self, gradient: Gradient) -> None:
+        self.choice.types[gradient.bucket.index] = gradient.kind
+        if self._flow and self.overlap == "forward" and gradient.layer_input is not None:
+            # it may leave after the step, when a script fills its input anew
+            gradient.layer_input = gradient.layer_input.clone()
         if self._flow:
-            self._flow.offer(self._flight, piece)
+            self._flow.offer(self._flight, gradient)
         else:
-            self._flight.offered[piece.spec.index] = 0.0
-            self._flight.waiting[piece.spec.index] = piece
+            self._flight.offered[gradient.bucket.index] = 0.0
+            self._flight.waiting[gradient.bucket.index] = gradient
 
-    def _send(self, pieces: Sequence[Piece], flight: Flight) -> Sent:
-        first, spec = pieces[0], pieces[0].spec
-        self._lane.hurry(flight.quick)
-        what = f"{', '.join(spec.names[:2])}{' ...' if len(spec.names) > 2 or len(pieces) > 1 else ''}"
-        if first.left is not None and first.right is not None:
+    def _send(self, gradients: Sequence[Gradient], flight: StepSends) -> InFlight:
+        first, bucket = gradients[0], gradients[0].bucket
+        self._lane.set_regime(flight.high_bandwidth)
+        what = f"{', '.join(bucket.names[:2])}{' ...' if len(bucket.names) > 2 or len(gradients) > 1 else ''}"
+        if first.output_grad is not None and first.layer_input is not None:
             # (rows, out + in)
-            both = torch.cat([first.left, first.right.to(first.left.dtype)], dim=1)
-            both = both.to(self.thin or both.dtype)
+            both = torch.cat([first.output_grad, first.layer_input.to(first.output_grad.dtype)], dim=1)
+            both = both.to(self.factor_dtype or both.dtype)
             what = f"all-gather of the factors of {what} ({both.nbytes / 1e6:.1f} MB)"
-            return Sent(pieces, *self._gather(both, what, flight))
+            return InFlight(gradients, *self._gather(both, what, flight))
         payloads, pending = [], []
-        for piece in pieces:
-            assert piece.flat is not None
-            payload, remembered = self.codec.encode(piece.flat, self.memory[piece.spec.index], flight.step)
+        for gradient in gradients:
+            assert gradient.flat is not None
+            payload, remembered = self.codec.encode(gradient.flat, self.memory[gradient.bucket.index], flight.step)
             payloads.append(payload)
             pending.append(remembered)
         payload = payloads[0] if len(payloads) == 1 else torch.cat(payloads)
-        what = f"sum of bucket {spec.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
+        what = f"sum of bucket {bucket.index}: {what} ({payload.nbytes / 1e6:.1f} MB)"
         lengths = [len(each) for each in payloads]
         if self.codec.sums:
-            return Sent(pieces, *self._sum(payload, what, flight, first.kind[0]), pending, lengths)
+            return InFlight(gradients, *self._sum(payload, what, flight, first.kind[0]), pending, lengths)
         begin_s = self.link.threads.now()
-        return Sent(pieces, self._lane.all_gather(payload, what), begin_s, pending, lengths)
+        return InFlight(gradients, self._lane.all_gather(payload, what), begin_s, pending, lengths)
 
-    def _gather(self, both: Tensor, what: str, flight: Flight) -> tuple[contract.Handle, float]:
+    def _gather(self, both: Tensor, what: str, flight: StepSends) -> tuple[contract.Handle, float]:
         """(the gather, when it began)."""
         now = self.link.threads.now
         if not flight.packed or not fits(both):
@@ -126,12 +136,12 @@ class Exchange(contract.Exchange):
             handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts], now
         ), begin_s
 
-    def _sum(self, payload: Tensor, what: str, flight: Flight, own: torch.dtype) -> tuple[contract.Handle, float]:
+    def _sum(self, payload: Tensor, what: str, flight: StepSends, own: torch.dtype) -> tuple[contract.Handle, float]:
         """(the sum, when it began). Among two a gather sends no more, so it can be packed, and what was rounded for the
         wire is added in the gradient's own type; among more it would send more."""
         now, mine, own = self.link.threads.now, self.link.rank, own.to_real()  # a codec may send both parts of a number
         rounded = payload.itemsize < own.itemsize
-        packs = flight.packed and payload.nbytes >= LEAST_BYTES and fits(payload)
+        packs = flight.packed and payload.nbytes >= MIN_BYTES and fits(payload)
         if self.link.size > 2 or not (packs or rounded):
             begin_s = now()
             return self._lane.sum(payload, what), begin_s
@@ -144,86 +154,86 @@ class Exchange(contract.Exchange):
         handle = self._lane.all_gather(sent, what, even=not packs)
         return Gathered(handle, mine, payload, add, now) if packs else Added(handle, add), begin_s
 
-    def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
+    def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
         """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
         assert self._flow
-        sent, place = self._flow.take(flight, spec.index)
-        piece, got = sent.pieces[place], sent.result
-        if piece.left is not None:
-            out_features = spec.shapes[0][0]
+        sent, place = self._flow.take(flight, bucket.index)
+        gradient, got = sent.gradients[place], sent.result
+        if gradient.output_grad is not None:
+            out_features = bucket.shapes[0][0]
             # rank after rank, so that every node multiplies in the same order
-            both = joined(got).to(piece.left.dtype)
-            return Piece(spec, left=both[:, :out_features], right=both[:, out_features:]), None
-        assert piece.flat is not None
-        numel, dtype, pending = spec.numel, piece.flat.dtype, sent.pending[place]
-        if len(sent.pieces) > 1:
+            both = joined(got).to(gradient.output_grad.dtype)
+            return Gradient(bucket, output_grad=both[:, :out_features], layer_input=both[:, out_features:]), None
+        assert gradient.flat is not None
+        numel, dtype, pending = bucket.numel, gradient.flat.dtype, sent.pending[place]
+        if len(sent.gradients) > 1:
             got = torch.split(got, sent.lengths)[place]
         if self.codec.sums:
-            return Piece(spec, flat=self.codec.decode(got, numel, dtype)), pending
+            return Gradient(bucket, flat=self.codec.decode(got, numel, dtype)), pending
         whole = self.codec.decode(got[0], numel, dtype)
         for payload in got[1:]:
             whole += self.codec.decode(payload, numel, dtype)
-        return Piece(spec, flat=whole), pending
+        return Gradient(bucket, flat=whole), pending
 
-    def remember(self, got: Sequence[tuple[Piece, Any]], ballot: Ballot) -> None:
+    def remember(self, got: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
         """What the codec keeps of these pieces; nothing of any where one is not finite, and so will not be applied."""
-        dense = [(piece.spec, piece.flat, pending) for piece, pending in got if piece.flat is not None]
-        memory = {spec.index: self.codec.settle(pending, flat) for spec, flat, pending in dense}
+        dense = [(gradient.bucket, gradient.flat, pending) for gradient, pending in got if gradient.flat is not None]
+        memory = {bucket.index: self.codec.commit(pending, flat) for bucket, flat, pending in dense}
         if all(kept is None for kept in memory.values()):
             self.memory.update(memory)
-        elif ballot.weight and all(bool(part.isfinite().all()) for piece, _ in got for part in piece.parts):
-            for spec, _, _ in dense if self.codec.owes else ():
-                before, after = self.memory[spec.index], memory[spec.index]
-                memory[spec.index] = self.codec.retain(before, after, self._unused(spec, ballot.used))
+        elif vote.weight and all(bool(part.isfinite().all()) for gradient, _ in got for part in gradient.parts):
+            for bucket, _, _ in dense if self.codec.has_residual else ():
+                before, after = self.memory[bucket.index], memory[bucket.index]
+                memory[bucket.index] = self.codec.keep_unapplied(before, after, self._unused(bucket, vote.used))
             self.memory.update(memory)
 
-    def _unused(self, spec: Spec, used: bytes) -> list[slice]:
+    def _unused(self, bucket: Bucket, used: bytes) -> list[slice]:
         """Where the parameters lie in its piece that nobody used: no optimizer takes what was sent of them."""
-        first = sum(len(one.names) for one in self.specs[: spec.index])
-        ends = list(accumulate(spec.numels))
+        first = sum(len(one.names) for one in self.buckets[: bucket.index])
+        ends = list(accumulate(bucket.numels))
         return [
             slice(end - numel, end)
-            for end, numel, here in zip(ends, spec.numels, used[first : first + len(ends)], strict=True)
+            for end, numel, here in zip(ends, bucket.numels, used[first : first + len(ends)], strict=True)
             if not here
         ]
 
-    def collect(self, ballot: Ballot) -> Ballot:
+    def collect(self, vote: Vote) -> Vote:
         if self._flow is None:
-            return ballot
+            return vote
         flight, later = self._flight, self.overlap == "forward"
-        self._got = [] if later else [self.receive(flight, spec) for spec in self.specs]
+        self._got = [] if later else [self.receive(flight, bucket) for bucket in self.buckets]
         measured = self._before[0] if later and self._before else flight
-        ballot.ready, ballot.took = flight.ready(), measured.took()
-        ballot.multiply = self.choice.multiplication()
-        return ballot
+        vote.ready, vote.took = flight.ready(), measured.took()
+        vote.multiply = self.choice.multiplication()
+        return vote
 
-    def finish(self, tally: Tally) -> Agreement:
-        merged, ballots = tally.ballot, tally.ballots
+    def finish(self, tally: Tally) -> StepOutcome:
+        merged, votes = tally.vote, tally.votes
         if self._flow is None:
             return self._alone(merged)
         flight, later, got = self._flight, self.overlap == "forward", self._got
         self._got = []
-        coming: list[contract.Coming] = [
-            _Coming(self, flight, self.specs[i], merged) for group in flight.groups for i in group
+        coming: list[contract.PendingGradient] = [
+            _PendingGradient(self, flight, self.buckets[i], merged) for group in flight.groups for i in group
         ]
-        most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
+        most = [max(vote.rows[bucket.index] for vote in votes) for bucket in self.buckets]
         costs = self.choice.costs(flight.groups, most)
         measured = self._before if later else (flight, costs)
         self.choice.learn(merged, self._moved(*measured) if measured else [])
         self._before = (flight, costs) if later else None
-        redo = self.choice.again(merged, ballots)
+        redo = self.choice.needs_retry(merged, votes)
         if not merged.ok or redo:
-            for spec in self.specs if later else ():
-                self.receive(flight, spec)  # they lie in gradients that the step begins with again
-            return Agreement(Verdict.REDO, ballot=merged, drift=tally.drift)
+            for bucket in self.buckets if later else ():
+                self.receive(flight, bucket)  # they lie in gradients that the step begins with again
+            return StepOutcome(Decision.RETRY, vote=merged, drift=tally.drift)
         self.step += 1
         if later:
-            return Agreement(Verdict.APPLY, [], merged, tally.drift, coming)
+            return StepOutcome(Decision.COMMIT, [], merged, tally.drift, coming)
         if merged.finite:
             self.remember(got, merged)
-        return Agreement(Verdict.APPLY, [piece for piece, _ in got], merged, tally.drift)
+        return StepOutcome(Decision.COMMIT, [gradient for gradient, _ in got], merged, tally.drift)
 
-    def _moved(self, flight: Flight, costs: list[Cost]) -> list[Cost]:
+    def _moved(self, flight: StepSends, costs: list[CommCost]) -> list[CommCost]:
         """With the bytes that were sent, where they were packed: everyone has seen the same messages."""
         others, packed = self.link.size - 1, flight.packed_bytes
         for group in flight.groups:
@@ -233,22 +243,24 @@ class Exchange(contract.Exchange):
                 self.choice.left[i] = left
         return [self.choice.gathered(packed[i]) if i in packed else cost for i, cost in enumerate(costs)]
 
-    def _alone(self, ballot: Ballot) -> Agreement:
-        pieces = [self._flight.waiting[spec.index] for spec in self.specs]
-        self._flight = Flight(self.choice.groups, self.step)
-        redo = self.choice.again(ballot, [ballot]) or not ballot.ok
-        return Agreement(Verdict.REDO if redo else Verdict.APPLY, [] if redo else pieces, ballot)
+    def _alone(self, vote: Vote) -> StepOutcome:
+        gradients = [self._flight.waiting[bucket.index] for bucket in self.buckets]
+        self._flight = StepSends(self.choice.groups, self.step)
+        redo = self.choice.needs_retry(vote, [vote]) or not vote.ok
+        return StepOutcome(Decision.RETRY if redo else Decision.COMMIT, [] if redo else gradients, vote)
 
     def dealt(self, largest: float) -> None:
         self.choice.dealt(largest)
 
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        asks = toll(self.link, size)
-        forms = choose(specs, [rows] * len(specs), [rows * size] * len(specs), size, set(), self._absorbs, asks=asks)
-        total = Cost(0, 0)
-        for spec, form in zip(specs, forms, strict=True):
-            one = factor_cost(spec, rows, size, asks=asks) if form == FACTORS else dense_cost(spec, size, asks=asks)
-            total = Cost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
+        asks = cost_of(self.link, size)
+        forms = choose(
+            buckets, [rows] * len(buckets), [rows * size] * len(buckets), size, set(), self._absorbs, asks=asks
+        )
+        total = CommCost(0, 0)
+        for bucket, form in zip(buckets, forms, strict=True):
+            one = factor_cost(bucket, rows, size, asks=asks) if form == FACTORS else dense_cost(bucket, size, asks=asks)
+            total = CommCost(total.steps + one.steps, total.bytes + one.bytes, total.flops + one.flops)
         return total
 
     def state(self) -> dict[str, Any]:
@@ -259,7 +271,7 @@ class Exchange(contract.Exchange):
         if "forms" in state:
             self.choice.load(state)
         elif "owing" in state:
-            self.choice.owe(state["owing"])
+            self.choice.keep_dense(state["owing"])
 
     def rebuild(self, link: contract.Link) -> None:
         self.close()
@@ -272,15 +284,15 @@ class Exchange(contract.Exchange):
             self._flow.close()
 
 
-class _Coming(contract.Coming):
-    def __init__(self, exchange: Exchange, flight: Flight, spec: Spec, ballot: Ballot):
-        self.exchange, self.flight, self.spec, self.ballot = exchange, flight, spec, ballot
+class _PendingGradient(contract.PendingGradient):
+    def __init__(self, exchange: Exchange, flight: StepSends, bucket: Bucket, vote: Vote):
+        self.exchange, self.flight, self.bucket, self.vote = exchange, flight, bucket, vote
 
-    def arrived(self) -> bool:
-        return self.exchange._flow is not None and self.exchange._flow.has(self.flight, self.spec.index)
+    def ready(self) -> bool:
+        return self.exchange._flow is not None and self.exchange._flow.has(self.flight, self.bucket.index)
 
-    def wait(self) -> Piece:
+    def wait(self) -> Gradient:
         with self.exchange.link.waiting("what the last step agreed on"):
-            piece, pending = self.exchange.receive(self.flight, self.spec)
-        self.exchange.remember([(piece, pending)], self.ballot)
-        return piece
+            gradient, pending = self.exchange.receive(self.flight, self.bucket)
+        self.exchange.remember([(gradient, pending)], self.vote)
+        return gradient

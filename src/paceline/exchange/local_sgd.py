@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, Agreement, Ballot, Cost, Piece, Spec, Tally, Verdict
-from paceline.exchange.flow.cost_model import dense_cost, toll
+from paceline.contract import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.exchange.flow.cost_model import cost_of, dense_cost
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
 SAID = struct.Struct("<dBdd")
@@ -38,45 +38,45 @@ class Exchange(contract.Exchange):
 
     def open(
         self,
-        specs: Sequence[Spec],
+        buckets: Sequence[Bucket],
         link: contract.Link,
         codec: contract.Codec,
         rows: int = 1,
         seed: int = 0,
-        absorbs: bool = False,
+        optimizer_takes_factors: bool = False,
     ) -> None:
-        self.specs, self.link = specs, link
+        self.buckets, self.link = buckets, link
         self.step, self.samples = 0, 0.0
         self._asked = self._told = 0
         self._forget()
-        self.pieces: dict[int, Piece] = {}
+        self.gradients: dict[int, Gradient] = {}
 
     def _forget(self) -> None:
         self._spent: list[tuple[float, float]] = []  # (busy, fixed) of each step since the last average
         self._paces: tuple[tuple[float, float], ...] = ()  # of each node, a step on average, once told
 
     def forms(self) -> Sequence[str]:
-        return [DENSE] * len(self.specs)
+        return [DENSE] * len(self.buckets)
 
-    def offer(self, piece: Piece) -> None:
-        self.pieces[piece.spec.index] = piece
+    def put(self, gradient: Gradient) -> None:
+        self.gradients[gradient.bucket.index] = gradient
 
-    def collect(self, ballot: Ballot) -> Ballot:
-        return ballot
+    def collect(self, vote: Vote) -> Vote:
+        return vote
 
-    def finish(self, tally: Tally) -> Agreement:
-        ballot = tally.ballot
-        pieces, self.pieces = [self.pieces[spec.index] for spec in self.specs], {}
-        if not ballot.ok:
-            return Agreement(Verdict.REDO, ballot=ballot)
-        self.samples += ballot.weight
+    def finish(self, tally: Tally) -> StepOutcome:
+        vote = tally.vote
+        gradients, self.gradients = [self.gradients[bucket.index] for bucket in self.buckets], {}
+        if not vote.ok:
+            return StepOutcome(Decision.RETRY, vote=vote)
+        self.samples += vote.weight
         self.step += 1
         if self.link.size > 1:
             # what is told with an average counts for all from the next step on: who is asked to stop, who is slow
-            self._asked, ballot.stop, self._told = ballot.stop or self._asked, self._told, 0
-            self._spent.append((ballot.busy, ballot.fixed))
-            ballot.paces, self._paces = self._paces, ()
-        return Agreement(Verdict.APPLY, pieces, ballot)
+            self._asked, vote.stop_signal, self._told = vote.stop_signal or self._asked, self._told, 0
+            self._spent.append((vote.busy, vote.fixed))
+            vote.paces, self._paces = self._paces, ()
+        return StepOutcome(Decision.COMMIT, gradients, vote)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.step % self.period == 0:
@@ -91,7 +91,7 @@ class Exchange(contract.Exchange):
         said = [SAID.unpack(bytes(part.numpy())) for part in parts]
         everyone, self._told = sum(samples for samples, *_ in said), max(asked for _, asked, *_ in said)
         self._forget()
-        self._asked = 0  # it is told; who still asks does so with its next ballot
+        self._asked = 0  # it is told; who still asks does so with its next vote
         self._paces = tuple((busy, fixed) for *_, busy, fixed in said)
         share = self.samples / everyone if everyone else 1 / self.link.size
         handles = []
@@ -102,9 +102,9 @@ class Exchange(contract.Exchange):
             weight.detach().copy_(handle.wait().view(weight.shape))
         self.samples = 0.0
 
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        each = [dense_cost(spec, size, asks=toll(self.link, size)) for spec in specs]
-        return Cost(sum(one.steps for one in each) / self.period, sum(one.bytes for one in each) / self.period)
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
+        each = [dense_cost(bucket, size, asks=cost_of(self.link, size)) for bucket in buckets]
+        return CommCost(sum(one.steps for one in each) / self.period, sum(one.bytes for one in each) / self.period)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "samples": self.samples}

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import DENSE, Ballot, Cost, Piece, Spec
+from paceline.contract import DENSE, Bucket, CommCost, Gradient, Vote
 from paceline.exchange import allreduce
-from paceline.exchange.flow.cost_model import gathered, toll
-from paceline.exchange.flow.send_queue import Flight, Sent
+from paceline.exchange.flow.cost_model import cost_of, gathered
+from paceline.exchange.flow.send_queue import InFlight, StepSends
 from paceline.messages import Span, add_up, spans
 
 HEAD = 3  # values before the sums: how many shares there are, the first and the last + 1 that are here
@@ -35,42 +35,46 @@ class Exchange(allreduce.Exchange):
         super().__init__(DENSE)
 
     def forms(self) -> Sequence[str]:
-        return [DENSE] * len(self.specs)
+        return [DENSE] * len(self.buckets)
 
-    def _send(self, pieces: Sequence[Piece], flight: Flight) -> Sent:
+    def _send(self, gradients: Sequence[Gradient], flight: StepSends) -> InFlight:
         parts: list[Tensor] = []
-        for piece in pieces:
-            sums, (low, high), num_shares = piece.sums, piece.span, piece.num_shares
+        for gradient in gradients:
+            sums, (low, high), num_shares = gradient.sums, gradient.span, gradient.num_virtual_shards
             if sums is None:
-                assert piece.flat is not None
+                assert gradient.flat is not None
                 low, high, num_shares = self.link.rank, self.link.rank + 1, self.link.size
-                sums = {(low, high): piece.flat}
-            like = next(iter(sums.values())) if sums else piece.flat
+                sums = {(low, high): gradient.flat}
+            like = next(iter(sums.values())) if sums else gradient.flat
             assert like is not None
             parts = parts or [torch.tensor([num_shares, low, high], dtype=like.dtype, device=like.device)]
             parts += [sums[span] for span in spans((0, num_shares), low, high)]
-        payload, spec = torch.cat(parts), pieces[0].spec
-        what = f"gathering bucket {spec.index}: {', '.join(spec.names[:2])} ({payload.nbytes / 1e6:.1f} MB)"
+        payload, bucket = torch.cat(parts), gradients[0].bucket
+        what = f"gathering bucket {bucket.index}: {', '.join(bucket.names[:2])} ({payload.nbytes / 1e6:.1f} MB)"
         begin_s = self.link.threads.now()
-        return Sent(pieces, self._lane.all_gather(payload, what), begin_s)
+        return InFlight(gradients, self._lane.all_gather(payload, what), begin_s)
 
-    def receive(self, flight: Flight, spec: Spec) -> tuple[Piece, Any]:
+    def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
         assert self._flow
-        sent, place = self._flow.take(flight, spec.index)
-        before, sums, whole = sum(piece.spec.numel for piece in sent.pieces[:place]), dict[Span, Tensor](), (0, 0)
+        sent, place = self._flow.take(flight, bucket.index)
+        before, sums, whole = (
+            sum(gradient.bucket.numel for gradient in sent.gradients[:place]),
+            dict[Span, Tensor](),
+            (0, 0),
+        )
         for payload in sent.result:
             num_shares, low, high = (int(value) for value in payload[:HEAD].real.tolist())
             whole, here = (0, num_shares), spans((0, num_shares), low, high)
             start = HEAD + before * len(here)
             for i, span in enumerate(here):
-                sums[span] = payload[start + i * spec.numel : start + (i + 1) * spec.numel]
+                sums[span] = payload[start + i * bucket.numel : start + (i + 1) * bucket.numel]
         flat = add_up(whole, sums)
-        assert flat is not None, f"of {whole[1]} shares of {spec.names[0]} only {sorted(sums)} have come"
-        return Piece(spec, flat=flat), None
+        assert flat is not None, f"of {whole[1]} shares of {bucket.names[0]} only {sorted(sums)} have come"
+        return Gradient(bucket, flat=flat), None
 
-    def remember(self, got: Sequence[tuple[Piece, Any]], ballot: Ballot) -> None:
+    def remember(self, got: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
         """No codec has seen it."""
 
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> Cost:
-        each = [gathered(4 * spec.numel, size, toll(self.link, size)) for spec in specs]
-        return Cost(sum(one.steps for one in each), sum(one.bytes for one in each))
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
+        each = [gathered(4 * bucket.numel, size, cost_of(self.link, size)) for bucket in buckets]
+        return CommCost(sum(one.steps for one in each), sum(one.bytes for one in each))

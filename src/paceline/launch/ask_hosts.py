@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Far:
+class RemoteQuery:
     """How all are reached. ``names``: variables that go along; ``address``: of host ``first``, as others reach it."""
 
     way: Way

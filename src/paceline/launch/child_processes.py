@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-MOST_BYTES = 1 << 18  # that are kept of what a program says
+MAX_BYTES = 1 << 18  # that are kept of what a program says
 
 
-class Calls:
+class ChildProcesses:
     """While this is entered, SIGTERM is an exit like any other; at its end, whatever still runs is killed."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Calls:
         self._lock, self._over = threading.Lock(), False
         self._before: Any = None
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> ChildProcesses:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, _leave)
         return self
@@ -72,7 +72,7 @@ def hear(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
                 raise TimeoutError
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
-                said[key.fileobj] = (said[key.fileobj] + data)[-MOST_BYTES:]
+                said[key.fileobj] = (said[key.fileobj] + data)[-MAX_BYTES:]
                 if not data:
                     eyes.unregister(key.fileobj)
     try:

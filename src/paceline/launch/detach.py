@@ -32,7 +32,7 @@ from paceline.report.log import log
 VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
 RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
-GLANCE_S = 0.05
+POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -93,7 +93,7 @@ class Detached:
                     to.flush()
                 if over:
                     return None if until_begun and self.begun and self.running else self._end()
-                time.sleep(GLANCE_S)
+                time.sleep(POLL_S)
 
     def _end(self) -> int:
         if self.code is None:
@@ -114,7 +114,7 @@ class Detached:
 
     def wait_begun(self) -> None:
         while self.running and not self.begun:
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
 
     def check_here(self) -> None:
         if (host := self.about["host"]) != socket.gethostname():

@@ -15,7 +15,7 @@ from paceline.launch.local import num_processes
 from paceline.registry import PROCESSES, head, says
 
 COUNTED = "thread", "copy"  # a host's slots are as many of these
-MOST_SLOTS = 1024  # what is more is a port
+MAX_SLOTS = 1024  # what is more is a port
 USER = re.compile(r"[A-Za-z0-9_][^\s@:,\[\]]*")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
@@ -83,9 +83,9 @@ def parse(text: str) -> list[Host]:
         name, count = _apart(place)
         if not (NAME.fullmatch(name) or _is_ipv6(name)) or (at and not USER.fullmatch(user)):
             faults.append(f"{word!r} is no host name")
-        elif count is not None and not (count.isdecimal() and 0 < int(count) <= MOST_SLOTS):
+        elif count is not None and not (count.isdecimal() and 0 < int(count) <= MAX_SLOTS):
             faults.append(
-                f"{word!r} asks for {count!r} processes; a whole number from 1 to {MOST_SLOTS} stands after the colon, "
+                f"{word!r} asks for {count!r} processes; a whole number from 1 to {MAX_SLOTS} stands after the colon, "
                 f"and a port in ~/.ssh/config"
             )
         elif name in [host.name for host in hosts]:

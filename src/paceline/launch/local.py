@@ -23,17 +23,17 @@ from paceline import registry
 from paceline.environment import variable
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
-from paceline.launch.supervise.node_restarts import Again
+from paceline.launch.supervise.node_restarts import NodeRestarts
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.launch.supervise.trained_alone import Notes
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.ticket import JoinTicket
 from paceline.report.log import log
 
 GRACE_S = 15.0
-PATIENCE_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
-MOST_KEPT = 64  # ports, for those who start run after run
+TIMEOUT_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
+MAX_KEPT = 64  # ports, for those who start run after run
 AGAIN_S = 0.3  # in which a signal that comes again is the same one
-GLANCE_S = 0.02
+POLL_S = 0.02
 
 _kept = deque[int]()  # descriptors of `free_port`
 
@@ -59,7 +59,7 @@ def free_port() -> int:
         kept.bind(("127.0.0.1", 0))
         port = int(kept.getsockname()[1])
         _kept.append(kept.detach())
-    if len(_kept) > MOST_KEPT:
+    if len(_kept) > MAX_KEPT:
         os.close(_kept.popleft())
     return port
 
@@ -168,12 +168,12 @@ def start(
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, heard))
         stack.callback(team.end)
-        again: Again | None = None
+        again: NodeRestarts | None = None
         if folder and returns and base.get("PACELINE_NODES"):
             ticket = Path(variable("PACELINE_TICKET_FILE", base) or folder / "ticket.json")
             base["PACELINE_TICKET_FILE"] = str(ticket)
             stack.callback(ticket.unlink, missing_ok=True)
-            again = Again(ticket, returns, lambda owner: team.begin(owner, _joining(ticket, owner)))
+            again = NodeRestarts(ticket, returns, lambda owner: team.begin(owner, _joining(ticket, owner)))
         policy = Restarts(restarts)
         while True:
             _lay(team, base, node, meeting)
@@ -212,7 +212,7 @@ def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
 
 def _members(ticket: str) -> list[str]:
     try:
-        return list(Ticket.read(Path(ticket)).members)
+        return list(JoinTicket.read(Path(ticket)).members)
     except ValueError:
         return []
 
@@ -230,11 +230,11 @@ def _pause(orders: Asked, seconds: float) -> bool:
     """False where a signal came meanwhile."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not orders.received:
-        time.sleep(GLANCE_S)
+        time.sleep(POLL_S)
     return not orders.received
 
 
-def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending:
+def _watch(team: Team, orders: Asked, least: int, again: NodeRestarts | None) -> Ending:
     """Until all have ended, or had their time."""
     failed: int | None = None
     killed = False
@@ -258,7 +258,7 @@ def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending
         if orders.hurry or failed is not None or (orders.received and ended) or len(orders.received) > 1:
             allowed_s = GRACE_S
         else:
-            allowed_s = PATIENCE_S if orders.received else float("inf")
+            allowed_s = TIMEOUT_S if orders.received else float("inf")
         if time.monotonic() + allowed_s < end:
             end, limit_s = time.monotonic() + allowed_s, allowed_s
         if None not in codes and (least or not coming):
@@ -268,12 +268,12 @@ def _watch(team: Team, orders: Asked, least: int, again: Again | None) -> Ending
             log.error(f"{len(left)} processes did not end within {limit_s:.0f} s; killed")
             failed = failed or -signal.SIGKILL
             break
-        time.sleep(GLANCE_S)
+        time.sleep(POLL_S)
     _tell(team, orders, said)
     return _ending(team, least, failed, killed)
 
 
-def _go_on(states: Mapping[int, str], least: int, again: Again | None) -> bool:
+def _go_on(states: Mapping[int, str], least: int, again: NodeRestarts | None) -> bool:
     """Whether the run does, after some nodes have failed."""
     lost = [node for node, state in states.items() if state == FAILED]
     if not least:  # the other nodes are elsewhere, and this one may come back

@@ -26,7 +26,7 @@ from paceline.launch import local, output
 from paceline.launch.deploy import receive
 from paceline.launch.supervise.local_nodes import DONE
 from paceline.launch.supervise.node_lock import Seat
-from paceline.link.net.ticket import Ticket
+from paceline.link.net.ticket import JoinTicket
 from paceline.report.log import log
 
 STARTED = b"\x06paceline has started\x06"
@@ -128,7 +128,7 @@ def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> i
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
         path = Path(variable("PACELINE_TICKET_FILE", environment) or Path(folder, "ticket.json"))
         environment["PACELINE_TICKET_FILE"] = str(path)
-        Ticket(environment["PACELINE_SECRET"], **said["ticket"]).write(path)
+        JoinTicket(environment["PACELINE_SECRET"], **said["ticket"]).write(path)
     code = local.start(
         said["command"],
         said["engine"],

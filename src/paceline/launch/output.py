@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
 
-MOST = 2000  # bytes of `last`
+MAX_LAST_BYTES = 2000  # bytes of `last`
 LONGEST = 64 << 20  # of a line, which then is cut
 BAR_S = 1.0  # between two states of a progress bar that are shown
 # sequences that begin with an escape, whole, and every other character that is a control, but tabs and ends of lines
@@ -65,7 +65,7 @@ class Lines:
             self._rest = bytearray(rest)
             telling = next((line for line in reversed(lines) if line.strip()), None)
             if telling is not None:
-                self.last = telling[:MOST].decode(errors="replace")
+                self.last = telling[:MAX_LAST_BYTES].decode(errors="replace")
             if lines:
                 self._write(lines)
         elif b"\r" in first and self.marked and time.monotonic() - self._drawn_s > BAR_S:
@@ -128,8 +128,8 @@ class Lines:
 
 
 PR_SET_PDEATHSIG = 1
-GLANCE_S = 0.02
-MOST_BYTES = 1 << 24  # of each stream, that are kept for who does not read
+POLL_S = 0.02
+MAX_BYTES = 1 << 24  # of each stream, that are kept for who does not read
 PART_BYTES = 1 << 16
 STOPPED_S = 5.0  # without a byte read, before the oldest are given up
 LINGER_S = 10.0  # at the end, for who reads nothing
@@ -191,13 +191,13 @@ class Sink:
     @property
     def takes(self) -> bool:
         """More than MOST_BYTES, and then without the oldest, where nobody has read for long."""
-        return len(self.waits) < MOST_BYTES or time.monotonic() - self._moved_s > STOPPED_S
+        return len(self.waits) < MAX_BYTES or time.monotonic() - self._moved_s > STOPPED_S
 
     def put(self, data: bytes) -> None:
         if not self.waits:
             self._moved_s = time.monotonic()
         self.waits += data
-        if (more := len(self.waits) - MOST_BYTES) > len(data):
+        if (more := len(self.waits) - MAX_BYTES) > len(data):
             end = self.waits.find(b"\n", more) + 1 or more  # the rest of a line as well
             self._lost += end
             del self.waits[:end]
@@ -236,7 +236,7 @@ def _pump(sinks: dict[int, Sink], child: int) -> int:
                     signal.signal(number, signal.SIG_IGN)  # there is nobody to pass them on to
         open_for = [source for source in sources if sinks[source].takes]
         full = len(open_for) < len(sources)
-        ready = _ready(open_for, sinks.values(), 0 if ended and not full else GLANCE_S)
+        ready = _ready(open_for, sinks.values(), 0 if ended and not full else POLL_S)
         for sink in sinks.values():
             if sink.number in ready and sink.waits:
                 sink.flush()

@@ -21,18 +21,18 @@ from paceline.launch import detach
 from paceline.launch.child_processes import kill
 from paceline.launch.doctor.preflight import LOST
 from paceline.launch.hosts import OWN_PATH, Host, Way
-from paceline.launch.local import GRACE_S, PATIENCE_S, num_processes, once
+from paceline.launch.local import GRACE_S, TIMEOUT_S, num_processes, once
 from paceline.launch.node_agent import SAYS, STARTED
 from paceline.launch.output import Lines, shown
 from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS
-from paceline.launch.supervise.node_restarts import PAUSE_S, RETURNS
+from paceline.launch.supervise.node_restarts import RETRY_DELAY_S, RETURNS
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.report.log import log
 
 NODE = f"{OWN_PATH}; from paceline.launch import node_agent; sys.exit(node_agent.main())"
-GLANCE_S = 0.1
-MOST_PAUSE_S = 30.0  # between two attempts to reach a host
+POLL_S = 0.1
+MAX_PAUSE_S = 30.0  # between two attempts to reach a host
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
@@ -208,11 +208,11 @@ def _meet_again(orders: Orders, received: Sequence[int], pause_s: float) -> tupl
         while time.monotonic() < later:
             if received:
                 return None
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         try:
             return orders.meet() if orders.meet else orders.meeting
         except ValueError as error:
-            pause_s = min(2 * max(pause_s, PAUSE_S), MOST_PAUSE_S)
+            pause_s = min(2 * max(pause_s, RETRY_DELAY_S), MAX_PAUSE_S)
             over = time.monotonic() + pause_s > end
             if over or not told:
                 log.log(logging.ERROR if over else logging.WARNING, str(error))
@@ -299,14 +299,14 @@ def _watch(
     first: Node | None = None
     code = 0
     told, end, late = 0, float("inf"), float("inf")
-    stay, lines = detach.left(), Again(nodes, orders)
+    stay, lines = detach.left(), HostRestarts(nodes, orders)
     sys.stdout.flush()
     with selectors.DefaultSelector() as selector:
         for node in nodes:
             node.register(selector)
         while True:
             over = all(node.process.poll() is not None for node in nodes)
-            ready = selector.select(0 if over else GLANCE_S)
+            ready = selector.select(0 if over else POLL_S)
             for key, _ in ready:
                 if not key.data.pass_on():
                     selector.unregister(key.fileobj)
@@ -330,7 +330,7 @@ def _watch(
                         other.tell(signal.SIGTERM)
                     other.tell(0)
             if first or received:
-                allowed_s = GRACE_S if first or told > 1 else PATIENCE_S
+                allowed_s = GRACE_S if first or told > 1 else TIMEOUT_S
                 end = min(end, time.monotonic() + allowed_s + MARGIN_S)
             if received:
                 late = min(late, time.monotonic() + START_S)
@@ -345,7 +345,7 @@ def _watch(
                 return (first, code or first.code) if first else None
 
 
-class Again:
+class HostRestarts:
     """Hosts whose lines are lost are reached again by their names, and start their nodes as joining nodes there."""
 
     def __init__(self, nodes: list[Node], orders: Orders):
@@ -373,7 +373,7 @@ class Again:
                 self._count.pop(node.index, None)
         for node in [node for node in self.nodes if self._away(node)]:
             since_s, count = self._lost_s.setdefault(node.index, now), self._count.get(node.index, 0)
-            due_s = self._next_s.setdefault(node.index, now + min(PAUSE_S * 2.0**count, MOST_PAUSE_S))
+            due_s = self._next_s.setdefault(node.index, now + min(RETRY_DELAY_S * 2.0**count, MAX_PAUSE_S))
             if now < due_s or now - since_s > wait_s():
                 continue
             del self._next_s[node.index]

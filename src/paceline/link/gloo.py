@@ -22,19 +22,19 @@ import torch.distributed
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, Detect, FailureDetector, LinkError, Waits
+from paceline.contract import CommCost, Detect, FailureDetector, LinkError, Waits
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, shut_after, watched
 from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.works import PATIENCE_S, All, Done, Patient, Promise, Then, first_line, outlive
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.works import TIMEOUT_S, All, Done, Patient, Promise, Then, first_line, outlive
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 LARGE_BYTES = 1 << 16  # of a gather, whose copies cost more than another message
 STRETCH_BYTES = 1 << 19  # of a gather: larger ones, which go both ways at once, take half as long again at 100 Mbit/s
-GLANCE_S = 0.5
+POLL_S = 0.5
 AGAIN_S = 2.5  # in which each must reach each after a loss: a first packet that is lost is sent again after 1 s
 LEFT_S = 30.0  # in which what a peer sent before it left has arrived
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
@@ -57,9 +57,9 @@ class Link(contract.Link):
         port: int,
         generation: int = 0,
         detect: Detect | None = None,
-        whereabouts: Waits | None = None,
+        activity: Waits | None = None,
     ):
-        self.whereabouts = whereabouts
+        self.activity = activity
         self._begin(*join(rank, size, host, port, generation, secret=self.secret()), generation, detect)
 
     @staticmethod
@@ -68,7 +68,7 @@ class Link(contract.Link):
         return secret_of_environment()
 
     def _begin(
-        self, meeting: Meeting, store: Any, members: Sequence[Member], generation: int, detect: Detect | None
+        self, meeting: StoreClient, store: Any, members: Sequence[Member], generation: int, detect: Detect | None
     ) -> None:
         self.rank, self.size, self.generation, self.sent_bytes = meeting.rank, meeting.size, generation, 0
         self.meeting, self.store, self.members = meeting, store, members
@@ -84,16 +84,16 @@ class Link(contract.Link):
             outlive(thing)
         self._introduce()
         self._group = self._make_group("control")
-        self.meeting.patience_s = PATIENCE_S  # from here on the detector tells who is lost
+        self.meeting.patience_s = TIMEOUT_S  # from here on the detector tells who is lost
 
     def _introduce(self) -> None:
         """What all must know of each other before they are connected."""
 
     @classmethod
-    def of(cls, meeting: Meeting, generation: int, detect: Detect | None, whereabouts: Waits | None) -> Link:
+    def of(cls, meeting: StoreClient, generation: int, detect: Detect | None, activity: Waits | None) -> Link:
         """Of all who are at the meeting. Raises LinkError, and leaves it."""
         link = object.__new__(cls)
-        link.whereabouts = whereabouts
+        link.activity = activity
         try:
             store = dist.PrefixStore(f"paceline/{generation}", meeting)
             link._begin(meeting, store, introduce(meeting, store, AGAIN_S), generation, detect)
@@ -136,7 +136,7 @@ class Link(contract.Link):
         """Through a device of its own, where nobody else comes once all are connected."""
         address = self.members[self.rank].address
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._timeout = timedelta(seconds=TIMEOUT_S)
         options._threads = 2
         with shut_after(address, lambda: dist.ProcessGroupGloo.create_device(hostname=address)) as device:
             outlive(device)
@@ -207,7 +207,7 @@ class Link(contract.Link):
         row_bytes = tensor.itemsize * math.prod(tensor.shape[1:])
         # side by side, so that who joins them need not copy
         parts = list(torch.split(tensor.new_empty((sum(rows), *tensor.shape[1:])), rows))
-        if self.quick and self.size == 2 and sum(rows) * row_bytes >= LARGE_BYTES:
+        if self.high_bandwidth and self.size == 2 and sum(rows) * row_bytes >= LARGE_BYTES:
             # gloo's gather copies all of it twice, and a broadcast goes straight into its place
             parts[self.rank].copy_(tensor)
             ways = [(part, rank) for rank, part in enumerate(parts) if part.numel()]
@@ -215,7 +215,7 @@ class Link(contract.Link):
             return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
         works = [
             self._start(partial(self._group.allgather, [[part[i:j] for part in parts]], [tensor[i:j]]), what)
-            for i, j in _stretches(min(rows), row_bytes, sys.maxsize if self.quick else STRETCH_BYTES)
+            for i, j in _stretches(min(rows), row_bytes, sys.maxsize if self.high_bandwidth else STRETCH_BYTES)
         ]
         # what is more, by a broadcast each: nobody sends rows that another has not
         parts[self.rank][min(rows) :] = tensor[min(rows) :]
@@ -249,16 +249,16 @@ class Link(contract.Link):
         work = self._start(lambda: Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         others = self.size - 1
         if operation in ("sum", "max", "reduce-scatter"):
-            return Cost(2 * others, 2 * others / self.size * num_bytes)
+            return CommCost(2 * others, 2 * others / self.size * num_bytes)
         if operation == "all-gather":
-            return Cost(others, others * num_bytes)
+            return CommCost(others, others * num_bytes)
         if operation == "broadcast":
             rounds = math.ceil(math.log2(self.size))
-            return Cost(rounds, rounds * num_bytes)
-        return Cost(1, num_bytes if operation == "send" else 0)
+            return CommCost(rounds, rounds * num_bytes)
+        return CommCost(1, num_bytes if operation == "send" else 0)
 
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
@@ -300,13 +300,13 @@ class _Handle(contract.Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         with self.link.waiting(self.what):
-            return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
+            return self._wait(TIMEOUT_S if deadline_s is None else deadline_s)
 
     def _wait(self, patience_s: float) -> Any:
         start = time.monotonic()
         while True:
             try:
-                self.work.wait(timedelta(seconds=min(GLANCE_S, patience_s)))
+                self.work.wait(timedelta(seconds=min(POLL_S, patience_s)))
                 return self.result()
             except RuntimeError:
                 waited_s = time.monotonic() - start
@@ -321,7 +321,7 @@ class _Handle(contract.Handle):
     def _settled(self, waited_s: float) -> Any:
         """A wait may expire in the very moment in which the operation ends well: only asking again tells."""
         try:
-            self.work.wait(timedelta(seconds=GLANCE_S))
+            self.work.wait(timedelta(seconds=POLL_S))
         except RuntimeError as error:
             raise self.link.lost(self.what, waited_s, error) from None
         return self.result()

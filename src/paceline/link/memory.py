@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, LinkError
+from paceline.contract import CommCost, LinkError
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 Key = tuple[str, int]  # a lane, and the number of a message on it
 
@@ -30,7 +30,7 @@ class Hub:
     ``ids``: who the ranks are, whatever generation they belong to. Nothing is late and nothing is lost here.
     """
 
-    patience_s = PATIENCE_S
+    patience_s = TIMEOUT_S
 
     def __init__(self, size: int, ids: Sequence[int] = (), threads: contract.Threads | None = None):
         self.size, self.ids = size, tuple(ids or range(size))
@@ -42,7 +42,7 @@ class Hub:
         self.leaving: set[int] = set()  # to meet
         self.came: set[int] = set()
         self.next: Hub | None = None
-        self.came_late: tuple[contract.Guest, ...] = ()  # the last of its ranks, which were none in the one before
+        self.came_late: tuple[contract.Joiner, ...] = ()  # the last of its ranks, which were none in the one before
 
     def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
         """Calls ``put(receiver)`` for each, of whom the sender may be one."""
@@ -69,7 +69,7 @@ class Hub:
         """Its training is over: the others need not wait for it any more."""
         self.kill(rank, "has left")
 
-    def meet(self, rank: int, admits: Sequence[contract.Guest] = ()) -> tuple[Hub, int]:
+    def meet(self, rank: int, admits: Sequence[contract.Joiner] = ()) -> tuple[Hub, int]:
         """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
         or patience ends. Raises LinkError for who comes later."""
         self.leaving.add(rank)
@@ -196,10 +196,10 @@ class Link(contract.Link):
         key = self._number(f"{peer} to {self.rank}, tag {tag}")
         return _Handle(self, key, (peer,), lambda parts: tensor.copy_(parts[0][1]))
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         if operation in ("send", "recv"):
-            return Cost(1, num_bytes if operation == "send" else 0)
-        return Cost(1, num_bytes * (self.size - 1))
+            return CommCost(1, num_bytes if operation == "send" else 0)
+        return CommCost(1, num_bytes * (self.size - 1))
 
     def close(self) -> None:
         """The others need not wait for this rank any more."""
@@ -216,7 +216,7 @@ class Members(contract.Membership):
     def stand_by(self, least: int = 1) -> None:
         pass
 
-    def reconfigure(self, admits: Sequence[contract.Guest] = ()) -> contract.View:
+    def reconfigure(self, admits: Sequence[contract.Joiner] = ()) -> contract.View:
         before = self.link.hub
         hub, rank = before.meet(self.link.rank, admits)
         self.link = Link(hub, rank, self.link.generation + 1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Cost, Detect, FailureDetector, LinkError, Waits
+from paceline.contract import CommCost, Detect, FailureDetector, LinkError, Waits
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
 from paceline.link.net.mpi_progress import Flight, library
@@ -32,8 +32,8 @@ from paceline.link.net.route import is_loopback
 from paceline.registry import LINK
 
 JOIN_S = 60.0
-PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
-GLANCE_S = 0.2
+TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
+POLL_S = 0.2
 LEFT_S = 8.0  # in which what a peer sent before it left has arrived
 NAME_BYTES = 1024
 
@@ -57,7 +57,7 @@ class Link(contract.Link):
         port: int = 0,
         generation: int = 0,
         detect: Detect | None = None,
-        whereabouts: Waits | None = None,
+        activity: Waits | None = None,
     ):
         self.rank, self.size, self.generation, self.sent_bytes = rank, size, generation, 0
         started = os.environ.get("OMPI_COMM_WORLD_SIZE", str(size))
@@ -75,7 +75,7 @@ class Link(contract.Link):
                 f"({self._library.mpi.Get_library_version().partition(',')[0]}), or set PACELINE_LINK={LINK}"
             )
         self.detector: FailureDetector | None = None
-        self.whereabouts = whereabouts
+        self.activity = activity
         self.hosts = [f"the node of rank {r}" for r in range(size)]
         self._library.unclosed.add(self)
         self._comm = self._duplicate(world, "joining the others")
@@ -197,17 +197,17 @@ class Link(contract.Link):
         start = partial(self._comm.Irecv, self._memory(tensor), peer, tag)
         return self._fly("recv", tensor.nbytes, f"receive from rank {peer}", start, lambda: tensor, tensor)
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         size, others, rounds = self.size, self.size - 1, math.ceil(math.log2(self.size))
         if operation in ("sum", "max"):
-            return Cost(2 * rounds, 2 * others * num_bytes // size)
+            return CommCost(2 * rounds, 2 * others * num_bytes // size)
         if operation == "all-gather":
-            return Cost(others, others * num_bytes)
+            return CommCost(others, others * num_bytes)
         if operation == "reduce-scatter":
-            return Cost(2 * rounds, others * (size + 1) * num_bytes // size**2)
+            return CommCost(2 * rounds, others * (size + 1) * num_bytes // size**2)
         if operation == "broadcast":
-            return Cost(rounds, others * num_bytes // size)
-        return Cost(1, num_bytes if operation == "send" else 0)
+            return CommCost(rounds, others * num_bytes // size)
+        return CommCost(1, num_bytes if operation == "send" else 0)
 
     def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
@@ -252,11 +252,11 @@ class _Handle(contract.Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         with self.link.waiting(self.what):
-            return self._wait(PATIENCE_S if deadline_s is None else deadline_s)
+            return self._wait(TIMEOUT_S if deadline_s is None else deadline_s)
 
     def _wait(self, patience_s: float) -> Any:
         start, flight, detector = time.monotonic(), self.flight, self.link.detector
-        while flight and not self.link._library.progress.wait(flight, min(GLANCE_S, patience_s)):
+        while flight and not self.link._library.progress.wait(flight, min(POLL_S, patience_s)):
             waited_s = time.monotonic() - start
             if waited_s > SILENT_S and (address := unanswered(self.link._addresses)) and not self.done():
                 raise self.link.cut_off(self.what, waited_s, address)

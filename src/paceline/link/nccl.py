@@ -20,10 +20,10 @@ from torch import Tensor
 
 from paceline.contract import Detect, Waits
 from paceline.link import gloo as plain
-from paceline.link.net.works import PATIENCE_S
+from paceline.link.net.works import TIMEOUT_S
 from paceline.registry import LINK
 
-GLANCE_S = 5e-5  # a step's messages are some: the host looks often
+POLL_S = 5e-5  # a step's messages are some: the host looks often
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -41,10 +41,10 @@ class Link(plain.Link):
         port: int,
         generation: int = 0,
         detect: Detect | None = None,
-        whereabouts: Waits | None = None,
+        activity: Waits | None = None,
     ):
         self.check()
-        super().__init__(rank, size, host, port, generation, detect, whereabouts)
+        super().__init__(rank, size, host, port, generation, detect, activity)
 
     @staticmethod
     def check() -> None:
@@ -60,7 +60,7 @@ class Link(plain.Link):
 
     def _device_group(self, store: Any) -> Any:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=PATIENCE_S)
+        options._timeout = timedelta(seconds=TIMEOUT_S)
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def abandon(self) -> None:
@@ -125,5 +125,5 @@ class Work:
         while not self.work.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("not yet")
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         self.work.wait()  # over: raises what went wrong, and lets this thread's stream see the result

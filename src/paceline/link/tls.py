@@ -18,7 +18,7 @@ import torch.distributed
 from torch import Tensor
 
 from paceline.link import gloo as plain
-from paceline.link.net.auth import Hiding, secret_of_environment
+from paceline.link.net.auth import EncryptionKey, secret_of_environment
 from paceline.link.net.collective_rounds import bounds
 from paceline.link.net.route import REACH_S
 from paceline.link.net.tls_mesh import Identity, Mesh, check
@@ -35,7 +35,7 @@ dist: Any = torch.distributed  # its stubs leave out what we use
 class Link(plain.Link):
     """One node's end, as `link.gloo`'s. Raises ValueError without PACELINE_SECRET, or the package cryptography."""
 
-    carrier, hides, wide = "TLS", True, True
+    carrier, hides, accumulates_fp32 = "TLS", True, True
     package = ("cryptography", "encrypt")
 
     @staticmethod
@@ -47,7 +47,7 @@ class Link(plain.Link):
                 "makes one for each run: where ranks are started in another way, give all of them the same, such as "
                 "`openssl rand -hex 32` prints"
             )
-        return Hiding(secret)
+        return EncryptionKey(secret)
 
     def _introduce(self) -> None:
         self._identity = Identity()

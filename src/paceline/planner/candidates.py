@@ -22,7 +22,7 @@ ALLOWED = {"exact": 0, "rounded": 1, "approximate": 2}
 
 
 @dataclass(frozen=True)
-class Facts:
+class JobFacts:
     """What rows depend on, of a model and its optimizer. *Units*: bytes; activations for the whole batch."""
 
     rows: int = 1
@@ -44,7 +44,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Way:
+class EngineSpec:
     """A row taken apart: ``copies`` of the model on a share of the batch each, with ``threads`` each."""
 
     engine: str
@@ -57,7 +57,7 @@ class Way:
         return self.copies if says("engine", self.engine, "starts_processes") else 1
 
 
-def split(row: str, cores: int) -> Way:
+def split(row: str, cores: int) -> EngineSpec:
     """Raises ValueError for what is no row."""
     head, *words = current("engine", row).split("+")
     engine, _, count = head.partition(":")
@@ -70,11 +70,11 @@ def split(row: str, cores: int) -> Way:
     counts = says("engine", engine, "counts")
     k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
     if counts == "copy":
-        return Way(engine, k, max(1, cores // k), tuple(words))
-    return Way(engine, 1, cores if counts == "share" else k, tuple(words))
+        return EngineSpec(engine, k, max(1, cores // k), tuple(words))
+    return EngineSpec(engine, 1, cores if counts == "share" else k, tuple(words))
 
 
-def fidelity(row: str, facts: Facts | None = None) -> str:
+def fidelity(row: str, facts: JobFacts | None = None) -> str:
     """As the table says it: "exact", "exact, local BN", "rounded"."""
     level = "rounded" if set(row.split("+")) & set(ROUNDED) else "exact"
     shared = split(row, 1).copies > 1 and facts is not None and facts.batch_norm
@@ -101,7 +101,7 @@ def planned() -> tuple[str, ...]:
 
 
 def candidates(
-    level: str, machine: Machine, facts: Facts, engines: tuple[str, ...], compile_too: bool = False
+    level: str, machine: Machine, facts: JobFacts, engines: tuple[str, ...], compile_too: bool = False
 ) -> list[str]:
     """The baseline first; then every engine, then the same with words, those beyond ``level`` last.
 
@@ -116,7 +116,7 @@ def candidates(
     return sorted(found, key=lambda row: not allowed(row, level))
 
 
-def _engines(machine: Machine, facts: Facts, engines: tuple[str, ...]) -> Iterator[str]:
+def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Iterator[str]:
     cores, halves = machine.cores, machine.cores // 2
     if facts.device != "cpu" or cores == 1:
         return
@@ -131,7 +131,7 @@ def _engines(machine: Machine, facts: Facts, engines: tuple[str, ...]) -> Iterat
                 yield f"{engine}:{count}"
 
 
-def _numerics(machine: Machine, facts: Facts) -> Iterator[str]:
+def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:
     on_gpu = facts.device != "cpu"
     layouts = ["", "channels_last"] if facts.images else [""]
     yield from layouts
@@ -141,7 +141,7 @@ def _numerics(machine: Machine, facts: Facts) -> Iterator[str]:
     yield from ("+".join(filter(None, (half, layout))) for half in halves for layout in layouts)
 
 
-def needed_bytes(row: str, facts: Facts, cores: int) -> int:
+def needed_bytes(row: str, facts: JobFacts, cores: int) -> int:
     """Memory of all processes together, roughly: weights and optimizer state once, gradients per copy."""
     way = split(row, cores)
     bytes_ = way.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes

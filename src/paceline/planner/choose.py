@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.planner.candidates import Facts, allowed, fidelity
+from paceline.planner.candidates import JobFacts, allowed, fidelity
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, TIE, Row
 from paceline.registry import BASELINE, head, says
@@ -47,17 +47,17 @@ def equal(one: Trial, other: Trial) -> bool:
     return slow.step_s - fast.step_s <= max(noise_s, SAME * fast.step_s)
 
 
-def contest(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
+def run_off(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
     """The allowed rows that ran, the fastest first."""
     ran = [one for one in candidates if one.ran and allowed(one.engine, level)]
     return sorted(ran, key=lambda one: one.step_s)
 
 
 def choose(
-    candidates: Sequence[Candidate], level: str = "exact", facts: Facts | None = None
+    candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None
 ) -> tuple[str, str, tuple[Row, ...]]:
     """(chosen, reason, rows). Raises ValueError when no candidate ran or could: the first one's error says why."""
-    ranking = contest(candidates, level)
+    ranking = run_off(candidates, level)
     if not ranking or not ranking[0].ran:
         return _foretold(candidates, level, facts)
     fastest = ranking[0]
@@ -81,7 +81,7 @@ def choose(
     return best.engine, why, rows
 
 
-def _foretold(candidates: Sequence[Candidate], level: str, facts: Facts | None) -> tuple[str, str, tuple[Row, ...]]:
+def _foretold(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
     """By prediction alone, where there was no time to try anything."""
     hopes = [one for one in candidates if one.predicted_s and not one.trial and not one.refusal]
     hopes = [one for one in hopes if allowed(one.engine, level)]
@@ -121,7 +121,7 @@ def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
     return f"not tried: predicted {behind:.0%} slower" if behind > 0 else "not tried: no time left"
 
 
-def _row(one: Candidate, base: Candidate, facts: Facts | None, reason: str) -> Row:
+def _row(one: Candidate, base: Candidate, facts: JobFacts | None, reason: str) -> Row:
     ran = one.ran
     return Row(
         one.engine,

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.ask_hosts import Far
+from paceline.launch.ask_hosts import RemoteQuery
 from paceline.launch.hosts import Host
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
-from paceline.planner.cluster_model import Sent, Sums, Wire, ring
+from paceline.planner.cluster_model import NetworkModel, Sent, Sums, ring
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, Try
 from paceline.planner.measure.node_agent import measure_node
 from paceline.planner.measure.pairs import between
@@ -41,7 +41,7 @@ Show = Callable[[str], None]
 
 def make_over(
     hosts: Sequence[Host],
-    far: Far,
+    far: RemoteQuery,
     command: Sequence[str],
     *,
     fidelity: str = "exact",
@@ -63,7 +63,7 @@ def make_over(
     show("measuring the network between the hosts")
     wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
     show("measuring each host by itself")
-    budget_s = budget_s or planning.LEAST_BUDGET_S  # what is waited for must have an end
+    budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
     asked = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
     said = far.ask(hosts, asked, limit_s)
@@ -74,7 +74,7 @@ def make_over(
         raise ValueError(f"the hosts gave the same script different batch sizes: {told}; make it the same everywhere")
     places = {name: i for i, name in enumerate(names)}
 
-    def wire(count: int) -> Wire:
+    def wire(count: int) -> NetworkModel:
         among = [places[node.name] for node in survey.nodes[:count]]
         return wires.among(among, sums_by(wires.collective)) if len(hosts) > 1 else _unmeasured()
 
@@ -104,7 +104,7 @@ def imagine(
     return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), sentence
 
 
-def _unmeasured() -> Wire:
+def _unmeasured() -> NetworkModel:
     return dataclasses.replace(UNMEASURED, sums=sums_by(os.environ.get("PACELINE_COLLECTIVE", "")))
 
 
@@ -142,7 +142,7 @@ def promising(tries: Sequence[Try]) -> list[Try]:
     return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)][:TRIES]
 
 
-def _run(far: Far, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
+def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
     times = one.team.nodes if one.team.batch == EACH else 1
     asked: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.planner.step_model import DENSE, FACTORS, Line, Part, Ways
+from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
 
-VOTE_BYTES = 1024  # of a ballot
+VOTE_BYTES = 1024  # of a vote
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
 SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
 NORM_BYTES = 8  # of a value that batch norm adds up
-PAUSE_S = 0.2  # after which TCP begins anew: the least time-out of Linux
+TCP_TIMEOUT_S = 0.2  # after which TCP begins anew: the least time-out of Linux
 WINDOW_BYTES = 10 * 1448  # that it begins with
 FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
 
@@ -52,7 +52,7 @@ def ring(nodes: int, numel: int, item_bytes: int) -> Sent:
 
 
 @dataclass(frozen=True)
-class Wire:
+class NetworkModel:
     """Between any two of the nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
 
     ``adding_s``: what a summed byte costs beyond its way. ``cpu_s``: of a core, per byte that is sent and received,
@@ -82,7 +82,7 @@ class Wire:
     def slow(self) -> bool:
         return 1 / self.bytes_per_s >= SLOW_S
 
-    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> Wire:
+    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> NetworkModel:
         """Another line between the same machines."""
         rate = self.bytes_per_s if bits_per_s is None else bits_per_s * FRAME / 8
         return replace(self, bytes_per_s=rate, latency_s=self.latency_s if latency_s is None else latency_s)
@@ -111,7 +111,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Travel:
+class WireFormat:
     """What each value costs on the wire, on nodes that all send alike."""
 
     dense_bytes: float
@@ -120,20 +120,20 @@ class Travel:
     item_bytes: float = 4.0
 
     @classmethod
-    def of(cls, lines: Sequence[Line]) -> Travel:
+    def of(cls, lines: Sequence[StepModel]) -> WireFormat:
         """Factors are thin where they are on every node."""
         dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
         factors = max(line.ways.factor_bytes or line.item_bytes for line in lines)
         return cls(max(dense), factors, lines[0].ways, max(line.item_bytes for line in lines))
 
     @property
-    def fair(self) -> Travel:
+    def fair(self) -> WireFormat:
         """As forms are compared: a codec that loses something does not win against factors that lose nothing."""
         ways = replace(self.ways, gathers=False)
         return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 
-def traffic(part: Part, form: str, nodes: int, rows: float, travel: Travel, sums: Sums = ring) -> Sent:
+def traffic(part: LayerTiming, form: str, nodes: int, rows: float, travel: WireFormat, sums: Sums = ring) -> Sent:
     """``rows``: the most that any node has."""
     if form != FACTORS and not travel.ways.gathers:
         return sums(nodes, part.numel, int(travel.dense_bytes))
@@ -141,24 +141,24 @@ def traffic(part: Part, form: str, nodes: int, rows: float, travel: Travel, sums
     return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
 
 
-def packed(part: Part, form: str, nodes: int, ways: Ways) -> float:
+def packed(part: LayerTiming, form: str, nodes: int, ways: Ways) -> float:
     """What is left of its bytes on a slow wire."""
     if form != FACTORS and ways.gathers:
         return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 
 
-def choose(lines: Sequence[Line], wire: Wire) -> list[str]:
+def choose(lines: Sequence[StepModel], wire: NetworkModel) -> list[str]:
     """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
     form takes clearly less time on the wire and in multiplying them out."""
     nodes = len(lines)
     if nodes == 1:
         return lines[0].alone()
-    travel = Travel.of(lines)
+    travel = WireFormat.of(lines)
     return [_form([line.parts[i] for line in lines], wire, travel) for i in range(len(lines[0].parts))]
 
 
-def _form(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> str:
+def _form(everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat) -> str:
     """``everywhere``: one part, as each node has it."""
     if not (travel.ways.factors and _can(everywhere)):
         return DENSE
@@ -168,11 +168,13 @@ def _form(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> str:
     return sooner if clear else fewer
 
 
-def _can(everywhere: Sequence[Part]) -> bool:
+def _can(everywhere: Sequence[LayerTiming]) -> bool:
     return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
 
 
-def _costs(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> tuple[dict[str, float], dict[str, float]]:
+def _costs(
+    everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat
+) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes, seconds) of each form; factors are multiplied out as well."""
     part, nodes = everywhere[0], len(everywhere)
     most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
@@ -182,9 +184,9 @@ def _costs(everywhere: Sequence[Part], wire: Wire, travel: Travel) -> tuple[dict
     return {form: one.num_bytes for form, one in cost.items()}, seconds
 
 
-def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str]:
+def reasons(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]) -> list[str]:
     """How each fully-connected layer travels, and what either form would take; the largest first."""
-    told, travel = list[str](), Travel.of(lines)
+    told, travel = list[str](), WireFormat.of(lines)
     if not travel.ways.factors:
         return told
     for i, part in sorted(enumerate(lines[0].parts), key=lambda each: -each[1].numel):
@@ -203,7 +205,7 @@ def reasons(lines: Sequence[Line], wire: Wire, forms: Sequence[str]) -> list[str
     return told
 
 
-def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = None) -> Prediction:
+def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
     """One step of as many nodes as there are ``lines``, each with its own rows."""
     nodes, forms = len(lines), list(choose(lines, wire) if forms is None else forms)
     ready = [line.ready(forms) for line in lines]
@@ -211,7 +213,7 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
     # a part enters when the slowest node has it and all before it
     entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
     now = wire_s = sent_bytes = packed_bytes = before = 0.0
-    travel = Travel.of(lines)
+    travel = WireFormat.of(lines)
     ways = travel.ways
     for i, entry in enumerate(entries if nodes > 1 else ()):
         part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
@@ -221,7 +223,7 @@ def predict(lines: Sequence[Line], wire: Wire, forms: Sequence[str] | None = Non
         packed_bytes += sent.num_bytes if left < 1 else 0.0
         took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
         begun = max(now, entry)
-        if entry - before > PAUSE_S:  # of computing; a wire that was busy meanwhile waits less
+        if entry - before > TCP_TIMEOUT_S:  # of computing; a wire that was busy meanwhile waits less
             begun = max(now, entry + wire.beginning_s(sent.in_sequence * left))
         wire_s += begun - max(now, entry) + took_s
         now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.data.load_balance import fair
-from paceline.planner.cluster_model import Prediction, Wire, predict
+from paceline.data.load_balance import fair_shares
+from paceline.planner.cluster_model import NetworkModel, Prediction, predict
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Plan, Row
-from paceline.planner.step_model import FACTORS, Line
+from paceline.planner.step_model import FACTORS, StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
 
-UNMEASURED = Wire(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always said
+UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always said
 UNLIKE = 0.1  # of the speed: nodes closer than this get equal shares
 
 
@@ -28,13 +28,13 @@ class Node:
     name: str
     plan: Plan
     batch_size: int
-    whole: Line
-    quarter: Line
+    whole: StepModel
+    quarter: StepModel
 
     @classmethod
     def of(cls, name: str, said: dict[str, Any]) -> Node:
         plan = Plan.of(said["plan"])
-        whole, quarter = (Line.read(line) for line in said["lines"])
+        whole, quarter = (StepModel.read(line) for line in said["lines"])
         return cls(name, plan, said["batch_size"], whole, quarter)
 
     @property
@@ -45,7 +45,7 @@ class Node:
     def measured(self, row: str) -> Row | None:
         return next((one for one in self.plan.rows if one.engine == row and one.measured_s), None)
 
-    def line(self, rows: float, row: str) -> Line:
+    def line(self, rows: float, row: str) -> StepModel:
         """A step with so many rows by ``row``: the recorded one, as much longer or shorter as the row was measured."""
         ran = self.measured(row)
         line = self.whole.at(rows, self.quarter)
@@ -79,10 +79,12 @@ def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[
     if max(each_s) <= min(each_s) * (1 + UNLIKE):
         paces = [(0.0, 1.0)] * len(nodes)
     fixed_s, per_row_s = zip(*paces, strict=True)
-    return fair(total, fixed_s, per_row_s, [1] * len(nodes), [total] * len(nodes))
+    return fair_shares(total, fixed_s, per_row_s, [1] * len(nodes), [total] * len(nodes))
 
 
-def foresee(nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: Wire) -> tuple[Prediction, tuple[int, ...]]:
+def foresee(
+    nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: NetworkModel
+) -> tuple[Prediction, tuple[int, ...]]:
     """A step of these nodes together. Raises ValueError for a batch with fewer rows than there are nodes."""
     total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
     if total < len(nodes):
@@ -91,7 +93,7 @@ def foresee(nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: Wire) -
     return predict([node.line(n, row) for node, row, n in zip(nodes, rows, shares, strict=True)], wire), shares
 
 
-def assumed(wire: Wire, what: WhatIf) -> str:
+def assumed(wire: NetworkModel, what: WhatIf) -> str:
     """What a prediction over an imagined link takes for granted."""
     if not wire.assumed:
         return ""
@@ -103,7 +105,7 @@ def assumed(wire: Wire, what: WhatIf) -> str:
 class Survey:
     """Nodes, the fastest first, and the wire between the first so many of them."""
 
-    def __init__(self, nodes: Sequence[Node], wire: Callable[[int], Wire], real: bool):
+    def __init__(self, nodes: Sequence[Node], wire: Callable[[int], NetworkModel], real: bool):
         self.rows_of = {node.name: node.plan.chosen for node in nodes}
         self.nodes = sorted(nodes, key=lambda node: node.alone_s(self.rows_of[node.name]))
         self.wire, self.real = wire, real

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.planner.candidates import Way, split
+from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
 
@@ -86,7 +86,7 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
     return min(max(line_s, high_s), high_s * setting.rows / high)
 
 
-def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float:
+def _update_s(way: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
     """Copies divide the update among all cores; one copy has its own threads."""
     threads = way.threads if way.copies == 1 else cores
     kinds = ["/fused"] if "fused" in way.words else ["/factors"] if setting.factors else []
@@ -95,7 +95,7 @@ def _update_s(way: Way, setting: Setting, profile: Profile, cores: int) -> float
     return next((times[key] for key in (f"{nearest}{kind}" for kind in [*kinds, ""]) if key in times), 0.0)
 
 
-def _engine_s(way: Way, setting: Setting, profile: Profile) -> float:
+def _engine_s(way: EngineSpec, setting: Setting, profile: Profile) -> float:
     """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
     if way.copies == 1:
         return 0.0

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import Facts, allowed, candidates, check, needed_bytes, planned, split
-from paceline.planner.choose import Candidate, choose, contest, equal, insisted
+from paceline.planner.candidates import JobFacts, allowed, candidates, check, needed_bytes, planned, split
+from paceline.planner.choose import Candidate, choose, equal, insisted, run_off
 from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, take
 from paceline.planner.measure.trial import Trial, measure, merge
@@ -24,7 +24,7 @@ from paceline.registry import BASELINE, REPRODUCIBLE, SHARES
 
 __all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
 
-LEAST_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
+MIN_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
 PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
 TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
 PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
@@ -63,10 +63,10 @@ def make(
     start = time.monotonic()
     machine = survey()
     show("profiling")
-    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or LEAST_BUDGET_S) * PROFILE_SHARE
+    profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or MIN_BUDGET_S) * PROFILE_SHARE
     profile, unknown = take(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
-    facts = profile.facts if profile else Facts(rows=machine.cores)  # as many as any row needs
+    facts = profile.facts if profile else JobFacts(rows=machine.cores)  # as many as any row needs
     if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
         measured = any(row.measured_s for row in found.rows)
         if measured or budget_s is None:  # who names a budget wants it spent where nothing could be tried before
@@ -102,7 +102,7 @@ def make(
     return plan
 
 
-def _candidate(name: str, profile: Profile | None, facts: Facts, machine: Machine) -> Candidate:
+def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Machine) -> Candidate:
     entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
     needed = needed_bytes(name, facts, machine.cores)
     if needed > MARGIN * machine.memory_bytes:
@@ -117,7 +117,7 @@ def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Ca
         return asked
     known = [entry.predicted_s for entry in entries if entry.predicted_s]
     run_s = (profile.steps if profile else 0) * min(known, default=0.0)
-    return max(LEAST_BUDGET_S, BUDGET_SHARE * run_s)
+    return max(MIN_BUDGET_S, BUDGET_SHARE * run_s)
 
 
 def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
@@ -149,7 +149,7 @@ class _Budget:
 
     def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
         """What may still be the best, in the time left. Where nothing was predicted, two rows whatever they take."""
-        ranking, attempts = contest(entries, level), sum(bool(one.trial) for one in entries)
+        ranking, attempts = run_off(entries, level), sum(bool(one.trial) for one in entries)
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS and not any(one.predicted_s for one in entries):
             return True
         step_s = entry.predicted_s or 0.0
@@ -183,7 +183,7 @@ class _Budget:
 
 def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
     """Times the top two again by turns (A B, B A, ...) until they can be told apart, or time is over."""
-    ranking = contest(entries, level)[:2]
+    ranking = run_off(entries, level)[:2]
     trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
     if len(trials) < 2:
         return

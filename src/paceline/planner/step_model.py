@@ -15,7 +15,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerTiming:
     """What leaves at once. *Units*: seconds, on this line's rows.
 
     ``sides``: inputs and outputs of a fully-connected layer, 0 for anything else. ``rows``: those of its factors.
@@ -61,7 +61,7 @@ class Ways:
 
 
 @dataclass(frozen=True)
-class Line:
+class StepModel:
     """*Units*: seconds. ``order``: for each form, the parts in the order in which backward makes them ready.
 
     ``update_s``: by dense gradients. ``factored_s``: by factors of the node's own rows, wherever they fit; the
@@ -71,7 +71,7 @@ class Line:
     rows: float
     item_bytes: int
     forward_s: float
-    parts: tuple[Part, ...]
+    parts: tuple[LayerTiming, ...]
     order: dict[str, tuple[int, ...]]
     update_s: float
     factored_s: float
@@ -80,12 +80,12 @@ class Line:
     ways: Ways = field(default_factory=Ways)
 
     @classmethod
-    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: Ways | None = None) -> Line:
+    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: Ways | None = None) -> StepModel:
         """From a timeline's JSON. Raises ValueError for what is none."""
         try:
             backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
             parts = tuple(
-                Part(
+                LayerTiming(
                     ", ".join(piece["names"][:2]),
                     sum(_product(shape) for shape in piece["shapes"]),
                     sum(piece["shapes"][0]) if piece["linear"] else 0,
@@ -114,10 +114,10 @@ class Line:
             raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
 
     @classmethod
-    def read(cls, said: dict[str, Any]) -> Line:
+    def read(cls, said: dict[str, Any]) -> StepModel:
         """From its fields, as JSON gives them."""
         order = {form: tuple(indexes) for form, indexes in said["order"].items()}
-        parts = tuple(Part(**part) for part in said["parts"])
+        parts = tuple(LayerTiming(**part) for part in said["parts"])
         return cls(**{**said, "parts": parts, "order": order, "ways": Ways(**said["ways"])})
 
     def ready(self, forms: Sequence[str]) -> list[float]:
@@ -145,7 +145,7 @@ class Line:
         factors = self.absorbs and self.ways.factors
         return [FACTORS if factors and part.fits(part.rows) else DENSE for part in self.parts]
 
-    def scaled(self, times: float) -> Line:
+    def scaled(self, times: float) -> StepModel:
         """Every second ``times`` as long: what the whole step takes is known better than its parts are."""
         parts = tuple(
             replace(p, dense_s=p.dense_s * times, factors_s=p.factors_s * times, product_s=p.product_s * times)
@@ -154,7 +154,7 @@ class Line:
         own = {name: getattr(self, name) * times for name in ("forward_s", "update_s", "factored_s")}
         return replace(self, parts=parts, **own)
 
-    def at(self, rows: float, fewer: Line | None = None) -> Line:
+    def at(self, rows: float, fewer: StepModel | None = None) -> StepModel:
         """The same with other rows, by a line recorded with ``fewer`` than here; without it all but the update is in
         proportion to them."""
         if rows == self.rows:

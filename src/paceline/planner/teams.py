@@ -29,7 +29,7 @@ SAME = 0.03  # closer than this to the best, fewer machines win
 WAITS = 0.1  # of a step: then the network is named as the reason
 SHARED, EACH = "shared", "each"
 FAILED = "failed: "  # and why, as a reason
-MOST_LAYERS = 6  # whose way is told below a table; all are in the plan
+MAX_LAYERS = 6  # whose way is told below a table; all are in the plan
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def forms_told(teams: Sequence[Team]) -> list[str]:
     for team in teams:
         if team.forms and team.factors != before:
             begins = f"{team.nodes} nodes{f' over {team.link}' if team.link else ''}: {team.factors} layers as factors"
-            told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MOST_LAYERS])]
+            told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MAX_LAYERS])]
             before = team.factors
     return told
 
@@ -195,7 +195,7 @@ def _once(engines: str) -> str:
 
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
-MOST_NODES = 4096
+MAX_NODES = 4096
 FORM = "nodes=8,link=10gbit,latency=5ms, each of them only where it differs"
 
 
@@ -218,8 +218,8 @@ class WhatIf:
                 raise ValueError(f"--what-if {text!r}: {word.strip()!r} is not understood; accepted: {FORM}")
             said[key] = value
         nodes = said.get("nodes")
-        if nodes is not None and not (nodes.isdecimal() and 1 < int(nodes) <= MOST_NODES):
-            raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 2 to {MOST_NODES}, got {nodes!r}")
+        if nodes is not None and not (nodes.isdecimal() and 1 < int(nodes) <= MAX_NODES):
+            raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 2 to {MAX_NODES}, got {nodes!r}")
         return cls(
             int(nodes) if nodes else None,
             rate(said["link"]) if "link" in said else None,

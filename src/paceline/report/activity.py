@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.report.log import log
 
-LEAST_S, MOST_S = 4.0, 60.0
+MIN_S, MAX_S = 4.0, 60.0
 UNKNOWN_S = 30.0  # before a step has been measured
 BETWEEN_S = 12.0  # between steps, where one process may do what the others wait for
 BACK_S = 6.0  # the same where the others go on without it, and it may come back: wrong costs less, and waiting more
@@ -34,7 +34,7 @@ MEETING, UPDATE, AVERAGE = "meeting those who are left", "updating the weights",
 REPAIR = "holding replicas together"
 
 
-class Whereabouts:
+class Activity:
     """``step``: its number. *Units*: ``step_s``, ``input_s``: seconds of the last step, and those in which it waited
     for its data. ``signs``: what this machine shows that makes it slow. ``notice`` is told what people should know."""
 
@@ -63,11 +63,11 @@ class Whereabouts:
         self._inside, self.step_s, self.input_s = False, seconds, input_s
         self._recent.append(seconds)
         ordered = sorted(self._recent)
-        self._limit_s = min(MOST_S, max(LEAST_S, TIMES * ordered[int(0.95 * (len(ordered) - 1))]))
+        self._limit_s = min(MAX_S, max(MIN_S, TIMES * ordered[int(0.95 * (len(ordered) - 1))]))
         self._now = OUTSIDE, time.monotonic(), False
 
     def at(self, what: str, waits: bool = False) -> At:
-        """``with whereabouts.at("computing the gradient"):``. ``waits``: for other nodes."""
+        """``with activity.at("computing the gradient"):``. ``waits``: for other nodes."""
         return At(self, what, waits)
 
     def waiting(self, what: str) -> At:
@@ -145,7 +145,7 @@ class At:
 
     __slots__ = ("_before", "_begin_s", "_what", "_where")
 
-    def __init__(self, where: Whereabouts, what: str, waits: bool):
+    def __init__(self, where: Activity, what: str, waits: bool):
         self._where, self._what = where, (what, waits)
         self._before: tuple[str, float, bool] | None = None
         self._begin_s = 0.0

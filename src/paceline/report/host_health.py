@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 
 EVERY_S = 5.0
 SHARE = 0.001  # of one core
@@ -26,7 +26,7 @@ NAMED, MOST = 0.1, 2  # of a core, before another program is named; of them
 
 
 @dataclass(frozen=True)
-class Look:
+class HostSample:
     """The kernel's counters at one moment. *Units*: seconds, all of them growing; ``spent`` by process."""
 
     at_s: float
@@ -39,24 +39,24 @@ class Look:
     swapped: float = 0.0  # pages
 
 
-class Signs:
-    """Keeps ``whereabouts.signs`` up to date from a thread of its own until `stop`.
+class HostHealth:
+    """Keeps ``activity.signs`` up to date from a thread of its own until `stop`.
 
     ``roots``: the node's processes, which count as its own with all below them. ``root``: where /proc and /sys are."""
 
     def __init__(
         self,
-        whereabouts: Whereabouts,
+        activity: Activity,
         roots: Callable[[], Sequence[int]] = lambda: (os.getpid(),),
         root: Path = Path("/"),
     ):
-        self.whereabouts, self.roots, self.root = whereabouts, roots, root
+        self.activity, self.roots, self.root = activity, roots, root
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._limit = _limit_file(root)
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline signs", daemon=True)
 
-    def start(self) -> Signs:
+    def start(self) -> HostHealth:
         self._thread.start()
         return self
 
@@ -70,12 +70,12 @@ class Signs:
             begin_s = time.thread_time()
             now = self.look()
             cost_s = time.thread_time() - begin_s
-            self.whereabouts.signs = [*self.compare(before, now), *self._data()]
+            self.activity.signs = [*self.compare(before, now), *self._data()]
             before = now
 
-    def look(self) -> Look:
+    def look(self) -> HostSample:
         """What cannot be read on this machine is left out."""
-        found = Look(time.monotonic())
+        found = HostSample(time.monotonic())
         for part in (self._cores, self._programs, self._stopped, self._memory):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 found = replace(found, **part())
@@ -137,7 +137,7 @@ class Signs:
     def _read(self, path: str) -> str:
         return (self.root / path).read_text(errors="replace")
 
-    def compare(self, before: Look, now: Look) -> list[str]:
+    def compare(self, before: HostSample, now: HostSample) -> list[str]:
         """The signs that two looks show, the gravest first."""
         passed_s, cores = now.at_s - before.at_s, self.cores()
         count = len(cores)
@@ -167,7 +167,7 @@ class Signs:
         return [words for _, words in sorted(found, reverse=True)]
 
     def _data(self) -> Iterator[str]:
-        step_s, input_s = self.whereabouts.step_s, self.whereabouts.input_s
+        step_s, input_s = self.activity.step_s, self.activity.input_s
         if step_s and input_s > LATE * step_s:
             yield f"its data comes late: {100 * min(1.0, input_s / step_s):.0f} % of a step is waiting for it"
 

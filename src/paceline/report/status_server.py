@@ -22,20 +22,20 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.environment import World
-from paceline.report.activity import Whereabouts
+from paceline.environment import LaunchEnvironment
+from paceline.report.activity import Activity
 
 if TYPE_CHECKING:
     from paceline.contract import Membership
 
 PREFIX = "paceline-live-"
 LIMIT_S, SOON_S = 3.0, 1.0
-MOST_BYTES = 1 << 12  # of a question
+MAX_BYTES = 1 << 12  # of a question
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-class Live:
+class StatusServer:
     """Answers from a thread of its own until `close`."""
 
     def __init__(self, answer: Answer):
@@ -54,7 +54,7 @@ class Live:
             with line, contextlib.suppress(Exception):  # no question, however odd, is the last
                 line.settimeout(LIMIT_S)
                 if _user(line) in (0, os.getuid()):
-                    question = json.loads(line.makefile("rb").readline(MOST_BYTES))
+                    question = json.loads(line.makefile("rb").readline(MAX_BYTES))
                     line.sendall(json.dumps(self._answer(question)).encode())
 
     def close(self) -> None:
@@ -66,20 +66,20 @@ class Live:
 class Run(Protocol):
     """Of a training (`step.run_state.RunState`)."""
 
-    world: World
+    world: LaunchEnvironment
     folder: Path | None
-    activity: Whereabouts
+    activity: Activity
 
     @property
     def members(self) -> Membership: ...
 
-    who: str
+    identity: str
 
 
-def tell(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
+def status(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
     """What a process says of its training; asked for ``stacks``, with its own and those of the ranks that are named."""
     world, mine = run.world, run.activity.tell()
-    everyone = run.members.everyone() or {world.node: mine}
+    everyone = run.members.peer_status() or {world.node: mine}
     said = {
         "run": os.environ.get("PACELINE_RUN", ""),
         "folder": str(run.folder.absolute().resolve()) if run.folder else "",
@@ -93,9 +93,9 @@ def tell(run: Run, question: Mapping[str, Any]) -> dict[str, Any]:
         "everyone": everyone,
     }
     if (ranks := question.get("stacks")) is not None:
-        others = {rank: run.members.ask(rank) for rank in everyone if rank in ranks}
+        others = {rank: run.members.peer_stack(rank) for rank in everyone if rank in ranks}
         said["stacks"] = {
-            run.who: run.activity.stack(),
+            run.identity: run.activity.stack(),
             **{f"rank {rank} on {everyone[rank]['host']}": stack for rank, stack in others.items()},
         }
     return said
@@ -107,7 +107,7 @@ def names() -> list[str]:
     return sorted(set(re.findall(rf"@({PREFIX}\d+-\S+)", listed)))
 
 
-def ask(name: str, limit_s: float = LIMIT_S, **question: Any) -> dict[str, Any] | None:
+def query(name: str, limit_s: float = LIMIT_S, **question: Any) -> dict[str, Any] | None:
     """None where nobody answers in time, or another user does."""
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(limit_s)
@@ -138,7 +138,7 @@ def stacks(pids: Collection[int]) -> str:
     with contextlib.suppress(Exception):  # who asks is training: no name or answer, however odd, ends it
         for name in names():
             if time.monotonic() < end and int(name.removeprefix(PREFIX).partition("-")[0]) in pids:
-                answer = ask(name, max(0.1, end - time.monotonic()), stacks=[])
+                answer = query(name, max(0.1, end - time.monotonic()), stacks=[])
                 for who, stack in (answer or {}).get("stacks", {}).items():
                     found += f"{who}:\n{stack}"
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.contract import Agreement, Control, Engine, Exchange, StepObserver, StepSummary
+from paceline.contract import Control, Engine, Exchange, StepObserver, StepOutcome, StepSummary
 from paceline.report.record import Record
 
 
@@ -16,29 +16,29 @@ class StepRecord(StepObserver):
         self.terms: dict[str, float] = {}
         self._why: list[str] = []
 
-    def again(self, step: int, agreement: Agreement) -> None:
-        self.record.write("redo", step=step, drift=agreement.drift)
+    def again(self, step: int, outcome: StepOutcome) -> None:
+        self.record.write("redo", step=step, drift=outcome.drift)
 
     def ends(self, summary: StepSummary) -> None:
-        agreement, ballot = summary.agreement, summary.agreement.ballot
-        means = zip(self.engine.terms, ballot.terms, strict=False)  # a process without rows knows no names
-        self.terms = {name: total / ballot.weight if ballot.weight else math.nan for name, total in means}
+        outcome, vote = summary.outcome, summary.outcome.vote
+        means = zip(self.engine.terms, vote.terms, strict=False)  # a process without rows knows no names
+        self.terms = {name: total / vote.weight if vote.weight else math.nan for name, total in means}
         self.record.write(
             "step",
             step=summary.step,
-            loss=ballot.loss_sum / ballot.weight if ballot.weight else None,
-            weight=ballot.weight,
+            loss=vote.loss_sum / vote.weight if vote.weight else None,
+            weight=vote.weight,
             seconds=summary.seconds,
-            compute_seconds=ballot.seconds,
+            compute_seconds=vote.seconds,
             **summary.spent,
             **({"sent_bytes": summary.sent_bytes} if self.control.size > 1 else {}),
-            verdict=agreement.verdict.value,
-            drift=agreement.drift,
+            decision=outcome.decision.value,
+            drift=outcome.drift,
             norm=self.engine.norm,
             **({"terms": self.terms} if self.terms else {}),
-            **({"samples": ballot.samples} if ballot.samples else {}),
+            **({"samples": vote.samples} if vote.samples else {}),
             **summary.facts,
         )
-        if (why := list(self.exchange.why())) != self._why:
+        if (why := list(self.exchange.explain())) != self._why:
             self.record.write("forms", step=summary.step, forms=list(self.exchange.forms()), why=why)
             self._why = why

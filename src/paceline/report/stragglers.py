@@ -30,7 +30,7 @@ WORTH_S = 0.02  # of a step
 SEEN_S, SHARES_S = 12.0, 4.0  # for its signs to be read, and for new shares to be dealt, before it is told
 SLOWER_WIRE, FARTHER = 2.5, 3.0  # than at best, for as many bytes; than the other nodes
 NETWORK = -1
-MOST_KINDS = 100  # of steps, by their bytes
+MAX_KINDS = 100  # of steps, by their bytes
 NOTHING = "nothing unusual is seen there; it may simply be the slower machine for this job"
 
 
@@ -71,7 +71,7 @@ class Stragglers:
     def after(
         self, step: int, rows: Sequence[int], paces: Sequence[tuple[float, float]], took_s: float, sent_bytes: int
     ) -> None:
-        """After a step: as `balance.Balance.after` is told, and what the network took for how many bytes."""
+        """After a step: as `load_balance.LoadBalancer.after` is told, and what the network took for how many bytes."""
         if len(paces) == len(rows) and all(rows):
             if len(paces) != len(self._busy):
                 self._forget(len(paces))
@@ -90,7 +90,7 @@ class Stragglers:
         found = {node: both for node, both in self._found().items() if self._lags(node, self._rows[node] / both[0])}
         slow = set(found)
         took_s = statistics.median(self._took)
-        if len(self._best) > MOST_KINDS:
+        if len(self._best) > MAX_KINDS:
             self._best.clear()
         best_s = self._best[sent_bytes] = min(took_s, self._best.get(sent_bytes, took_s))
         if not slow and took_s > max(SLOWER_WIRE * best_s, best_s + WORTH_S):

@@ -26,17 +26,17 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.contract import Ballot, Control, Engine, Exchange, GlobalBatch, Handle, Piece, StepObserver, StepSummary
-from paceline.environment import World
+from paceline.contract import Control, Engine, Exchange, GlobalBatch, Gradient, Handle, StepObserver, StepSummary, Vote
+from paceline.environment import LaunchEnvironment
 from paceline.job import Job
-from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Whereabouts
+from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Activity
 from paceline.report.log import log
 from paceline.report.record import Record
 
 VARIABLE, NAME = "PACELINE_TRACE", "trace.json"
 NUM_STEPS = 3
-GLANCE_S = 0.0005  # how exactly an arrival is known
-PATIENCE_S = 10.0  # for what is still on the wire after the last step
+POLL_S = 0.0005  # how exactly an arrival is known
+TIMEOUT_S = 10.0  # for what is still on the wire after the last step
 COMPUTE, WAITING = "compute", "waiting"
 PARTS = {
     DATA: (WAITING, "input"),
@@ -49,7 +49,7 @@ PARTS = {
 now = time.perf_counter
 
 
-class Sending(Protocol):
+class Transfer(Protocol):
     """An operation that has begun (`link.net.metered`)."""
 
     @property
@@ -79,9 +79,9 @@ class Run(Protocol):
     engine: Engine
     exchange: Exchange
     control: Control
-    world: World
+    world: LaunchEnvironment
     record: Record
-    activity: Whereabouts
+    activity: Activity
     folder: Path | None
     num_steps: int
 
@@ -101,7 +101,7 @@ class Tracer(StepObserver):
         self._draws = False  # this step
         self._begin_s = self._gradient_s = 0.0
         self._passes: _Passes | None = None
-        self._ready: list[tuple[float, Piece]] = []
+        self._ready: list[tuple[float, Gradient]] = []
         self._forms: Sequence[str] = ()
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
@@ -113,7 +113,7 @@ class Tracer(StepObserver):
         if not self.first <= number <= self.last or self._changed():
             return batch
         if self._zero is None:
-            self.run.control.total([0.0])  # ends everywhere at about the same moment: there all clocks begin
+            self.run.control.all_reduce([0.0])  # ends everywhere at about the same moment: there all clocks begin
             self._zero = now()
             self._eyes.start()
         self._draws, self._begin_s = True, now()
@@ -121,7 +121,7 @@ class Tracer(StepObserver):
         self.run.activity.watch = self._spent
         return batch
 
-    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
+    def offering(self, offer: Callable[[Gradient], None]) -> Callable[[Gradient], None]:
         if not self._draws:
             return offer
         if self._passes:
@@ -131,13 +131,13 @@ class Tracer(StepObserver):
         self._passes, self._forms = _Passes(self.run.job.model, not compiled), self.run.exchange.forms()
         self._gradient_s = now()
 
-        def offered(piece: Piece) -> None:
+        def offered(piece: Gradient) -> None:
             ready.append((now(), piece))
             offer(piece)
 
         return offered
 
-    def votes(self, ballot: Ballot) -> None:
+    def votes(self, vote: Vote) -> None:
         if self._passes:
             self._passes.close()
             self._draw(self._gradient_s, now(), self._passes, self._ready, self._forms)
@@ -147,7 +147,7 @@ class Tracer(StepObserver):
         if not self._draws:
             return
         self._stop()
-        self._add(COMPUTE, f"step {summary.step}", self._begin_s, now(), verdict=summary.agreement.verdict.value)
+        self._add(COMPUTE, f"step {summary.step}", self._begin_s, now(), decision=summary.outcome.decision.value)
         if summary.step == self.last and not self._changed():
             self._write()
 
@@ -179,15 +179,20 @@ class Tracer(StepObserver):
     def _look(self) -> None:
         """Sees what arrives, until all has."""
         end_s = float("inf")
-        while not self._over.wait(GLANCE_S) or (now() < end_s and not all(sent.arrived_s for sent in self._sent)):
+        while not self._over.wait(POLL_S) or (now() < end_s and not all(sent.arrived_s for sent in self._sent)):
             for sent in self._sent:
                 sent.look()
             if self._over.is_set():
-                end_s = min(end_s, now() + PATIENCE_S)
-                time.sleep(GLANCE_S)
+                end_s = min(end_s, now() + TIMEOUT_S)
+                time.sleep(POLL_S)
 
     def _draw(
-        self, begin_s: float, end_s: float, passes: _Passes, ready: Sequence[tuple[float, Piece]], forms: Sequence[str]
+        self,
+        begin_s: float,
+        end_s: float,
+        passes: _Passes,
+        ready: Sequence[tuple[float, Gradient]],
+        forms: Sequence[str],
     ) -> None:
         self._add(COMPUTE, "gradient", begin_s, end_s)
         for i, (first_s, last_s) in enumerate(passes.whole):
@@ -200,10 +205,10 @@ class Tracer(StepObserver):
             return  # nothing leaves early, so nobody looks when a piece is ready
         last_s = passes.whole[-1][1] if passes.whole else begin_s
         for ready_s, piece in sorted(ready, key=lambda pair: pair[0]):
-            names = piece.spec.names
+            names = piece.bucket.names
             what = f"{', '.join(names[:2])}{' ...' if len(names) > 2 else ''}"
             until_s = max(last_s, ready_s)
-            self._add(COMPUTE, what, last_s, until_s, form=forms[piece.spec.index], bucket=piece.spec.index)
+            self._add(COMPUTE, what, last_s, until_s, form=forms[piece.bucket.index], bucket=piece.bucket.index)
             last_s = until_s
 
     def _write(self) -> None:
@@ -223,7 +228,7 @@ class Tracer(StepObserver):
         self._tracks, self._sent = {COMPUTE: [], WAITING: []}, []
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", process {self.run.world.local_rank}" if self.run.world.local_size > 1 else ""
-        everyone = self.run.control.gather(json.dumps([self.run.world.node, f"{host}{part}", shifted]).encode())
+        everyone = self.run.control.all_gather(json.dumps([self.run.world.node, f"{host}{part}", shifted]).encode())
         if self.run.world.node or self.run.world.local_rank:
             return
         path = (self.run.folder or Path()) / NAME
@@ -243,7 +248,7 @@ class Tracer(StepObserver):
 
 def asked(control: Control) -> tuple[int, int] | None:
     """The first and last step that rank 0 was asked to draw. Every process must call it. Raises ValueError alike."""
-    said = control.gather(os.environ.get(VARIABLE, "").encode())[0].decode()
+    said = control.all_gather(os.environ.get(VARIABLE, "").encode())[0].decode()
     return parse(said) if said else None
 
 
@@ -304,7 +309,7 @@ class _Passes:
 class _OnTheWire:
     """An operation that has begun, and when it was seen to have arrived."""
 
-    def __init__(self, sending: Sending):
+    def __init__(self, sending: Transfer):
         self.sending, self.arrived_s = sending, 0.0
 
     def look(self) -> None:

@@ -10,7 +10,7 @@ import json
 
 import torch
 
-from paceline.contract import Control, Engine, framed, unframed
+from paceline.contract import Control, Engine, pack_frames, unpack_frames
 from paceline.engine.compute.input_snapshot import sparse
 from paceline.exchange.flow import broadcast
 
@@ -18,12 +18,12 @@ from paceline.exchange.flow import broadcast
 def spread(model: torch.nn.Module, engine: Engine, control: Control) -> None:
     """Every process must call it. Raises ValueError, in all, for a buffer of unlike shapes that is saved, or shared."""
     spread_sparse(model, engine, control)
-    broadcast.spread(model, engine.still, control, engine.seat)
+    broadcast.spread(model, engine.still, control, engine.local_place)
     if not engine.buffers:
         return
     buffers, names = engine.buffers, saved(model)
-    mine = json.dumps([engine.seat[1], [(list(each.shape), str(each.dtype)) for each in buffers]]).encode()
-    said = [json.loads(words) for words in control.gather(mine) if words]  # who was lost meanwhile says nothing
+    mine = json.dumps([engine.local_place[1], [(list(each.shape), str(each.dtype)) for each in buffers]]).encode()
+    said = [json.loads(words) for words in control.all_gather(mine) if words]  # who was lost meanwhile says nothing
     sizes, tables = zip(*said, strict=True)
     if len({len(table) for table in tables}) > 1:
         raise ValueError("the nodes' models have unlike numbers of buffers now; register all of them before join()")
@@ -35,7 +35,7 @@ def spread(model: torch.nn.Module, engine: Engine, control: Control) -> None:
             f"shared by the processes of a node: keep its shape, or register it with persistent=False and use one "
             f"process per node"
         )
-    control.spread([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
+    control.broadcast([buffer for buffer, same in zip(buffers, alike, strict=True) if same])
 
 
 @torch.no_grad()
@@ -43,10 +43,10 @@ def spread_sparse(model: torch.nn.Module, engine: Engine, control: Control) -> N
     """Rank 0's sparse buffers, which may have other numbers of values elsewhere. Every process must call it."""
     if not (mine := sparse(model)):
         return
-    first = engine.seat[0] == 0 and control.rank == 0
-    words = framed([_packed(each) for each in mine.values()]) if first else b""
-    said = next(filter(None, control.gather(words)), words)
-    for buffer, part in zip(mine.values(), unframed(said), strict=True) if not first else ():
+    first = engine.local_place[0] == 0 and control.rank == 0
+    words = pack_frames([_packed(each) for each in mine.values()]) if first else b""
+    said = next(filter(None, control.all_gather(words)), words)
+    for buffer, part in zip(mine.values(), unpack_frames(said), strict=True) if not first else ():
         buffer.copy_(_unpacked(part, buffer))
 
 
@@ -54,11 +54,11 @@ def _packed(buffer: torch.Tensor) -> bytes:
     here = buffer.detach().cpu()
     values = here._values().contiguous()
     head = json.dumps([list(values.shape), here.is_coalesced()]).encode()
-    return framed([head, here._indices().contiguous().numpy().tobytes(), _bytes(values)])
+    return pack_frames([head, here._indices().contiguous().numpy().tobytes(), _bytes(values)])
 
 
 def _unpacked(words: bytes, like: torch.Tensor) -> torch.Tensor:
-    head, indices, values = unframed(words)
+    head, indices, values = unpack_frames(words)
     shape, coalesced = json.loads(head)
     places = torch.frombuffer(bytearray(indices), dtype=torch.int64) if indices else torch.zeros(0, dtype=torch.int64)
     numbers = torch.frombuffer(bytearray(values), dtype=like.dtype) if values else torch.zeros(0, dtype=like.dtype)

@@ -9,32 +9,32 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Agreement, Ballot, Control, Engine, NoGradient, NotFinite, UnlikeOptions, Verdict
+from paceline.contract import Control, Decision, Engine, NoGradient, NotFinite, StepOutcome, UnlikeOptions, Vote
 
 
-def refuse(agreement: Agreement, engine: Engine, control: Control, together: bool, who: str, step: int) -> None:
+def refuse(outcome: StepOutcome, engine: Engine, control: Control, together: bool, who: str, step: int) -> None:
     """Raises NoGradient and UnlikeOptions, in every process that knows of it. ``together``: all agree on every step."""
-    ballot = agreement.ballot
-    if agreement.verdict is Verdict.APPLY and (nothing := _trains_nothing(ballot, together)):
+    vote = outcome.vote
+    if outcome.decision is Decision.COMMIT and (nothing := _trains_nothing(vote, together)):
         raise NoGradient(f"step {step} trains nothing: {nothing}. Weights are those before the step")
-    if ballot.unlike and together and (how := _unlike_options(engine, control, who)):
+    if vote.unlike and together and (how := _unlike_options(engine, control, who)):
         raise UnlikeOptions(
             f"the optimizer's numbers differ between processes at step {step}: {how}. Change them on all "
             f"alike, as a scheduler does. Weights are those before the step"
         )
 
 
-def _trains_nothing(ballot: Ballot, together: bool) -> str:
+def _trains_nothing(vote: Vote, together: bool) -> str:
     """Why, or nothing. A process whose rows do not count is no reason; where all have none, or no weight, it is.
 
-    ``together``: the ballot is everyone's.
+    ``together``: the vote is everyone's.
     """
-    if ballot.constant or (together and ballot.weight and 1 not in ballot.used):
+    if vote.constant or (together and vote.weight and 1 not in vote.used):
         return (
             "the loss does not require grad, or no trainable parameter is part of it; look for torch.no_grad(), "
             "set_grad_enabled(False), inference_mode(), .detach() and .item() before it, and for frozen parameters"
         )
-    if together and not ballot.weight:
+    if together and not vote.weight:
         return (
             "nothing in the global batch counts: every process's weight is 0; look at the masks, the ignored targets "
             "and the weights of classes, or leave such a batch out on all processes"
@@ -45,14 +45,14 @@ def _trains_nothing(ballot: Ballot, together: bool) -> str:
 def _unlike_options(engine: Engine, control: Control, who: str) -> str:
     """How, in the words of all."""
     words = json.dumps([who, engine.options()]).encode()
-    return engine.compare_options([json.loads(each) for each in control.gather(words) if each])
+    return engine.compare_options([json.loads(each) for each in control.all_gather(words) if each])
 
 
 def not_finite(
     what: str,
     rows: Callable[[], Any],
     kept: Any,
-    ballot: Ballot,
+    vote: Vote,
     engine: Engine,
     control: Control,
     together: bool,
@@ -67,13 +67,13 @@ def not_finite(
     found = engine.diagnose(rows(), backward=what == "gradient")
     engine.rollback(kept)
     mine = f"{found} ({who})".encode() if found else b""
-    said = control.gather(mine) if together else [mine]
+    said = control.all_gather(mine) if together else [mine]
     first = next((words.decode() for words in said if words), "")
     where = f"; the first number that is not finite: {first}" if first else ""
     given = [group.get("lr") for group in engine.optimizer.param_groups]
     rates = ", ".join(f"{rate:g}" for rate in sorted({float(rate) for rate in given if rate is not None}))
     return NotFinite(
-        f"the {what} is not finite at step {step}: loss sum {ballot.loss_sum} over weight "
-        f"{ballot.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
+        f"the {what} is not finite at step {step}: loss sum {vote.loss_sum} over weight "
+        f"{vote.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
         f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
     )

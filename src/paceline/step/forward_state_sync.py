@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Agreement, Ballot, GlobalBatch, StepObserver, Verdict, framed, unframed
+from paceline.contract import Decision, GlobalBatch, StepObserver, StepOutcome, Vote, pack_frames, unpack_frames
 from paceline.engine.compute.forward_state import Moving
 from paceline.report.log import log
 from paceline.step.run_state import RunState
@@ -52,23 +52,23 @@ class ForwardStateSync(StepObserver):
             self.moving.begin(self.run.num_steps)
         return batch
 
-    def votes(self, ballot: Ballot) -> None:
-        self._rank, self._had = self.run.world.rank, ballot.weight > 0
-        ballot.idle, ballot.source = not self._had, self._rank if self._had else Ballot.NOBODY
-        ballot.moves = len(self._cared())
+    def votes(self, vote: Vote) -> None:
+        self._rank, self._had = self.run.world.rank, vote.weight > 0
+        vote.idle, vote.source = not self._had, self._rank if self._had else Vote.NOBODY
+        vote.moves = len(self._cared())
 
-    def updated(self, agreement: Agreement) -> None:
+    def updated(self, outcome: StepOutcome) -> None:
         """Raises ValueError, in all processes, and LinkError."""
-        if agreement.verdict is Verdict.APPLY and agreement.ballot.weight:
+        if outcome.decision is Decision.COMMIT and outcome.vote.weight:
             with self.run.activity.at("comparing what forward changes"):
-                self._follow(agreement.ballot)
+                self._follow(outcome.vote)
 
-    def _follow(self, ballot: Ballot) -> None:
-        if ballot.moves > self.told:
-            self.told = ballot.moves
+    def _follow(self, vote: Vote) -> None:
+        if vote.moves > self.told:
+            self.told = vote.moves
             self._compare()
-        if ballot.moves and (self.broadcast or ballot.idle):
-            self._share(ballot.source == self._rank, ballot.idle)
+        if vote.moves and (self.broadcast or vote.idle):
+            self._share(vote.source == self._rank, vote.idle)
 
     def _cared(self) -> set[str]:
         """Names of what changes, but for what batch norm keeps by itself."""
@@ -104,7 +104,7 @@ class ForwardStateSync(StepObserver):
         tensors, found = self.moving.tensors(), self.moving.others
         sums = {name: _checksum(tensors[name]) for name in found if name in tensors}
         mine = {"own": self._own_statistics(), "differ": sorted(self.moving.differ & found), "sums": sums}
-        said = [json.loads(words) for words in self.control.gather(json.dumps(mine).encode()) if words]
+        said = [json.loads(words) for words in self.control.all_gather(json.dumps(mine).encode()) if words]
         if own := sorted({name for one in said for name in one["own"]}):
             error = ValueError(
                 f"batch_norm='sync': forward keeps {_listed(own)} from this process's samples alone, by other means "
@@ -138,7 +138,7 @@ class ForwardStateSync(StepObserver):
         """The first one's, to everyone or to those without samples; the next one's where it is lost meanwhile."""
         while True:
             words = self._pack(idle) if mine else HERE if self._had else b""
-            said = self.control.gather(words)
+            said = self.control.all_gather(words)
             if sent := next((each for each in said if len(each) > 1), b""):
                 if not mine:
                     self._take(sent)
@@ -157,11 +157,11 @@ class ForwardStateSync(StepObserver):
             if each.layout == torch.strided and (everyones or idle):
                 table.append([name, list(each.shape), str(each.dtype).rpartition(".")[2], everyones])
                 parts.append(_bytes(each).numpy().tobytes())
-        return framed([json.dumps(table).encode(), *parts])
+        return pack_frames([json.dumps(table).encode(), *parts])
 
     @torch.no_grad()
     def _take(self, sent: bytes) -> None:
-        table, *parts = unframed(sent)
+        table, *parts = unpack_frames(sent)
         tensors = self.moving.tensors()
         for (name, shape, kind, everyones), part in zip(json.loads(table), parts, strict=True):
             self.moving.found.add(name)

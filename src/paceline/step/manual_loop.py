@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.contract import Ballot, GlobalBatch, Share
+from paceline.contract import GlobalBatch, Share, Vote
 from paceline.data.batches import Given
 from paceline.engine.checks.loss_graph import refuse_scaled
 from paceline.engine.compute.batch import mapped, samples
 from paceline.step.run_state import RunState
-from paceline.step.step import Gradient
+from paceline.step.step import ComputeGradient
 
 
 class ManualStep:
     """``batch`` has a weight: what backward divides by. ``rows``: how many of its rows are here, where known."""
 
     def __init__(self, batch: GlobalBatch, rows: int | None):
-        self.batch, self.rows, self.ballot = batch, rows, Ballot()
+        self.batch, self.rows, self.vote = batch, rows, Vote()
         self.begun, self.start = False, time.perf_counter()
 
     def add(self, loss: Any, rows: int | None, loss_scale: float) -> Tensor:
@@ -36,18 +36,18 @@ class ManualStep:
             )
         else:
             total, weight = loss * rows, float(rows)
-        if self.begun and weight != self.ballot.weight:
+        if self.begun and weight != self.vote.weight:
             raise ValueError(
-                f"backward() was given losses over {self.ballot.weight:g} and over {weight:g} in one step; all must "
+                f"backward() was given losses over {self.vote.weight:g} and over {weight:g} in one step; all must "
                 f"count the same rows: one (sum, weight) of them all is what can be divided once"
             )
         if not (isinstance(total, Tensor) and total.numel() == 1):
             shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
             raise ValueError(f"backward() takes one number (a mean over rows) or (sum, weight), got {shape}")
         self.begun = True
-        self.ballot.weight = weight
-        self.ballot.loss_sum += float(total.detach())
-        self.ballot.finite = self.ballot.loss_sum - self.ballot.loss_sum == 0.0
+        self.vote.weight = weight
+        self.vote.loss_sum += float(total.detach())
+        self.vote.finite = self.vote.loss_sum - self.vote.loss_sum == 0.0
         scaled: Tensor = total * (loss_scale / self.batch.weight)
         return scaled
 
@@ -57,9 +57,14 @@ class ConsumedBatch(GlobalBatch):
 
     def __init__(self, batch: GlobalBatch):
         self.epoch, self.step, self.ends_epoch = batch.epoch, batch.step, batch.ends_epoch
-        self.weight, self.wait_s, self.dealt, self.held = batch.weight, batch.wait_s, batch.dealt, batch.held
+        self.weight, self.wait_s, self.assigned, self.num_local_samples = (
+            batch.weight,
+            batch.wait_s,
+            batch.assigned,
+            batch.num_local_samples,
+        )
 
-    def share(self, seat: Share) -> None:
+    def share(self, assignment: Share) -> None:
         return None
 
 
@@ -69,7 +74,9 @@ class ManualLoop:
     ``refuses``: raises where the model cannot be trained in such a loop.
     """
 
-    def __init__(self, run: RunState, take_step: Callable[[GlobalBatch, Gradient], float], refuses: Callable[[], None]):
+    def __init__(
+        self, run: RunState, take_step: Callable[[GlobalBatch, ComputeGradient], float], refuses: Callable[[], None]
+    ):
         self.run, self.take_step, self.refuses = run, take_step, refuses
         self._step: ManualStep | None = None
         self._looked = False  # at the graph of a loss
@@ -86,8 +93,8 @@ class ManualLoop:
         seen = batch
         for each in run.observers:
             seen = each.reads(seen, own=True)
-        share = seen.share(run.seat)
-        self._step = ManualStep(batch, 0 if share is None else samples(share, seen.held))
+        share = seen.share(run.assignment)
+        self._step = ManualStep(batch, 0 if share is None else samples(share, seen.num_local_samples))
         device = run.engine.weights[0].device
         return None if share is None else mapped(share, lambda tensor: tensor.to(device))
 
@@ -101,7 +108,7 @@ class ManualLoop:
             refuse_scaled(scaled)
             self._looked = True
         # without a gradient torch refuses it here; of several processes, all do so in `update`
-        if scaled.requires_grad or self.run.world.size == 1:
+        if scaled.requires_grad or self.run.world.world_size == 1:
             scaled.backward()  # type: ignore[no-untyped-call]
 
     def clip(self, norm: float) -> None:
@@ -115,7 +122,7 @@ class ManualLoop:
         self._refuse()
         run = self.run
         step = self._step or ManualStep(self._given(), 0)
-        if not step.begun and (step.rows or run.world.size == 1):
+        if not step.begun and (step.rows or run.world.world_size == 1):
             raise ValueError(
                 "update() was called before backward(): give each loss to pace.backward(loss), in place of "
                 "loss.backward()"
@@ -126,10 +133,10 @@ class ManualLoop:
         self._step = self._clip = None
         spent_s = time.perf_counter() - step.start
 
-        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> Ballot:
-            ballot = run.engine.gathered(dataclasses.replace(step.ballot), forms, offer)
-            ballot.seconds += spent_s
-            return ballot
+        def gradient(_share: Any, _scale: float, forms: Any, offer: Any) -> Vote:
+            vote = run.engine.collect_gradients(dataclasses.replace(step.vote), forms, offer)
+            vote.seconds += spent_s
+            return vote
 
         try:
             return self.take_step(ConsumedBatch(step.batch), gradient)

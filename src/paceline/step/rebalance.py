@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from paceline.contract import Agreement, GlobalBatch, StepObserver, StepSummary
-from paceline.data.load_balance import Change
+from paceline.contract import GlobalBatch, StepObserver, StepOutcome, StepSummary
+from paceline.data.load_balance import Reassignment
 from paceline.report.stragglers import Stragglers
 from paceline.step.run_state import RunState
 
@@ -21,25 +21,25 @@ class Rebalance(StepObserver):
         self._measured_for = self.run.balance
         return batch
 
-    def again(self, step: int, agreement: Agreement) -> None:
+    def again(self, step: int, outcome: StepOutcome) -> None:
         self._measured_for = self.run.balance
 
     def ends(self, summary: StepSummary) -> None:
-        run, ballot = self.run, summary.agreement.ballot
+        run, vote = self.run, summary.outcome.vote
         stragglers = self.stragglers if run.leader else None
-        if not summary.batch.dealt or not (run.balance or stragglers):
+        if not summary.batch.assigned or not (run.balance or stragglers):
             return
-        rows = run.seat.dealt(int(summary.batch.weight))
+        rows = run.assignment.dealt(int(summary.batch.weight))
         if stragglers:
-            stragglers.after(run.num_steps, rows, ballot.paces, sum(ballot.took), summary.sent_bytes)
+            stragglers.after(run.num_steps, rows, vote.paces, sum(vote.took), summary.sent_bytes)
         # a step that others had agreed on before all met again says nothing to whoever measures from there on
         met_again = run.balance is not self._measured_for
-        if run.balance and not met_again and (change := run.balance.after(rows, ballot.paces)):
+        if run.balance and not met_again and (change := run.balance.after(rows, vote.paces)):
             self._deal(change)
 
-    def _deal(self, change: Change) -> None:
+    def _deal(self, change: Reassignment) -> None:
         run = self.run
-        run.seat = dataclasses.replace(run.seat, shares=change.new)
+        run.assignment = dataclasses.replace(run.assignment, shares=change.new)
         run.exchange.dealt(max(change.new) / sum(change.new))
         run.record.write("shares", step=run.num_steps, **dataclasses.asdict(change))
         if self.stragglers and run.leader:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Agreement, StepObserver
+from paceline.contract import StepObserver, StepOutcome
 from paceline.engine.compute.row_ranges import Part, cut
 from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.report.activity import REPAIR
@@ -57,9 +57,9 @@ class ReplicaSync(StepObserver):
         self._left, self._turn, self._sent_bytes = state["left"], state["turn"], state["sent_bytes"]
         self.parts = self._cut()
 
-    def updated(self, agreement: Agreement) -> None:
+    def updated(self, outcome: StepOutcome) -> None:
         step = self.run.num_steps
-        if agreement.drift:
+        if outcome.drift:
             if not self._left:
                 self._begin(step)
             self._left = self.quiet_steps
@@ -69,7 +69,7 @@ class ReplicaSync(StepObserver):
             self._repair(step)
 
     def _repair(self, step: int) -> None:
-        self.engine.settle()
+        self.engine.wait_pending()
         before = self.run.link.sent_bytes
         self._spread(self.parts[self._turn])
         self._sent_bytes += self.run.link.sent_bytes - before
@@ -103,7 +103,7 @@ class ReplicaSync(StepObserver):
 
     def _report(self, step: int) -> None:
         """At the end of a period: how far the nodes were apart, and what it took to bring them together."""
-        said = [json.loads(words) for words in self.control.gather(json.dumps(self._divergence).encode())]
+        said = [json.loads(words) for words in self.control.all_gather(json.dumps(self._divergence).encode())]
         self.run.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
         self._turn, self._sent_bytes, self._divergence = 0, 0, 0.0
 
@@ -114,7 +114,7 @@ class ReplicaSync(StepObserver):
         values = [_values(view) for view in weights]
         before = [each.clone() for each in values]
         if max(self.run.world.sizes) > 1:
-            self.control.spread(values)  # a node's shared memory itself: nobody has to put them back
+            self.control.broadcast(values)  # a node's shared memory itself: nobody has to put them back
             for view, new in zip(weights, values, strict=True):
                 if not view[0].is_contiguous():
                     _put(view, new)
@@ -124,7 +124,7 @@ class ReplicaSync(StepObserver):
                 v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])
             ]
             packed = torch.cat([_bytes(_values(view)).to(self.engine.weights[0].device) for view in views])
-            self.control.spread([packed])
+            self.control.broadcast([packed])
             _unpack(packed, views)
         for old, view in zip(before, weights, strict=True):
             new = _values(view).double()

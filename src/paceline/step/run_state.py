@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from paceline.contract import (
-    Agreement,
     Codec,
     Control,
+    Decision,
     Engine,
     Exchange,
     Link,
     Membership,
     NotFinite,
     StepObserver,
-    Verdict,
+    StepOutcome,
 )
 from paceline.data.batches import Cursor
-from paceline.data.load_balance import Balance, Limits
-from paceline.data.sampler import Seat
+from paceline.data.load_balance import Limits, LoadBalancer
+from paceline.data.sampler import Assignment
 from paceline.engine.compute.precision import Scaler
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.job import Job
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 from paceline.report.record import Record
 
 
@@ -32,29 +32,29 @@ from paceline.report.record import Record
 class RunState:
     """A training between two steps: alike in all processes, but for who each of them is, and what it has to do.
 
-    ``members``: of the nodes, with the link between them. ``seat``: whose rows of a batch are this process's;
+    ``members``: of the nodes, with the link between them. ``assignment``: whose rows of a batch are this process's;
     ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script.
     ``leader``: it does what one of all has to do; ``speaks``: it says what all are told. ``watched``: by a trial, a
-    profile or a comparison, which leave the user's run alone. ``clip``: the global norm. ``stop``: a signal, and
-    ``hung``: the launcher is gone: both end the training after the step in which all know.
+    profile or a comparison, which leave the user's run alone. ``clip``: the global norm. ``stop_signal``: a signal, and
+    ``launcher_lost``: the launcher is gone: both end the training after the step in which all know.
     """
 
     job: Job
-    world: World
+    world: LaunchEnvironment
     engine: Engine
     exchange: Exchange
     control: Control
     codec: Codec
     members: Membership
-    seat: Seat
+    assignment: Assignment
     limits: Limits = field(default_factory=lambda: Limits((), ()))
-    balance: Balance | None = None
+    balance: LoadBalancer | None = None
     balances: bool = False
-    who: str = "this process"
+    identity: str = "this process"
     clip: float | None = None
     scaler: Scaler = field(default_factory=lambda: Scaler(1.0))
     record: Record = field(default_factory=Record)
-    activity: Whereabouts = field(default_factory=Whereabouts)
+    activity: Activity = field(default_factory=Activity)
     observers: list[StepObserver] = field(default_factory=list)
     number: int = 0
     folder: Path | None = None
@@ -63,12 +63,12 @@ class RunState:
     leader: bool = False
     speaks: bool = False
     watched: bool = False
-    stop: int = 0
-    hung: bool = False
+    stop_signal: int = 0
+    launcher_lost: bool = False
     num_steps: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     facts: dict[str, Any] = field(default_factory=dict)
-    last: Agreement = field(default_factory=lambda: Agreement(Verdict.APPLY))
+    last: StepOutcome = field(default_factory=lambda: StepOutcome(Decision.COMMIT))
     torn: bool = False  # a step began, and was not agreed on
     fixed_s: float = 0.0  # of the last step: what its rows do not change
 
@@ -80,13 +80,13 @@ class RunState:
     @property
     def shares(self) -> tuple[int, ...]:
         """Each node's rows of a whole global batch."""
-        dealt: tuple[int, ...] = self.seat.dealt(self.job.batch_size)
+        dealt: tuple[int, ...] = self.assignment.dealt(self.job.batch_size)
         return dealt
 
     def settle(self) -> None:
         """Waits for an update that is still coming. Raises NotFinite, LinkError."""
         try:
-            self.engine.settle()
+            self.engine.wait_pending()
         except NotFinite as error:
             error.told = not self.speaks  # type: ignore[attr-defined]
             raise

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contract import Agreement, GlobalBatch, NotFinite, Rule, Verdict
+from paceline.contract import Decision, GlobalBatch, NotFinite, StepOutcome, UpdateRule
 from paceline.report import activity
 from paceline.step import faults
 from paceline.step.run_state import RunState
 
 
-def update(run: RunState, batch: GlobalBatch, agreement: Agreement, kept: Any) -> None:
+def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -> None:
     """The optimizer's step and the schedule's. ``kept``: the engine's snapshot before. Raises NotFinite, NoGradient."""
-    engine, ballot, schedule = run.engine, agreement.ballot, run.job.scheduler
+    engine, vote, schedule = run.engine, outcome.vote, run.job.scheduler
     together = run.exchange.consensus == "step"
 
     def without_value(what: str) -> NotFinite:
         return faults.not_finite(
-            what, lambda: batch.share(run.seat), kept, ballot, engine, run.control, together, run.who, run.num_steps
+            what,
+            lambda: batch.share(run.assignment),
+            kept,
+            vote,
+            engine,
+            run.control,
+            together,
+            run.identity,
+            run.num_steps,
         )
 
-    if not ballot.finite and not run.scaler.can_shrink:
+    if not vote.finite and not run.scaler.can_shrink:
         raise without_value("loss")
     try:
-        faults.refuse(agreement, engine, run.control, together, run.who, run.num_steps)
+        faults.refuse(outcome, engine, run.control, together, run.identity, run.num_steps)
     except Exception:
         engine.rollback(kept)
         raise
-    if agreement.verdict is Verdict.APPLY and ballot.weight:
+    if outcome.decision is Decision.COMMIT and vote.weight:
         # the one place where sums become means: backward used the expected weight, this corrects it
-        rule = Rule(batch.weight / ballot.weight / run.scaler.scale, run.clip, check=True, step=run.num_steps)
-        told = [then for each in run.observers if (then := each.applies(agreement, rule))]
+        rule = UpdateRule(batch.weight / vote.weight / run.scaler.scale, run.clip, check=True, step=run.num_steps)
+        told = [then for each in run.observers if (then := each.applies(outcome, rule))]
         with run.activity.at(activity.UPDATE):
-            applied = engine.update(agreement, rule)
+            applied = engine.update(outcome, rule)
         for then in told if applied else ():
             then()
         if applied and schedule and together:
             schedule.step()
         if not applied:
-            agreement.verdict = Verdict.SKIP
+            outcome.decision = Decision.SKIP
             if not run.scaler.can_shrink:
                 raise without_value("gradient")
         run.scaler.move(applied)
     if schedule and not together:
         schedule.step()  # alike on all nodes, also on one that has no rows of a short batch
-    if agreement.verdict is Verdict.SKIP or not ballot.weight:
+    if outcome.decision is Decision.SKIP or not vote.weight:
         engine.rollback(kept)
-    agreement.pieces = []  # kept, they would lie in the middle of the next step's memory
+    outcome.gradients = []  # kept, they would lie in the middle of the next step's memory

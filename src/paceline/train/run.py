@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from paceline import registry
-from paceline.contract import Ballot, CheckpointError, LinkError
+from paceline.contract import CheckpointError, LinkError, Vote
 from paceline.data import images, input_advice, sample
 from paceline.data.encoded_images import Pictures
 from paceline.pace import Pace
@@ -167,7 +167,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
         waited_s, begin, first = 0.0, time.perf_counter(), pace.num_steps
         for batch in pace.batches(train, epochs=epochs, workers=settings.workers):
             pace.step(batch)
-            tally.add(pace.agreement.ballot)
+            tally.add(pace.agreement.vote)
             waited_s += batch.wait_s
             steps = batch.num_steps or 1
             done = batch.epoch * steps + batch.step + 1
@@ -213,10 +213,10 @@ class Tally:
     def __init__(self) -> None:
         self.start, self.rows, self.right, self.loss_sum = time.perf_counter(), 0.0, 0.0, 0.0
 
-    def add(self, ballot: Ballot) -> None:
-        self.rows += ballot.weight
-        self.right += ballot.metric_sum
-        self.loss_sum += ballot.loss_sum
+    def add(self, vote: Vote) -> None:
+        self.rows += vote.weight
+        self.right += vote.metric_sum
+        self.loss_sum += vote.loss_sum
 
     def sums(self) -> dict[str, float]:
         seconds = time.perf_counter() - self.start

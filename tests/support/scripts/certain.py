@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.contract import LinkError, ticks
+from paceline.contract import LinkError, boottime_s
 from paceline.elastic.membership import connect
 
 folder, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
@@ -19,14 +19,14 @@ rank = int(os.environ["RANK"])
 members = connect("torch", rank, 2, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 link = members.link
 pid = int(link.all_gather(torch.tensor([os.getpid()])).wait()[1])
-since = ticks()
+since = boottime_s()
 if rank:
     time.sleep(1.0)  # a beat has been heard
     if seconds:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         begin = time.monotonic()
-        members.certain(since)
+        members.assert_still_member(since)
         said = f"one of all {time.monotonic() - begin:.3f}"
     except LinkError as error:
         said = str(error)

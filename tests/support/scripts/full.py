@@ -30,7 +30,7 @@ with paceline.join(model, optimizer, F.cross_entropy, batch_size=8) as pace:
         try:
             work()
         except OSError as error:
-            told = [words.decode() for words in pace.control.gather(str(error).encode())]
+            told = [words.decode() for words in pace.control.all_gather(str(error).encode())]
             assert told[0] == told[-1], told
         else:
             raise AssertionError("the disk was not full")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoint.async_writer import Copies, Writer
+from paceline.checkpoint.async_writer import StagingBuffers, Writer
 from paceline.checkpoint.checkpoint import Draft, newest, read_newest
 
 MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
@@ -38,7 +38,7 @@ class Training:
         self.run, self.keep = run, keep
         self.weights = {f"layer {i}": torch.zeros(256 * i) for i in range(4)}
         self.moments = [torch.zeros(100)]
-        self.writer, self.copies = Writer(lambda: None), Copies()
+        self.writer, self.copies = Writer(lambda: None), StagingBuffers()
 
     def become(self, turn):
         for values in (*self.weights.values(), *self.moments):

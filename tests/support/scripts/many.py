@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from nodes import MODELS, OPTIMIZERS, Wide, build, rows
-from paceline.contract import Verdict
+from paceline.contract import Decision
 
 STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
 
@@ -30,16 +30,16 @@ def refuse(pace, steps):
     last = (world.node, world.local_rank) == (world.num_nodes - 1, world.local_size - 1)
     waiting, redone = set(steps) if last else set(), []
 
-    def refused(ballot):
-        ballot.ok = pace.num_steps not in waiting
+    def refused(vote):
+        vote.ok = pace.num_steps not in waiting
         waiting.discard(pace.num_steps)
-        return collect(ballot)
+        return collect(vote)
 
-    def heard(ballot, finish):
-        agreement = commit(ballot, finish)
-        if agreement.verdict is Verdict.REDO:
+    def heard(vote, finish):
+        outcome = commit(vote, finish)
+        if outcome.decision is Decision.RETRY:
             redone.append(pace.num_steps)
-        return agreement
+        return outcome
 
     pace.exchange.collect, pace.control.commit = refused, heard
     return redone

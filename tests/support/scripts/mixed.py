@@ -40,7 +40,7 @@ engine = {"planted": None, "instructions": "threads:1", "threads": f"threads:{2 
 folder = Path(FOLDER) / "run"
 with paceline.join(model, optimizer, F.cross_entropy, batch_size=48, engine=engine, folder=folder) as pace:
     world = pace.world
-    batch = rows(48 // world.size, world.rank, torch.float32)
+    batch = rows(48 // world.world_size, world.rank, torch.float32)
     for step in range(STEPS):
         if KIND == "planted" and step == 3 and NODE and world.local_rank == 0:
             with torch.no_grad():

@@ -53,10 +53,10 @@ def train(folder, slow=0, pause_s=0.0, engine=None, epochs=EPOCHS, every=EVERY):
             try:
                 loss = pace.step(batch)
             finally:  # a signal ends the run in the step that was its last
-                if pace.leader and pace.agreement.ballot.weight:
-                    ballot = pace.agreement.ballot
+                if pace.leader and pace.agreement.vote.weight:
+                    vote = pace.agreement.vote
                     with (folder / "steps.txt").open("a") as file:
-                        file.write(f"{pace.num_steps} {ballot.loss_sum / ballot.weight!r}\n")
+                        file.write(f"{pace.num_steps} {vote.loss_sum / vote.weight!r}\n")
             assert loss == loss
             if pace.num_steps % every == 0:
                 pace.save(wait=False)

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import paceline
 from nodes import OPTIMIZERS, Normed, Plain, Twice, build, rows
 from paceline.elastic import assignment, state_transfer
-from paceline.elastic.fault_tolerant import Surviving
+from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.link.net import rendezvous
 
 BATCH, COUNT = 24, 24 * 5 + 7
@@ -38,7 +38,7 @@ NODE = int(os.environ.get("OUTLIVED_NODE", os.environ.get("GROUP_RANK", "0")))
 LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 NODES = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 LATE = "PACELINE_JOIN_TICKET" in os.environ
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 HALT_S = 25
 HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
 HOW["clip"] = {"clip": 0.3}
@@ -56,7 +56,7 @@ class Samples:
         return self.x[i], self.y[i]
 
 
-class Shut(rendezvous.Door):
+class Shut(rendezvous.ReachabilityServer):
     """As behind a firewall: it reaches all, and none of them reaches it."""
 
     def __init__(self, *given):
@@ -74,15 +74,15 @@ def once(folder, what):
 
 def hold(pace, turns):
     """Where nodes are missing, who leads waits for the next question of one that comes back."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while (
         pace.leader and pace.world.num_nodes < NODES and not pace.training.admission._ready and time.monotonic() < end
     ):
         following = pace.training.admission._following.values()
         all_ask = len(following) + pace.world.num_nodes == NODES
-        if all_ask and all(each.level or each.lost or each.placed for each in following):
+        if all_ask and all(each.caught_up or each.lost or each.placed for each in following):
             return
-        asked = {name: said["turn"] for name, said in pace.run.members.porter.waiting().items()}
+        asked = {name: said["turn"] for name, said in pace.run.members.join_desk.waiting().items()}
         if asked.items() - turns.items():
             turns.update(asked)
             return
@@ -130,7 +130,7 @@ def main(folder, *words):
         return target.double().sum()
 
     if not LATE and LOCAL == 0 and (dies := {f"spread{NODE}", f"settle{NODE}"} & {*words}):
-        module, name = (Surviving, "spread") if f"spread{NODE}" in dies else (assignment, "settle")
+        module, name = (FaultTolerantControl, "spread") if f"spread{NODE}" in dies else (assignment, "settle")
         setattr(module, name, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
     optimizer = OPTIMIZERS["adam" if "adam" in words else "momentum"](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if "adam" in words else None
@@ -158,7 +158,7 @@ def main(folder, *words):
         if pace.training.joiner and pace.training.joiner.late and "copy" in words and once(folder, "copy"):
             pace.training.joiner._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
         if pace.training.joiner and pace.training.joiner.late and "shut" in words and once(folder, "shut"):
-            rendezvous.Door = Shut
+            rendezvous.ReachabilityServer = Shut
         if f"meet{NODE}" in words and not LATE:
             pace.training.admission._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if "halt" in words and NODE == 0 and not LATE:
@@ -170,7 +170,7 @@ def main(folder, *words):
                 Path(folder, "halted").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-            state_transfer.rest = halt
+            state_transfer.small_state = halt
         losses, times, turns, note = [], [], {}, watch(pace, folder)
         for batch in pace.batches(Samples(), epochs=EPOCHS):
             if "back" in words and (steps[0] or pace.world.num_nodes < NODES):

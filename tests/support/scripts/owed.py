@@ -11,13 +11,13 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from nodes import build, rows
-from paceline.contract import Spec
+from paceline.contract import Bucket
 
 STEPS, MIDDLE, BATCH = 6, 3, 24
 
 
 def spec(count):
-    return Spec(0, ("weight",), ((count,),))
+    return Bucket(0, ("weight",), ((count,),))
 
 
 def join(codec="feedback/topk:keep=0.1"):

@@ -21,7 +21,7 @@ batch = torch.zeros(8, 1), torch.zeros(8)
 wires = network.measure(pace.link)
 taken = []
 for _ in range(steps + 3):
-    pace.control.total([0.0])
+    pace.control.all_reduce([0.0])
     before, start = pace.link.sent_bytes, time.perf_counter()
     forms = list(pace.exchange.forms())
     pace.step(batch)

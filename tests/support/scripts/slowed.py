@@ -46,7 +46,7 @@ def main(folder, late=""):
         for step, batch in enumerate(pace.batches(Samples(late == os.environ["RANK"]), epochs=1000)):
             pace.step(batch)
             # all must end after the same step
-            if step % 8 == 7 and pace.control.total([float((Path(folder) / "enough").exists())])[0]:
+            if step % 8 == 7 and pace.control.all_reduce([float((Path(folder) / "enough").exists())])[0]:
                 break
 
 

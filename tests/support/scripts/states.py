@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import paceline
 from nodes import build, rows
 from paceline.contract import LinkError
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 
 STEPS, BATCH = 4, 21
 
@@ -80,7 +80,7 @@ def train(case):
     def steps(pace, seeds):
         for seed in seeds:
             data = rows(BATCH, seed)
-            mine = Seat(0, 1, pace.world.local_rank, pace.world.local_size).rows(BATCH)
+            mine = Assignment(0, 1, pace.world.local_rank, pace.world.local_size).rows(BATCH)
             losses.append(pace.step(tuple(part[mine.start : mine.stop] for part in data)))
             optimizer.zero_grad()
             schedule.step()
@@ -109,7 +109,7 @@ def in_parts(pace):
     found, weights = [], dict(pace.job.model.named_parameters())
     for third in range(3):
         windows = {}
-        for name in pace.engine.numbers:
+        for name in pace.engine.optimizer_index:
             rows_ = len(weights[name]) if pace.engine.division == "slices" and weights[name].dim() else 0
             windows[name] = third * rows_ // 3, (third + 1) * rows_ // 3
             if windows[name][1] == windows[name][0]:

@@ -18,7 +18,7 @@ from paceline.elastic import heartbeat
 from paceline.report import activity
 
 if os.environ.get("DEADLINES") != "real":
-    activity.LEAST_S = heartbeat.LIMIT_S = float(os.environ.get("LEAST_S", "2.5"))
+    activity.MIN_S = heartbeat.LIMIT_S = float(os.environ.get("LEAST_S", "2.5"))
     activity.BETWEEN_S, activity.TIMES, heartbeat.GRACE_S = 4.0, 2.0, 0.5
 
 
@@ -38,7 +38,7 @@ def main(folder, node="-1", at="0", local="0"):
     with paceline.join(model, torch.optim.SGD(model.parameters(), lr=1e-4), loss, batch_size=24, folder=folder) as pace:
         world = pace.world
         here = Path(folder) / f"{world.node}.{world.local_rank}"
-        batch = rows(24 // world.size, world.node, torch.float32)
+        batch = rows(24 // world.world_size, world.node, torch.float32)
         for step in range(1_000_000):
             pace.step(batch)
             if step == 15:
@@ -46,7 +46,7 @@ def main(folder, node="-1", at="0", local="0"):
                 aside.write_text(str(os.getpid()))
                 aside.replace(here)
             # all must end after the same step
-            if step % 8 == 7 and pace.control.total([float((Path(folder) / "enough").exists())])[0]:
+            if step % 8 == 7 and pace.control.all_reduce([float((Path(folder) / "enough").exists())])[0]:
                 break
 
 

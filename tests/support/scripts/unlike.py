@@ -25,6 +25,6 @@ model = build(Plain)
 pace = paceline.join(model, torch.optim.SGD(model.parameters(), 0.1, 0.9), F.cross_entropy, batch_size=24, seed=5)
 for batch in pace.batches(Samples(), epochs=3):
     pace.step(batch)
-print(f"{pace.row}: {pace.world.local_size} of {pace.world.size}\n", end="", flush=True)
+print(f"{pace.row}: {pace.world.local_size} of {pace.world.world_size}\n", end="", flush=True)
 if pace.world.rank == 0:
     torch.save(model.state_dict(), Path(sys.argv[1]) / "weights.pt")

@@ -19,16 +19,16 @@ pace = paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross
 batch = torch.randn(ROWS, 1024), torch.randint(0, 3, (ROWS,))
 pace.step(batch)
 lane = pace.exchange._lane
-pace.control.total([0.0])
+pace.control.all_reduce([0.0])
 before, link_before = sent_bytes(), lane.sent_bytes
 for _ in range(STEPS):
     pace.step(batch)
-pace.control.total([0.0])
+pace.control.all_reduce([0.0])
 said = {
-    "declared": pace.exchange.cost(pace.engine.specs, ROWS, 2).bytes,
+    "declared": pace.exchange.cost(pace.engine.buckets, ROWS, 2).bytes,
     "counted_by_link": (lane.sent_bytes - link_before) / STEPS,
     "counted_by_card": (sent_bytes() - before) / STEPS,
-    "dense": sum(dense_cost(spec, 2).bytes for spec in pace.engine.specs),
+    "dense": sum(dense_cost(bucket, 2).bytes for bucket in pace.engine.buckets),
 }
 Path(sys.argv[1], f"{pace.world.node}.json").write_text(json.dumps(said))
 pace.close()

@@ -41,7 +41,7 @@ from paceline_bench.chaos.journal import Life
 STORIES = BELOW, ALL, TWICE, FORMING, TRANSFER, PARTED = "below", "all", "twice", "forming", "transfer", "parted"
 EPOCHS = 6
 HANG_S = 15.0  # without a step, once all that were killed have been started again
-LIMIT_S, WAIT_S, GLANCE_S = 240.0, 120.0, 0.02
+LIMIT_S, WAIT_S, POLL_S = 240.0, 120.0, 0.02
 PART_S = 30.0  # until those who are not cut off go on: silence has to be told from slowness first
 CLIP = 0.5
 
@@ -183,7 +183,7 @@ class Waits:
                 if limit_s < LIMIT_S:
                     return False
                 raise TimeoutError
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         return run.poll() is None
 
     # what strikes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from paceline_bench.chaos import training
-from paceline_bench.chaos.fault_run import Ordeal, Outcome
+from paceline_bench.chaos.fault_run import FaultRun, Outcome
 from paceline_bench.chaos.faults import Fault
 from paceline_bench.chaos.hosts import Machines, unavailable
 from paceline_bench.chaos.invariants import Breach, breaches
@@ -54,7 +54,7 @@ def suffer(
             folder = home / f"{trainings}"
             folder.mkdir()
             with Machines(nodes) as machines:
-                one = Ordeal(machines, folder, disk / f"{trainings}", seed + trainings, kinds, epochs, show, planned)
+                one = FaultRun(machines, folder, disk / f"{trainings}", seed + trainings, kinds, epochs, show, planned)
                 one.disk.mkdir()
                 try:
                     one.run(min(PER_TRAINING, num_faults - len(outcomes)))

@@ -28,15 +28,15 @@ from paceline_bench.chaos.faults import ENDING, LAUNCHER_KILLED, LOSING, Fault, 
 from paceline_bench.chaos.hosts import Machines
 from paceline_bench.chaos.journal import Life
 
-LEAST = 2
+MIN_NODES = 2
 AFTER = 10  # steps that say that a fault is over
 HANG_S = 15.0  # without a step, on a process that is left: nobody should wait longer
 BEGIN_S, SETTLE_S, END_S = 60.0, 60.0, 40.0
-GLANCE_S = 0.01
+POLL_S = 0.01
 AT_ONCE_S = 1.0  # what was on its way may still end some steps
 ENGINES = "sequential", "threads:1", "processes:2"
-FEW = LEAST + 1  # nodes that may have several processes each, on few cores: one of them can be lost
-LAST_LINES, MOST_STARTS = 8, 40
+FEW = MIN_NODES + 1  # nodes that may have several processes each, on few cores: one of them can be lost
+LAST_LINES, MAX_STARTS = 8, 40
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Outcome:
         return "; ".join([*parts, *(f"WRONG: {each}" for each in self.wrong)])
 
 
-class Ordeal:
+class FaultRun:
     """``disk``: a small one, for the run's folder. ``folder``: for journals. What happens is ``seed``'s, and the
     moment's."""
 
@@ -147,7 +147,7 @@ class Ordeal:
         self.count, engine = self._next_team()
         words = [
             *(sys.executable, "-m", "paceline", "run", "--detach", "-H", self.machines.hosts(self.count)),
-            *("--ssh", self.machines.ssh, "--nodes", f"{LEAST}:{self.count}", "--plan", engine),
+            *("--ssh", self.machines.ssh, "--nodes", f"{MIN_NODES}:{self.count}", "--plan", engine),
             *("--out", str(self.disk / "run"), "-m", training.__name__),
             *(str(self.folder), str(self.launches), str(self.epochs)),
         ]
@@ -166,12 +166,12 @@ class Ordeal:
 
     def _next_team(self) -> tuple[int, str]:
         """All nodes at first; then another number than before, and another engine."""
-        if self.launches > MOST_STARTS:
-            raise ValueError(f"the training was started {MOST_STARTS} times, and has not ended")
+        if self.launches > MAX_STARTS:
+            raise ValueError(f"the training was started {MAX_STARTS} times, and has not ended")
         nodes = self.cluster.num_nodes
         if self.launches == 1:
             return nodes, ENGINES[0] if nodes > FEW else ENGINES[-1]
-        count = self.dice.choice([n for n in range(LEAST, nodes + 1) if n != self.count] or [self.count])
+        count = self.dice.choice([n for n in range(MIN_NODES, nodes + 1) if n != self.count] or [self.count])
         return count, self.dice.choice(ENGINES[1:] if count <= FEW else ENGINES[1:2])
 
     def _wait_for_begin(self, size: int) -> None:
@@ -183,7 +183,7 @@ class Ordeal:
                 return
             if time.monotonic() > end or not runs:
                 raise ValueError(f"the run did not begin to train within {BEGIN_S:.0f} s; it said:\n{self._words()}")
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
 
     def _runs(self) -> list[Path]:
         return list((self.folder / "paceline" / "detached").glob("*"))
@@ -195,7 +195,7 @@ class Ordeal:
     def _wait(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._living():
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
 
     def _wait_for_end(self) -> None:
         assert self._run
@@ -205,7 +205,7 @@ class Ordeal:
                 self._hung(f"the run did not end: {self._words()}")
                 self._kill()
                 return
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         self._read()
 
     def _kill(self) -> None:
@@ -222,7 +222,7 @@ class Ordeal:
         while (self._run and self._run.running) or any(life.lives for life in self.known.values()):
             if time.monotonic() > end:
                 raise ValueError("the run could not be ended")
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
 
     def _hung(self, words: str) -> None:
         if self.outcomes:
@@ -234,7 +234,7 @@ class Ordeal:
         """What was planned, then what the dice say; None: nothing that was asked for can be played now."""
         if self.planned:
             return self.planned.pop(0)
-        few = len(nodes) <= LEAST
+        few = len(nodes) <= MIN_NODES
         gone = () if self.launcher() else (LAUNCHER_KILLED,)
         possible = [kind for kind in self.kinds if kind not in gone and not (few and kind in LOSING)]
         ending = [kind for kind in possible if kind in ENDING]
@@ -259,7 +259,7 @@ class Ordeal:
                     outcome.hung = f"after {SETTLE_S:.0f} s: {self._words()}"
                     self._kill()
                     break
-                time.sleep(GLANCE_S)
+                time.sleep(POLL_S)
         finally:
             if not undone:
                 undo()

@@ -35,8 +35,8 @@ DEMANDED = 10.0  # times less
 LIMIT_S, END_S = 300.0, 20.0
 WARM = 25  # steps, so that there is a checkpoint
 EPOCHS = 16  # of each training of ours, in which two nodes of four are killed
-GLANCE_S = 0.01
-LEAST = 2  # nodes that go on
+POLL_S = 0.01
+MIN_NODES = 2  # nodes that go on
 STEPS = 10**6
 # else agents that restart for another's loss find the addresses of the attempt before, and start again for ever
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -73,7 +73,7 @@ class Run:
                 raise ValueError(
                     f"{self.name} came to step {self.newest()} of {step} in {LIMIT_S:.0f} s; it said:\n{said}"
                 )
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
 
     def kill(self, dice: Random) -> float:
         """The worker of a node, at once, but not of that where all began. When that was."""
@@ -139,7 +139,7 @@ class Horovod(Run):
                 "-np",
                 str(count),
                 "--min-np",
-                str(LEAST),
+                str(MIN_NODES),
                 "--max-np",
                 str(count),
             ),
@@ -170,7 +170,7 @@ def lost(peer: type[Run], num_faults: int, seed: int, nodes: int, show: Show) ->
     """Seconds, for each of so many kills of a node's worker."""
     dice, found = Random(seed), list[float]()
     while len(found) < num_faults:
-        most = num_faults if peer.again else min(num_faults, len(found) + nodes - LEAST)
+        most = num_faults if peer.again else min(num_faults, len(found) + nodes - MIN_NODES)
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-killed-")))
             run = peer(stack.enter_context(Machines(nodes)), folder)

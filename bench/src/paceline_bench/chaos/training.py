@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint import checkpoint
-from paceline.contract import CheckpointError, Regroup
+from paceline.contract import CheckpointError, ViewChange
 from paceline.data.sampler import permutation
 from paceline_bench.chaos.journal import Journal
 
@@ -192,23 +192,23 @@ def main(folder: str, launch: str, epochs: str, clip: str = "") -> None:
 
 
 def note(pace: paceline.Pace, journal: Journal) -> None:
-    ballot = pace.agreement.ballot
+    vote = pace.agreement.vote
     # the processes of a node share their weights, and the others may still be at theirs
     seen = mark(pace.job.model.parameters()) if pace.world.local_size == 1 else 0
-    loss = ballot.loss_sum / ballot.weight
+    loss = vote.loss_sum / vote.weight
     journal.note(applied=journal.step, loss=loss, mark=seen, nodes=pace.world.num_nodes)
 
 
 def follow(pace: paceline.Pace, journal: Journal) -> None:
     """The journal knows of a new generation while a step is still being made."""
-    told = pace.control.regrouped
+    told = pace.control.on_view_change
 
-    def regrouped(news: Regroup) -> None:
+    def regrouped(news: ViewChange) -> None:
         journal.generation = news.generation
         if told:
             told(news)
 
-    pace.control.regrouped = regrouped
+    pace.control.on_view_change = regrouped
 
 
 @contextlib.contextmanager

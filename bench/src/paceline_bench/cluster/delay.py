@@ -24,7 +24,7 @@ CLONE = "/dev/net/tun"
 SET_DEVICE, SET_OFFLOAD = 0x400454CA, 0x400454D0
 TAP, PLAIN, WITH_HEADER = 0x0002, 0x1000, 0x4000
 SUMS_AND_LARGE_FRAMES = 0x01 | 0x02 | 0x04  # checksums left to the other end; TCP over IPv4 and IPv6 in large frames
-MOST_BYTES = 1 << 17  # of a frame with its header
+MAX_BYTES = 1 << 17  # of a frame with its header
 AT_ONCE = 16  # frames of one end, before others have their turn
 SOONER = -10  # niceness: what is due goes before what the nodes compute
 
@@ -87,7 +87,7 @@ def carry(delay_s: float, ends: Sequence[int], leave: int = 0) -> None:
         for end in ready:
             for _ in range(AT_ONCE):
                 try:
-                    frame = os.read(end, MOST_BYTES)
+                    frame = os.read(end, MAX_BYTES)
                 except BlockingIOError:
                     break
                 late.append((time.monotonic() + delay_s, far[end], frame))

@@ -22,7 +22,7 @@ from paceline_bench.cluster.namespaces import Cluster, unavailable
 from paceline_bench.cluster.slow_node import held
 from paceline_bench.result import Show
 
-GLANCE_S = 0.05
+POLL_S = 0.05
 LAST_LINES = 12
 
 
@@ -59,7 +59,7 @@ def drive(
                 said = _serve(json.loads(asked.read_text()), cluster, processes, stack, show)
                 _whole(folder / f"did-{served}", said)
                 served += 1
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         heed()
         if failed := [n for n, process in enumerate(processes) if process.returncode]:
             raise ValueError(_failed(failed[0], processes[failed[0]], folder))
@@ -130,7 +130,7 @@ class Desk:
         self.asked += 1
         while not answer.exists():
             self.stay()
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         said: dict[str, Any] = json.loads(answer.read_text())
         return said
 

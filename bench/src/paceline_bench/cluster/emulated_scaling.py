@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from paceline.contract import DENSE
 from paceline.engine.compute.timeline import Timeline, record
 from paceline.engine.sequential import Engine
-from paceline.planner.cluster_model import Wire, predict
+from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure import fresh_process
-from paceline.planner.step_model import Line
+from paceline.planner.step_model import StepModel
 from paceline_bench.cluster import prediction_error
 from paceline_bench.cluster.namespaces import bits_per_s
 from paceline_bench.cluster.race import Entry, Pace, Phase, Race, Result, run
@@ -91,18 +91,18 @@ HEAD = (
 
 
 def _alone(line: Timeline) -> str:
-    alone_s = line.total([DENSE] * len(line.specs)) / FASTER
+    alone_s = line.total([DENSE] * len(line.buckets)) / FASTER
     return f"| 1 | - | recorded, {FASTER:g} times as fast | {line.rows / alone_s:.2f} | - | 1.00 | 0 | 0 |"
 
 
-def _points(got: Result, line: Timeline, files: Mapping[str, Path], wire: Wire) -> Iterator[str]:
-    race, alone_s = got.race, line.total([DENSE] * len(line.specs))
+def _points(got: Result, line: Timeline, files: Mapping[str, Path], wire: NetworkModel) -> Iterator[str]:
+    race, alone_s = got.race, line.total([DENSE] * len(line.buckets))
     for number, phase in enumerate(race.phases):
         for entry in race.entries:
             lap = got.laps[number][entry.name]
             megabytes = got.megabytes(number, entry.name)
             through = 8e-3 * megabytes * race.nodes / lap.step_s
-            replayed = Line.of(json.loads(files[entry.name].read_text()), absorbs=True).scaled(1 / FASTER)
+            replayed = StepModel.of(json.loads(files[entry.name].read_text()), absorbs=True).scaled(1 / FASTER)
             bits = bits_per_s(phase.rate) if phase.rate else None
             expected = predict([replayed] * race.nodes, wire.with_line(bits)).per_s
             yield (
@@ -113,13 +113,15 @@ def _points(got: Result, line: Timeline, files: Mapping[str, Path], wire: Wire) 
 
 def all_dense(line: Timeline) -> Timeline:
     """The same step, of which no layer may travel as factors."""
-    return dataclasses.replace(line, specs=tuple(dataclasses.replace(spec, linear=False) for spec in line.specs))
+    return dataclasses.replace(
+        line, buckets=tuple(dataclasses.replace(bucket, linear=False) for bucket in line.buckets)
+    )
 
 
 def keep(model: str, batch: int, file: Path) -> None:
     """Records in a process of its own, on one thread. Raises ValueError."""
     command = [sys.executable, "-m", __name__, model, str(batch), str(file)]
-    ended = fresh_process.run(command, {}, RECORD_S)
+    ended = fresh_process.run_in_process(command, {}, RECORD_S)
     if ended.code:
         raise ValueError(f"a step of {model} could not be recorded: {ended.last_words}")
     if ended.code is None:

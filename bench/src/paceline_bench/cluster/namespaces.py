@@ -21,7 +21,7 @@ from paceline_bench.cluster.delay import Cables
 PR_SET_PDEATHSIG = 1
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 HOSTS = Path("/etc/netns")  # `ip netns exec` lays the files of a namespace's folder here over those of /etc
-MOST_LATE_MS, MOST_LATE_BITS = 1000.0, 200e6  # what a process can hold up, frame by frame, at the rate of the link
+MAX_LATE_MS, MAX_LATE_BITS = 1000.0, 200e6  # what a process can hold up, frame by frame, at the rate of the link
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,14 +62,14 @@ def bits_per_s(rate: str) -> float:
 
 def check_delay(delay_ms: float, rate: str | None) -> float:
     """Of a link, one way, where it has this rate. Raises ValueError."""
-    if not 0 <= delay_ms <= MOST_LATE_MS:
+    if not 0 <= delay_ms <= MAX_LATE_MS:
         raise ValueError(
-            f"a delay of {delay_ms:g} ms is none of a link's; give 0 to {MOST_LATE_MS:g} ms one way, such as 5"
+            f"a delay of {delay_ms:g} ms is none of a link's; give 0 to {MAX_LATE_MS:g} ms one way, such as 5"
         )
-    if delay_ms and (rate is None or bits_per_s(rate) > MOST_LATE_BITS):
+    if delay_ms and (rate is None or bits_per_s(rate) > MAX_LATE_BITS):
         raise ValueError(
-            f"a delay is made by a process that holds every frame, sure up to {MOST_LATE_BITS / 1e6:g} Mbit/s, "
-            f"and the link's rate is {rate or 'not limited'}; give --rate {MOST_LATE_BITS / 1e6:g}mbit or less with it"
+            f"a delay is made by a process that holds every frame, sure up to {MAX_LATE_BITS / 1e6:g} Mbit/s, "
+            f"and the link's rate is {rate or 'not limited'}; give --rate {MAX_LATE_BITS / 1e6:g}mbit or less with it"
         )
     return delay_ms
 

@@ -31,7 +31,7 @@ from paceline_bench.cluster.work import Step, Work
 dist: Any = torch.distributed  # its stubs leave out what we use
 
 FAST_STEPS = 3  # before links have a rate: DDP sorts its buckets anew after one, PowerSGD begins after two
-PATIENCE_S = 1200.0
+TIMEOUT_S = 1200.0
 FOREVER = 10**9
 
 
@@ -142,7 +142,7 @@ def run_phase(players: list[Player], phase: Phase, limit_s: float, desk: Desk) -
 def main(folder: str) -> None:
     race = Race.read(Path(folder) / "race.json")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     desk = Desk(Path(folder), dist.get_rank())
     if any(entry.row.startswith("emulated") for entry in race.entries):
         os.chdir(folder)  # where the timelines are

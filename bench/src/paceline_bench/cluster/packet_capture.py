@@ -12,7 +12,7 @@ from types import TracebackType
 EVERY_PROTOCOL = 3  # ETH_P_ALL
 ROOM_BYTES = 64 << 20  # for packets that nobody has looked at yet
 KEPT_BYTES = 1 << 16  # of the beginning of each conversation
-MOST = 1 << 17  # of a packet that the kernel has not cut up yet
+MAX_PACKET_BYTES = 1 << 17  # of a packet that the kernel has not cut up yet
 
 Flow = tuple[bytes, int, bytes, int]  # from an address and a port to an address and a port
 
@@ -49,7 +49,7 @@ class Listener:
     def _run(self) -> None:
         while True:
             try:
-                packet, where = self._line.recvfrom(MOST)
+                packet, where = self._line.recvfrom(MAX_PACKET_BYTES)
             except TimeoutError:
                 if self._leaving.is_set():
                     return

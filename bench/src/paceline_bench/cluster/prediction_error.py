@@ -22,9 +22,9 @@ from torch.nn import functional as F
 import paceline
 from paceline.engine.compute.timeline import record
 from paceline.engine.sequential import Engine
-from paceline.planner.cluster_model import Wire, predict
+from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure.network import Wires, measure
-from paceline.planner.step_model import Line
+from paceline.planner.step_model import StepModel
 from paceline_bench.cluster.driver import Desk, drive
 from paceline_bench.cluster.namespaces import bits_per_s
 from paceline_bench.cluster.race import SETUP_S, Entry, Pace, Phase, Race, run, where
@@ -89,13 +89,13 @@ def predictions(cell: Cell, show: Show) -> dict[str, float]:
     return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in cell.rates}
 
 
-def measured(cell: Cell, show: Show) -> tuple[list[Line], Wire]:
+def measured(cell: Cell, show: Show) -> tuple[list[StepModel], NetworkModel]:
     """A step of each node, and the wire between them where its rate is not limited."""
     show(f"{cell.model} b{cell.rows} on {cell.nodes} nodes: recording a step of each, and the wire")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         (Path(folder) / "job.json").write_text(json.dumps([cell.model, cell.rows]))
         said = drive(cell.nodes, ["-m", __name__], Path(folder), SETUP_S, show, cell.delay_ms)
-    lines = [Line.of(one["timeline"], absorbs=True) for one in said]
+    lines = [StepModel.of(one["timeline"], absorbs=True) for one in said]
     return lines, Wires.of(said[0]["wires"]).among(range(cell.nodes))
 
 

@@ -47,7 +47,7 @@ from paceline_bench.cluster.packet_capture import Listener
 
 NODES = 4
 ROWS, INPUTS, CLASSES = 24, 48, 4
-MOST_DELAY_S = 1.0
+MAX_DELAY_S = 1.0
 LIMIT_S = 100.0  # beside the time that is asked for
 PLAIN, HIDDEN = "plain", "encrypted"
 PLANTED = {PLAIN: 0.012345678912345, HIDDEN: 0.054321987654321}  # no other weight of eight in a row
@@ -96,7 +96,7 @@ def train(steps: int, pause_s: float, folder: Path | None = None) -> Iterator[di
         for pace, batch in zip(paces, batches, strict=True):
             pace.step(batch)
         time.sleep(pause_s)
-    while folder and any(pace.control.total([float((folder / "enough").exists())])[0] < NODES for pace in paces):
+    while folder and any(pace.control.all_reduce([float((folder / "enough").exists())])[0] < NODES for pace in paces):
         time.sleep(0.01)
     weights = (b"".join(p.detach().numpy().tobytes() for p in model.parameters()) for model in models)
     yield dict(zip(PLANTED, (hashlib.sha256(each).hexdigest() for each in weights), strict=True))
@@ -143,7 +143,7 @@ def run(messages: int, seconds: float, seed: int = 0, pause_s: float = 0.1) -> d
             with Listener(cables, [*needles.values(), secret.encode()]) as listener:
                 _wait(lambda: all((folder / f"{rank}.joined").exists() for rank in range(NODES)), each, end, folder)
                 said = [bytes(words) for words in list(listener.begun.values())]
-                stranger, known, astray = Stranger(seed, lambda: said), set[Any](), set[Any]()
+                stranger, known, astray = Attacker(seed, lambda: said), set[Any](), set[Any]()
 
                 def attack() -> None:
                     enter(cluster.name(NODES))
@@ -240,7 +240,7 @@ def _apart_s(folder: Path) -> list[float]:
     return [later - before for before, later in itertools.pairwise(times)]
 
 
-def faults(got: dict[str, Any], messages: int, most_s: float = MOST_DELAY_S) -> list[str]:
+def faults(got: dict[str, Any], messages: int, most_s: float = MAX_DELAY_S) -> list[str]:
     """What should not have been."""
     longest = max((s for s in got["longest_step_s"].values() if s is not None), default=float("inf"))
     return [
@@ -323,7 +323,7 @@ def _address(words: str) -> str:
     return socket.inet_ntop(socket.AF_INET6 if len(numbers) > 4 else socket.AF_INET, numbers)
 
 
-class Stranger:
+class Attacker:
     """``heard()``: what others have said so far. ``sent``: messages that got through to an open port."""
 
     def __init__(self, seed: int, heard: Callable[[], Sequence[bytes]]):
@@ -372,7 +372,7 @@ class Stranger:
 
 
 def disturb(
-    stranger: Stranger, find: Callable[[], set[Door]], count: int, seconds: float, over: Callable[[], bool]
+    stranger: Attacker, find: Callable[[], set[Door]], count: int, seconds: float, over: Callable[[], bool]
 ) -> set[Door]:
     """``count`` messages, spread over that time, to whatever is open: looked for every second. Returns the doors."""
     begin, known, looked = time.monotonic(), set[Door](), 0.0

@@ -24,7 +24,7 @@ import torch
 from paceline.launch.machine import survey
 from paceline_bench.simulated.fault_link import CLASSES
 from paceline_bench.simulated.simulate import play
-from paceline_bench.simulated.summary import Tally, listed, schedule, tally
+from paceline_bench.simulated.summary import Summary, listed, schedule, tally
 
 WAITS = """Nodes that fail are started again, join those who wait, and are sent the state; where nobody is left who has
 it, all are started from the newest checkpoint. All with batch norm over all nodes, and clipped. No step is applied
@@ -34,7 +34,7 @@ below the minimum of nodes.
 EVERY_S = 10.0  # a line of progress
 
 
-def record(folder: Path, found: Tally, command: str, first: int, seconds: float) -> None:
+def record(folder: Path, found: Summary, command: str, first: int, seconds: float) -> None:
     """README.md for people, raw.json for whoever computes with it."""
     machine = survey()
     fired = "\n".join(f"| {kind} | {found.struck[kind]} | {found.fired[kind]} |" for kind in CLASSES)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return bool(outcome.violations)
     begin = last = time.perf_counter()
 
-    def show(so_far: Tally) -> None:
+    def show(so_far: Summary) -> None:
         nonlocal last
         now = time.perf_counter()
         if now - last > EVERY_S:

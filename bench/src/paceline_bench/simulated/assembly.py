@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.contract import Guest, LinkError
-from paceline.elastic.quorum import HERE, Decision, Found, Roll, Verdict, decide
+from paceline.contract import Joiner, LinkError
+from paceline.elastic.quorum import ALIVE, Found, QuorumDecision, QuorumVerdict, Roll, decide
 from paceline_bench.simulated.virtual_time import Place, World
 
-DOUBT_S = 6.0  # without an answer, before a member counts as silent
-LATE_S = 20.0  # for those who are alive: longer than who comes last may have been waiting in vain
-PAUSE_S = 2.0  # between two looks
+SUSPECT_AFTER_S = 6.0  # without an answer, before a member counts as silent
+ALIVE_TIMEOUT_S = 20.0  # for those who are alive: longer than who comes last may have been waiting in vain
+POLL_S = 2.0  # between two looks
 WAIT_S = 200.0  # for those that one is cut off from
 GIVE_UP_S = 600.0
 
@@ -29,18 +29,18 @@ class Told:
     """``heir``: the next generation; None for whom there is none, for the reason that was decided."""
 
     heir: Any
-    decision: Decision
+    decision: QuorumDecision
 
 
 class Assembly:
-    """``look(one, other)``: what the one finds where the other is. ``found(ids, guests)``: makes the next generation.
+    """``look(one, other)``: what the one finds where the other is. ``found(ids, joiners)``: makes the next generation.
     ``doubts(one)``: whether it has stood still, or heard nothing, for so long that all others may have continued."""
 
     def __init__(
         self,
         world: World,
         look: Callable[[int, int], str],
-        found: Callable[[Sequence[int], Sequence[Guest]], Any],
+        found: Callable[[Sequence[int], Sequence[Joiner]], Any],
         doubts: Callable[[int], bool] = lambda one: False,
     ):
         self.world, self.look, self.found, self.doubts = world, look, found, doubts
@@ -49,7 +49,7 @@ class Assembly:
         self.num_gone = 0
         self.place: Place = []
 
-    def meet(self, me: int, ids: Sequence[int], admits: Sequence[Guest] = ()) -> Any:
+    def meet(self, me: int, ids: Sequence[int], admits: Sequence[Joiner] = ()) -> Any:
         """The next generation, of members ``ids`` of the last one, and of whom the one that decides ``admits``. Raises
         LinkError."""
         world, hosts_since, cut_since = self.world, math.inf, math.inf
@@ -58,19 +58,21 @@ class Assembly:
         end = world.clock + GIVE_UP_S
         while world.clock < end:
             roll = roll.after({other: self.look(me, other) for other in others}, self.calls[me], world.clock)
-            host = min((other for other in others if other < me and roll.seen[other] == HERE), default=me)
+            host = min((other for other in others if other < me and roll.seen[other] == ALIVE), default=me)
             if host == me:
                 hosts_since = min(hosts_since, world.clock)
-                late = world.clock - hosts_since >= LATE_S
-                found = {other: roll.found(other, self.calls[me], world.clock, DOUBT_S) for other in others}
+                late = world.clock - hosts_since >= ALIVE_TIMEOUT_S
+                found = {other: roll.found(other, self.calls[me], world.clock, SUSPECT_AFTER_S) for other in others}
                 found = {o: Found.SILENT if late and how is Found.EXPECTED else how for o, how in found.items()}
                 decision = decide([found.get(each, Found.CAME) for each in ids], names=[f"rank {each}" for each in ids])
-                if decision.verdict is not Verdict.WAIT:
+                if decision.verdict is not QuorumVerdict.WAIT:
                     return self._decide(me, ids, found, decision, admits)
                 cut_off = Found.EXPECTED not in found.values()
                 cut_since = min(cut_since, world.clock) if cut_off else math.inf
                 if world.clock - cut_since >= WAIT_S:
-                    return self._decide(me, ids, found, Decision(Verdict.RESTORE, why=f"{decision.why}; in vain"))
+                    return self._decide(
+                        me, ids, found, QuorumDecision(QuorumVerdict.RESTORE, why=f"{decision.why}; in vain")
+                    )
             else:
                 hosts_since = math.inf
                 self.calls[host].add(me)
@@ -96,7 +98,7 @@ class Assembly:
             more = host == me and len(self.calls[me]) != came
             return more or self.num_gone != gone or (host, me) in self.said
 
-        self.world.wait(news, PAUSE_S, self.place)
+        self.world.wait(news, POLL_S, self.place)
         self.calls[host].discard(me)
         return self.said.get((host, me))
 
@@ -105,13 +107,13 @@ class Assembly:
         me: int,
         ids: Sequence[int],
         found: dict[int, Found],
-        decision: Decision,
-        admits: Sequence[Guest] = (),
+        decision: QuorumDecision,
+        admits: Sequence[Joiner] = (),
     ) -> Any:
         going = [each for each in ids if found.get(each, Found.CAME) is Found.CAME]
-        guests = [guest for guest in admits if self.look(me, int(guest.name)) == HERE]
-        told = Told(self.found(going, guests) if decision.quorum else None, decision)
-        self.said |= {(me, int(guest.name)): told for guest in guests}
+        joiners = [joiner for joiner in admits if self.look(me, int(joiner.name)) == ALIVE]
+        told = Told(self.found(going, joiners) if decision.quorum else None, decision)
+        self.said |= {(me, int(joiner.name)): told for joiner in joiners}
         without = Told(None, decide([Found.AHEAD]) if decision.quorum else decision)
         for other in ids:
             self.said[me, other] = told if other in going else without
@@ -124,5 +126,5 @@ class Assembly:
         self.said = {key: said for key, said in self.said.items() if key[1] != me}
         if not told.decision.quorum:
             words = f"rank {me}: {told.decision.verdict.value}: {told.decision.why}"
-            raise LinkError(words, resumes=told.decision.verdict is Verdict.RESTORE)
+            raise LinkError(words, resumes=told.decision.verdict is QuorumVerdict.RESTORE)
         return told.heir

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline import contract
-from paceline.elastic.quorum import GONE, HERE, SILENT
+from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE
 from paceline.link import memory
 from paceline.link.memory import Link
 from paceline_bench.simulated.assembly import Assembly
@@ -30,8 +30,8 @@ KINDS = ("death", "delay", "reorder", "duplicate", "stall", "partition", "one wa
 DEATH, DELAY, REORDER, DUPLICATE, STALL, PARTITION, ONE_WAY = KINDS
 LATENCY_S = 1e-4, 1e-3
 HELD_S = 0.05  # longer than some messages take one after the other, shorter than anybody waits
-PATIENCE_S = 10.0
-LONGEST_S = 6 * PATIENCE_S  # of a delay, a stall, a partition
+TIMEOUT_S = 10.0
+LONGEST_S = 6 * TIMEOUT_S  # of a delay, a stall, a partition
 STILL_S = HELD_S  # before a rank cannot be sure of the others
 TWO_STEPS = 5  # messages of gradients, from any of a step on, of which it sends two
 WORDLESS = 0.3  # of all deaths: no news comes of them
@@ -93,11 +93,11 @@ class Net(World):
     def some_time(self) -> float:
         """Shorter or longer than anybody waits."""
         shorter = self.dice.random() < 0.5
-        return self.dice.uniform(HELD_S, PATIENCE_S) if shorter else self.dice.uniform(PATIENCE_S, LONGEST_S)
+        return self.dice.uniform(HELD_S, TIMEOUT_S) if shorter else self.dice.uniform(TIMEOUT_S, LONGEST_S)
 
     def strike(self, kind: str, seconds: float) -> None:
         """Counts it, as what it is after so long."""
-        self.fired[LONG[kind] if seconds > PATIENCE_S else kind] += 1
+        self.fired[LONG[kind] if seconds > TIMEOUT_S else kind] += 1
 
     def cut(self, kind: str, ids: Sequence[int]) -> None:
         """From now on some of these ranks do not hear the others, for a while."""
@@ -121,21 +121,21 @@ class Net(World):
     def look(self, one: int, other: int) -> str:
         """What the one finds where the other is: an answer takes both ways."""
         if any(self._felt(cut) for cut in self.cuts if cut.until > self.clock and cut.parts(one, other)):
-            return SILENT
+            return UNREACHABLE
         if other in self.ended or other in self.dead - self.unheard:
-            return GONE
-        return SILENT if other in self.unheard or self.stands_still(other) else HERE
+            return DEAD
+        return UNREACHABLE if other in self.unheard or self.stands_still(other) else ALIVE
 
     def doubts(self, one: int) -> bool:
         """Whether it has stood still, or heard nothing of others, since its generation was formed."""
         parted = any(cut.felt and cut.touches(one) and cut.until > self.hub_of[one].since for cut in self.cuts)
         return parted or bool(self.doubtful.get(one))
 
-    def _found(self, ids: Sequence[int], guests: Sequence[contract.Guest] = ()) -> Hub:
+    def _found(self, ids: Sequence[int], joiners: Sequence[contract.Joiner] = ()) -> Hub:
         before = self.hub_of[ids[0]]
-        all_ids = [*ids, *(int(guest.name) for guest in guests)]
+        all_ids = [*ids, *(int(joiner.name) for joiner in joiners)]
         hub = Hub(self, all_ids)
-        hub.generation, hub.came_late = before.generation + 1, tuple(guests)
+        hub.generation, hub.came_late = before.generation + 1, tuple(joiners)
         for each in all_ids[len(ids) :]:
             self.hub_of[each] = hub
             if self.num_admitted in self.doomed:
@@ -162,7 +162,7 @@ class Net(World):
 class Hub(memory.Hub):
     """Everybody's messages of one generation."""
 
-    patience_s = PATIENCE_S
+    patience_s = TIMEOUT_S
     generation = 0
 
     def __init__(self, net: Net, ids: Sequence[int]):
@@ -282,7 +282,7 @@ class Hub(memory.Hub):
 
     # those who are left
 
-    def meet(self, rank: int, admits: Sequence[contract.Guest] = ()) -> tuple[memory.Hub, int]:
+    def meet(self, rank: int, admits: Sequence[contract.Joiner] = ()) -> tuple[memory.Hub, int]:
         net, who = self.net, self.ids[rank]
         self.kill(rank, "has left for another generation")
         _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.elastic.quorum import Verdict
+from paceline.elastic.quorum import QuorumVerdict
 from paceline_bench.simulated.fault_link import SEVERS, Net
 from paceline_bench.simulated.rank import Attempt, Rank
 from paceline_bench.simulated.scenarios import CLOSE, LR, checksum, given, reference, windows
@@ -32,7 +32,7 @@ from paceline_bench.simulated.schedule import Schedule
 
 LONGEST_S = 1000.0  # of virtual time
 LONGEST_WAIT_S = 3000.0  # likewise, where nodes are waited for
-TOLD = tuple(f": {verdict.value}: " for verdict in (Verdict.END, Verdict.RESTORE))
+TOLD = tuple(f": {decision.value}: " for decision in (QuorumVerdict.END, QuorumVerdict.RESTORE))
 
 
 def broken(schedule: Schedule, net: Net, ranks: Sequence[Rank], alone: int) -> list[str]:
@@ -135,16 +135,16 @@ def _owed(schedule: Schedule, ranks: Sequence[Rank], first: Rank) -> Iterator[st
     """By spec: start - end = rate x (what was offered in the attempts that were applied - what is still owed)."""
     attempts = [attempt for attempt, _ in first.applied]
     ends, starts = dict(first.model.named_parameters()), dict(given()[0].named_parameters())
-    for spec in first.engine.specs:
-        went = torch.cat([(starts[name] - ends[name]).detach().reshape(-1) for name in spec.names]) / LR
+    for bucket in first.engine.buckets:
+        went = torch.cat([(starts[name] - ends[name]).detach().reshape(-1) for name in bucket.names]) / LR
         for rank in ranks:
-            took_part = [step for step, attempt in enumerate(attempts) if (attempt, spec.index) in rank.offered]
+            took_part = [step for step, attempt in enumerate(attempts) if (attempt, bucket.index) in rank.offered]
             for step in took_part:
-                went -= rank.offered[attempts[step], spec.index]
+                went -= rank.offered[attempts[step], bucket.index]
             if took_part:
-                went += _residual(rank, took_part[-1], attempts, spec.index)
+                went += _residual(rank, took_part[-1], attempts, bucket.index)
         if not float(went.abs().max()) <= CLOSE:
-            yield f"of {', '.join(spec.names)} {float(went.abs().max()):.2g} was lost or applied twice"
+            yield f"of {', '.join(bucket.names)} {float(went.abs().max()):.2g} was lost or applied twice"
 
 
 def _residual(rank: Rank, step: int, attempts: Sequence[Attempt], index: int) -> Tensor:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Agreement, Ballot, LinkError, Piece, Regroup, StepObserver
+from paceline.contract import Gradient, LinkError, StepObserver, StepOutcome, ViewChange, Vote
 from paceline.data import batches
 from paceline.data.load_balance import Limits
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.elastic import assignment
-from paceline.elastic.fault_tolerant import Surviving
-from paceline.environment import World
+from paceline.elastic.fault_tolerant import FaultTolerantControl
+from paceline.environment import LaunchEnvironment
 from paceline.exchange import allreduce, ordered
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
@@ -47,12 +47,12 @@ class Noted(StepObserver):
     def __init__(self, rank: Rank):
         self.rank = rank
 
-    def offering(self, offer: Callable[[Piece], None]) -> Callable[[Piece], None]:
+    def offering(self, offer: Callable[[Gradient], None]) -> Callable[[Gradient], None]:
         self.rank.attempt = self.rank.now()
 
-        def noted(piece: Piece) -> None:
-            self.rank.offers(piece)
-            offer(piece)
+        def noted(gradient: Gradient) -> None:
+            self.rank.offers(gradient)
+            offer(gradient)
 
         return noted
 
@@ -63,10 +63,10 @@ class Held(StepObserver):
     def __init__(self, rank: Rank):
         self.rank = rank
 
-    def votes(self, ballot: Ballot) -> None:
-        ballot.guests = self.rank.guests
+    def votes(self, vote: Vote) -> None:
+        vote.join_generation = self.rank.guests
 
-    def again(self, step: int, agreement: Agreement) -> None:
+    def again(self, step: int, outcome: StepOutcome) -> None:
         assert self.rank.hall
         self.rank.hall.hold()
 
@@ -86,25 +86,31 @@ class Rank:
             self.engine.weights[0].view(-1)[0] *= 1 + APART
         self.start = self.checksum() if how.drifts else 0
         self.exchange = ordered.Exchange() if how.virtual else allreduce.Exchange(how.forms)
-        self.control = Surviving(Control(members), [self.exchange.rebuild, self.engine.relink])
-        absorbs = self.engine.absorbs
-        self.exchange.open(self.engine.specs, link, self.codec, -(-BATCH // link.size), absorbs=absorbs)
+        self.control = FaultTolerantControl(Control(members), [self.exchange.rebuild, self.engine.reopen])
+        optimizer_takes_factors = self.engine.optimizer_takes_factors
+        self.exchange.open(
+            self.engine.buckets,
+            link,
+            self.codec,
+            -(-BATCH // link.size),
+            optimizer_takes_factors=optimizer_takes_factors,
+        )
         dealt = shares(schedule.seed, link.size) if how.uneven else None
-        seat = Seat(link.rank, link.size, shares=dealt, virtual=self.engine.num_shares)
+        mine = Assignment(link.rank, link.size, shares=dealt, virtual=self.engine.num_virtual_shards)
         limits = Limits((1,) * link.size, (BATCH,) * link.size)
         moves = how.uneven and not how.virtual
         self.run = RunState(
             Job(self.model, self.kit.optimizer, None, BATCH),
-            World(node=link.rank, num_nodes=link.size),
+            LaunchEnvironment(node=link.rank, num_nodes=link.size),
             self.engine,
             self.exchange,
             self.control,
             self.codec,
             members,
-            seat,
+            mine,
             limits,
             Restless(BATCH, limits.least, limits.most) if moves else None,
-            who=f"rank {self.id}",
+            identity=f"rank {self.id}",
         )
         self.run.observers = [Noted(self), Rebalance(self.run)]
         if how.drifts:
@@ -115,8 +121,8 @@ class Rank:
         if launcher:
             self.run.clip = CLIP
             self.run.observers.insert(0, Held(self))
-        self.control.rows = lambda: self.run.seat.dealt(BATCH)[self.run.seat.node]
-        self.control.regrouped = self.regroup
+        self.control.rows = lambda: self.run.assignment.dealt(BATCH)[self.run.assignment.node]
+        self.control.on_view_change = self.regroup
         self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
         self.taken: dict[Attempt, list[int]] = {}
@@ -139,31 +145,31 @@ class Rank:
         self.taken[self.now()] = list(indices)
         return self.x[indices], self.y[indices]
 
-    def offers(self, piece: Piece) -> None:
+    def offers(self, gradient: Gradient) -> None:
         if not self.how.owes:
             return
-        if piece.left is not None and piece.right is not None:
-            flat = (piece.left.T @ piece.right).reshape(-1)
+        if gradient.output_grad is not None and gradient.layer_input is not None:
+            flat = (gradient.output_grad.T @ gradient.layer_input).reshape(-1)
         else:
-            assert piece.flat is not None
-            flat = piece.flat.clone()  # the exchange adds into it
-        self.offered[self.attempt, piece.spec.index] = flat
+            assert gradient.flat is not None
+            flat = gradient.flat.clone()  # the exchange adds into it
+        self.offered[self.attempt, gradient.bucket.index] = flat
 
-    def regroup(self, news: Regroup) -> None:
+    def regroup(self, news: ViewChange) -> None:
         run = self.run
-        run.seat, balance, run.limits = assignment.regroup(run.seat, run.balance, BATCH, run.limits, news)
+        run.assignment, balance, run.limits = assignment.regroup(run.assignment, run.balance, BATCH, run.limits, news)
         run.balance = Restless(BATCH, balance.least, balance.most) if balance else None
-        run.world = World(node=run.seat.node, num_nodes=run.seat.num_nodes)
+        run.world = LaunchEnvironment(node=run.assignment.node, num_nodes=run.assignment.num_nodes)
         if self.hall:
-            self.hall.came = news.came
+            self.hall.came = news.joined
 
     # where nodes return
 
-    def _before(self, guests: int) -> None:
+    def _before(self, joiners: int) -> None:
         """As `admission.Admission.before`. ``guests``: the generation in which somebody is to be admitted, by the last
         vote."""
         assert self.hall
-        if guests > self.control.generation:
+        if joiners > self.control.generation:
             self.hall.admit()
         self.hall.hold()
         self.guests = self.hall.next()
@@ -185,8 +191,8 @@ class Rank:
         state = torch.empty_like(self.state())
         link.lane("state").recv(state, 0).wait()
         self.load(state)
-        self.run.seat = Seat(link.rank, link.size)
-        self.run.world = World(node=link.rank, num_nodes=link.size)
+        self.run.assignment = Assignment(link.rank, link.size)
+        self.run.world = LaunchEnvironment(node=link.rank, num_nodes=link.size)
         self.run.limits = Limits((1,) * link.size, (BATCH,) * link.size)
         assert self.launcher
         self.launcher.holding.add(self.id)
@@ -195,7 +201,7 @@ class Rank:
 
     def part(self) -> None:
         """Nobody leaves before all know what became of the last step, which one alone may have been told."""
-        self.control.gather(b"")
+        self.control.all_gather(b"")
 
     def train(self) -> None:
         torch.set_num_threads(self.engine.num_threads)  # a thread has its own number, and the bits depend on it
@@ -211,12 +217,12 @@ class Rank:
             self.net.lost(self.id)
 
     def _train(self) -> None:
-        steps, guests = windows(self.size), 0
+        steps, joiners = windows(self.size), 0
         for number in range(self.run.num_steps, len(steps)):
             if self.hall:
-                self._before(guests)
+                self._before(joiners)
             batch = batches.Batch(self, steps[number], 0, number, len(steps), number == len(steps) - 1)
-            guests = step(self.run, batch).ballot.guests
+            joiners = step(self.run, batch).vote.join_generation
             self._note()
         self.part()
         self.end = "finished"
@@ -236,4 +242,4 @@ class Rank:
         return checksum(self.model)
 
     def _residual(self, kept: Tensor | None, index: int) -> Tensor:
-        return torch.zeros(self.engine.specs[index].numel, dtype=torch.float64) if kept is None else kept
+        return torch.zeros(self.engine.buckets[index].numel, dtype=torch.float64) if kept is None else kept

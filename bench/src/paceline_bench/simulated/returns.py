@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline import contract
-from paceline.contract import Guest, LinkError
+from paceline.contract import Joiner, LinkError
 from paceline.elastic import below_minimum
-from paceline.elastic.quorum import HERE
+from paceline.elastic.quorum import ALIVE
 from paceline.link import memory
 from paceline.link.memory import Link, Members
 from paceline_bench.simulated.fault_link import Hub, Net
@@ -27,7 +27,7 @@ BACK_S = 0.2, 5.0  # in which a launcher starts a node again
 OVER_S = 10.0  # for which nobody has the state, before a joining node ends
 WAIT_S = 300.0  # for joining nodes
 LONGEST_S = 3000.0
-PAUSE_S = 1.0
+POLL_S = 1.0
 
 
 class Launcher:
@@ -83,11 +83,11 @@ class Coming(Members):
 
         while not answered() and net.clock < min(end, over):
             over = net.clock + OVER_S if self.launcher.holders() else over
-            net.wait(answered, PAUSE_S, net.assembly.place)
+            net.wait(answered, POLL_S, net.assembly.place)
         asking.discard(self.who)
         return self.heir is not None
 
-    def reconfigure(self, admits: Sequence[Guest] = ()) -> contract.View:
+    def reconfigure(self, admits: Sequence[Joiner] = ()) -> contract.View:
         if (heir := self.heir) is None:
             return super().reconfigure(admits)
         self.heir, self.link = None, Link(heir, heir.ids.index(self.who), heir.generation)
@@ -99,7 +99,7 @@ class Hall(below_minimum.Door):
 
     def __init__(self, rank: Any, launcher: Launcher, minimum: int, most: int):
         self.rank, self.launcher, self.minimum, self.most = rank, launcher, minimum, most
-        self.came: tuple[Guest, ...] = ()
+        self.came: tuple[Joiner, ...] = ()
         self.since_s = 0.0
 
     def hold(self) -> None:
@@ -109,15 +109,15 @@ class Hall(below_minimum.Door):
 
     @property
     def num_nodes(self) -> int:
-        return int(self.rank.run.seat.num_nodes)
+        return int(self.rank.run.assignment.num_nodes)
 
-    def guests(self) -> list[Guest]:
+    def guests(self) -> list[Joiner]:
         """Who asks the leader, and is reached."""
         net, me = self.launcher.net, self.rank.id
         if self.rank.control.rank:
             return []
-        here = [each for each in sorted(self.launcher.asking) if net.look(me, each) == HERE]
-        return [Guest(str(each), f"node {self.launcher.node[each]}", most=self.most) for each in here]
+        here = [each for each in sorted(self.launcher.asking) if net.look(me, each) == ALIVE]
+        return [Joiner(str(each), f"node {self.launcher.node[each]}", most=self.most) for each in here]
 
     def next(self) -> int:
         """The generation in which somebody is to be admitted; 0 for none."""
@@ -133,7 +133,7 @@ class Hall(below_minimum.Door):
             for i in range(len(came)):
                 link.lane("state").send(self.rank.state(), link.size - len(came) + i).wait()
 
-    def _meet(self) -> tuple[Guest, ...]:
+    def _meet(self) -> tuple[Joiner, ...]:
         self.came = ()
         self.rank.control.admit(self.guests())
         return self.came

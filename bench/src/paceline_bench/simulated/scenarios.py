@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from paceline.codec import feedback, half, none, topk
 from paceline.contract import Codec
 from paceline.data import sampler
-from paceline.data.load_balance import Balance, Change
+from paceline.data.load_balance import LoadBalancer, Reassignment
 from paceline.engine import reproducible, sequential
 
 BATCH, SEED, LR = 12, 3, 0.1
@@ -162,10 +162,10 @@ def give_back(kits: Sequence[Kit]) -> None:
             _kits[kit.way].append(kit)
 
 
-class Restless(Balance):
+class Restless(LoadBalancer):
     """Moves every share on by a node after each step, where nodes met and their speed can be known."""
 
-    def after(self, rows: tuple[int, ...], paces: Sequence[tuple[float, float]]) -> Change | None:
+    def after(self, rows: tuple[int, ...], paces: Sequence[tuple[float, float]]) -> Reassignment | None:
         if len(paces) != len(self.least) or sum(rows) < self.count or not all(rows) or len(set(rows)) == 1:
             return None
-        return Change(rows, (*rows[1:], rows[0]), (0.0,) * len(rows), 0.0, 0.0, "restless")
+        return Reassignment(rows, (*rows[1:], rows[0]), (0.0,) * len(rows), 0.0, 0.0, "restless")

@@ -26,7 +26,7 @@ STORIES = (
     PARTED := "a partition whose two sides die in turn",
 )
 BUSY_S, TOGETHER_S, LONG_S = 0.012, 0.004, 60.0  # of virtual time: a training, kills of one moment, a partition
-MOST_DIE = 0.8
+MAX_DIE = 0.8
 Case = tuple[int, str, int, str]  # ranks, way, message, kind
 
 
@@ -97,7 +97,7 @@ class Schedule:
             strikes = [(word, dice.randrange(size), dice.choice((DEATH, DEATH, *KINDS)))]
         if story == PARTED:
             faults[dice.randrange(8 * size)] = dice.choice((PARTITION, PARTITION, ONE_WAY))
-            kills = {each: dice.uniform(0.0, LONG_S) for each in range(size) if dice.random() < MOST_DIE}
+            kills = {each: dice.uniform(0.0, LONG_S) for each in range(size) if dice.random() < MAX_DIE}
         for _ in range(dice.choice((0, 0, 1))):
             faults.setdefault(dice.randrange(20 * size), dice.choice(KINDS))
         way = dice.choice(list(WAITING))

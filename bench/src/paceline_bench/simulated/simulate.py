@@ -33,7 +33,7 @@ class Outcome:
     num_admitted: int = 0  # nodes that returned, and were sent the state
 
 
-MOST_STARTS = 4
+MAX_STARTS = 4
 HAS = "has the state after"  # in the history
 
 
@@ -70,7 +70,7 @@ def _play_waiting(schedule: Schedule) -> Outcome:
     """Nodes that fail are started again, and where nobody is left who has the state, all of them from a checkpoint."""
     newest: tuple[int, Tensor] | None = None
     history, found, fired, messages, meetings, left_out = list[str](), list[str](), Counter[str](), 0, 0, 0
-    for start in range(MOST_STARTS):
+    for start in range(MAX_STARTS):
         net, launcher, ranks = _start(schedule, start, newest)
         try:
             net.run()
@@ -86,7 +86,7 @@ def _play_waiting(schedule: Schedule) -> Outcome:
         if found or any(rank.finished for rank in ranks):
             break
     else:
-        found.append(f"nobody finished in {MOST_STARTS} starts")
+        found.append(f"nobody finished in {MAX_STARTS} starts")
     admitted = sum(HAS in line for line in history)
     return Outcome(schedule, fired, found, history, messages, meetings, left_out, False, start + 1, admitted)
 

@@ -20,7 +20,7 @@ PART = 200  # schedules that a process is given at a time
 
 
 @dataclass
-class Tally:
+class Summary:
     """``fired``, ``struck``: how often a class of fault had its effect, and in how many schedules. ``violations``: by
     seed."""
 
@@ -39,13 +39,13 @@ class Tally:
     admitted: int = 0  # nodes that returned, and were sent the state
     violations: dict[int, list[str]] = field(default_factory=dict)
 
-    def add(self, other: Tally) -> Tally:
+    def add(self, other: Summary) -> Summary:
         both = zip(vars(self).items(), vars(other).values(), strict=True)
         sums: dict[str, Any] = {name: {**a, **b} if name == "violations" else a + b for (name, a), b in both}
-        return Tally(**sums)
+        return Summary(**sums)
 
     @classmethod
-    def of(cls, seeds: Iterable[int], waits: bool = False) -> Tally:
+    def of(cls, seeds: Iterable[int], waits: bool = False) -> Summary:
         """Plays them."""
         tally = cls()
         for seed in seeds:
@@ -98,18 +98,18 @@ def tally(
     count: int,
     processes: int = 1,
     seconds: float | None = None,
-    show: Callable[[Tally], None] = lambda so_far: None,
+    show: Callable[[Summary], None] = lambda so_far: None,
     waits: bool = False,
-) -> Tally:
+) -> Summary:
     """Seeds from ``first`` on: ``count`` of them, or as many, without a gap, as are begun in so many seconds."""
     end = time.monotonic() + (seconds or float("inf"))
     seeds = range(first, first + count)
     parts = (seeds[start : start + PART] for start in range(0, count, PART))
-    whole, running = Tally(), set[Future[Tally]]()
+    whole, running = Summary(), set[Future[Summary]]()
     if processes == 1:
         for part in parts:
             if time.monotonic() < end:
-                show(whole := whole.add(Tally.of(part, waits)))
+                show(whole := whole.add(Summary.of(part, waits)))
         return whole
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()
@@ -118,7 +118,7 @@ def tally(
     with ProcessPoolExecutor(processes, context, _begin, (cores,)) as pool:
         while True:
             while len(running) < processes and time.monotonic() < end and (part := next(parts, seeds[:0])):
-                running.add(pool.submit(Tally.of, part, waits))
+                running.add(pool.submit(Summary.of, part, waits))
             if not running:
                 return whole
             done, running = wait(running, return_when=FIRST_COMPLETED)

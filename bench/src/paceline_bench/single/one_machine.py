@@ -15,7 +15,7 @@ from paceline.launch.machine import survey
 from paceline.report.record import read
 from paceline_bench.result import Finding, Show
 from paceline_bench.single.decode import decode
-from paceline_bench.single.paired import Contender, Duel, Spread, fight
+from paceline_bench.single.paired import Contender, PairedRun, Spread, fight
 from paceline_bench.single.plan_search import search
 
 LIMIT_S = 300.0  # of one command
@@ -29,7 +29,7 @@ EXACT = tuple(
 def exact(rounds: int, show: Show) -> Iterator[Finding]:
     """Our best exact row against the best of torch's own threads and DDP, each in its best memory layout."""
     for model, batch in (("alexnet", 32), ("vgg16", 8)):
-        heats = Duel(model, batch)
+        heats = PairedRun(model, batch)
         mine = _best([Contender(row, "paceline", row) for row in EXACT], heats, show)
         peers = [_best(_layouts(way), heats, show) for way in ("torch", "ddp")]
         duel = fight(model, batch, [*peers, mine], rounds, STEPS[model], show)
@@ -43,7 +43,7 @@ def _layouts(way: str) -> list[Contender]:
     return [Contender(f"{way}{words}", f"{way}{words}") for words in ("", "+channels_last")]
 
 
-def _best(contenders: Sequence[Contender], heats: Duel, show: Show) -> Contender:
+def _best(contenders: Sequence[Contender], heats: PairedRun, show: Show) -> Contender:
     """One after the other, since together they need more memory than ordinary machines have."""
     for one in contenders:
         heats.turns |= fight(heats.model, heats.batch, [one], HEATS, STEPS[heats.model], show).turns
@@ -78,7 +78,7 @@ def rounded(rounds: int, show: Show) -> Iterator[Finding]:
     rows = [f"{row}+bf16+channels_last" for row in ("threads:2", "processes:2", "replicas:2")]
     for model, batch, demanded in (("alexnet", 32, 1.5), ("vgg16", 8, 2.0)):
         mine = [Contender(row, "paceline", row) for row in rows]
-        peer = _best(_layouts("torch"), Duel(model, batch), show)
+        peer = _best(_layouts("torch"), PairedRun(model, batch), show)
         duel = fight(model, batch, [peer, *mine], rounds, STEPS[model], show)
         best = min(rows, key=duel.step_s)
         ratio = duel.ratio(peer.name, best)
@@ -155,7 +155,7 @@ def write(findings: Sequence[Finding], rounds: int, out: Path) -> None:
     (out / "findings.json").write_text(json.dumps([vars(f) for f in findings], indent=2))
 
 
-def _table(duel: Duel) -> str:
+def _table(duel: PairedRun) -> str:
     lines = ["| contender | s/step, median of each round | images/s | peak MB | PSS MB |", "|---|---|---|---|---|"]
     for name, turns in duel.turns.items():
         each = " ".join(f"{turn.step_s:.3f}" for turn in turns)

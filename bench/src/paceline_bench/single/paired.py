@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Contender", "Duel", "Spread", "Turn", "fight"]
+__all__ = ["Contender", "PairedRun", "Spread", "Turn", "fight"]
 
 WARM_UP_TURNS = 3
 
@@ -58,7 +58,7 @@ class Spread:
 
 
 @dataclass
-class Duel:
+class PairedRun:
     """All turns of all contenders on one model and batch."""
 
     model: str
@@ -84,9 +84,9 @@ def fight(
     rounds: int,
     steps: tuple[int, int],
     show: Callable[[str], None] = lambda doing: None,
-) -> Duel:
+) -> PairedRun:
     """``steps``: turns of each contender in a round, and steps in a turn. Raises ValueError naming who failed."""
-    duel = Duel(model, batch, {contender.name: [] for contender in contenders})
+    duel = PairedRun(model, batch, {contender.name: [] for contender in contenders})
     names = ", ".join(duel.turns)
     for i in range(rounds):
         show(f"{model} b{batch}, round {i + 1} of {rounds}: {names}")

@@ -29,7 +29,7 @@ from paceline_bench.single.paired import Contender, Spread, fight
 JOBS = (("small", 64), ("alexnet", 32), ("vgg16", 8), ("resnet50v2", 8))
 MEDIAN, P90, BEHIND = 0.10, 0.25, 1.05
 TIMED_S = 1.5
-MOST_ROUNDS = 3  # every row of every model: an hour of rounds says no more
+MAX_ROUNDS = 3  # every row of every model: an hour of rounds says no more
 EVEN = Spread(1.0, 1.0, 1.0)
 DUEL_ROUNDS, DUEL_STEPS = 3, {"small": (20, 20)}  # else 6 turns of one step
 
@@ -74,7 +74,7 @@ def search(rounds: int, show: Show, jobs: tuple[tuple[str, int], ...] = JOBS) ->
     """Raises ValueError where a job cannot be profiled, or nothing of it runs."""
     found = []
     for model, batch in jobs:
-        one = searched(model, batch, min(rounds, MOST_ROUNDS), show)
+        one = searched(model, batch, min(rounds, MAX_ROUNDS), show)
         found.append(one)
         what = f"{model} b{batch}: {one.chosen} (chosen) against {one.best} (best of {len(one.measured)})"
         yield Finding("search", what, str(one.behind), f"<= {BEHIND}", one.behind.median <= BEHIND, one.table())
@@ -112,7 +112,7 @@ def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
 
 def _predict(command: list[str], machine: Machine, predicted: dict[str, list[float]]) -> list[str]:
     """Adds a prediction to each row's, and returns all rows."""
-    profile, unknown = take(command, "exact", planner.LEAST_BUDGET_S * planner.PROFILE_SHARE, machine)
+    profile, unknown = take(command, "exact", planner.MIN_BUDGET_S * planner.PROFILE_SHARE, machine)
     if profile is None:
         raise ValueError(f"{' '.join(command[1:])} could not be profiled: {unknown}")
     rows = [row for row in candidates("exact", machine, profile.facts, planned()) if allowed(row, "exact")]

@@ -13,10 +13,10 @@ from paceline.data import load_balance
 from paceline.engine.checks import wrapped_models
 from paceline.engine.compute import deferred_update
 from paceline.engine.compute.precision import parse_row
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, THREADS, head, parse, says
 
-MOST_SHARES = 256
+MAX_SHARES = 256
 
 
 def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
@@ -49,8 +49,8 @@ def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterabl
     keep, reproducible, encrypt, folder = (words[name] for name in ("keep", "reproducible", "encrypt", "folder"))
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         found.append(f"keep is how many checkpoints stay, an int >= 1, got {keep!r}")
-    if not isinstance(reproducible, int) or not 0 <= reproducible <= MOST_SHARES:
-        found.append(f"reproducible is True, False or a number of shares up to {MOST_SHARES}, got {reproducible!r}")
+    if not isinstance(reproducible, int) or not 0 <= reproducible <= MAX_SHARES:
+        found.append(f"reproducible is True, False or a number of shares up to {MAX_SHARES}, got {reproducible!r}")
     if encrypt not in (None, True, False):
         found.append(f"encrypt is True, False or None (PACELINE_ENCRYPT), got {encrypt!r}")
     if folder is not None and not isinstance(folder, str | os.PathLike):
@@ -66,7 +66,7 @@ def _engine(row: str) -> None:
 
 
 def clashes(
-    world: World,
+    world: LaunchEnvironment,
     chosen: str,
     precision: str,
     agreeing: contract.Exchange,
@@ -92,7 +92,7 @@ def clashes(
             f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
             f"adds them up in another order; use exchange={FIXED_ORDER!r}, or leave it out"
         )
-    if world.least and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
+    if world.min_nodes and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
         found.append(
             f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
             f"use overlap='backward' and an exchange that agrees each step, such as {EXCHANGE}; got "

@@ -16,7 +16,7 @@ from torch import Tensor
 OWN = ("params", "param_names", "foreach", "fused", "initial_lr")  # of a node, or of a scheduler
 CLOSE = 1e-5  # relative: what an optimizer or a schedule computes differs so between unlike processors
 NAMES = {"lr": "the learning rate"}
-MOST = 3  # named in an error
+MAX_NAMED = 3  # named in an error
 
 Numbers = list[dict[str, Any]]  # of each group
 
@@ -62,8 +62,8 @@ class Options:
                         continue
                     what = NAMES.get(name, name)
                     faults.append(f"{what} of group {i} is {group.get(name)} on {first} and {other.get(name)} on {who}")
-        more = f", and {len(faults) - MOST} more like it" if len(faults) > MOST else ""
-        return ", ".join(faults[:MOST]) + more
+        more = f", and {len(faults) - MAX_NAMED} more like it" if len(faults) > MAX_NAMED else ""
+        return ", ".join(faults[:MAX_NAMED]) + more
 
 
 def _counts(value: Any) -> bool:

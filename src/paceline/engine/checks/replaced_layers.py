@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 TABLES, SHAPE = attrgetter("_parameters", "_modules"), attrgetter("shape")
-MOST = 3  # named in an error
+MAX_NAMED = 3  # named in an error
 
 
 class Layout:
@@ -72,9 +72,10 @@ class Layout:
 
     def _refuse(self, faults: Iterator[str]) -> None:
         found = list(faults)
-        more = f", and {len(found) - MOST} more like it" if len(found) > MOST else ""
+        more = f", and {len(found) - MAX_NAMED} more like it" if len(found) > MAX_NAMED else ""
         raise ValueError(
-            f"the model was changed after join(): {', '.join(found[:MOST])}{more}; nobody adds up or copies what came "
+            f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; nobody adds up or copies what "
+            "came "
             f"later: change the model and make its optimizer before join(), or close() and join again"
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Ballot
+from paceline.contract import Vote
 from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
 from paceline.registry import BASELINE, PROCESSES, THREADS
 
@@ -169,9 +169,9 @@ def judged(
             return said, times, times, {}
         return (said, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
     if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
-        if len(said) > Ballot.MOST_TERMS:
+        if len(said) > Vote.MAX_TERMS:
             raise ValueError(
-                f"the loss returned {len(said)} parts, at most {Ballot.MOST_TERMS} are added up over all processes; "
+                f"the loss returned {len(said)} parts, at most {Vote.MAX_TERMS} are added up over all processes; "
                 f"add some of them together"
             )
         for name, part in said.items() if divided else ():

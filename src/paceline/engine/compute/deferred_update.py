@@ -1,12 +1,12 @@
 """An update that happens while the next step's forward pass runs: each weight is waited for where it is first read.
 
-    step k      backward; pieces leave; the vote; `hold`: nothing has been updated yet
+    step k      backward; pieces leave; the vote; `defer`: nothing has been updated yet
     step k + 1  forward: a torch function that is given a parameter waits for its piece. While it waits, other pieces
                 that have arrived are applied
-    after it    `settle`: what forward has not read is applied before backward offers pieces of its own
+    after it    `wait_pending`: what forward has not read is applied before backward offers pieces of its own
 
 Any use of the model outside of a step (a call, a ``state_dict``) settles first. Weights that a script reads by itself
-between steps may be those before the last update: call `settle`.
+between steps may be those before the last update: call `wait_pending`.
 
 *Laws*: bit by bit the update that waits for all pieces: the same sums, in the same order, with the options (learning
 rate, momentum) of the step that made the gradient. A piece that is not finite is not applied; all others are.
@@ -28,43 +28,54 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.contract import Agreement, Ballot, Coming, Engine, Exchange, LinkError, NotFinite, Rule, Spec, Verdict
+from paceline.contract import (
+    Bucket,
+    Decision,
+    Engine,
+    Exchange,
+    LinkError,
+    NotFinite,
+    PendingGradient,
+    StepOutcome,
+    UpdateRule,
+    Vote,
+)
 from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
 from paceline.job import Job
 from paceline.registry import EXCHANGE, ONE_PROCESS
 
 
-class Ahead:
-    """``update(agreement, rule)``: applies pieces that are there; False if they are not finite."""
+class DeferredUpdate:
+    """``update(outcome, rule)``: applies pieces that are there; False if they are not finite."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Tensor],
-        update: Callable[[Agreement, Rule], bool],
+        update: Callable[[StepOutcome, UpdateRule], bool],
     ):
         self.optimizer, self.parameters, self._update = optimizer, parameters, update
         self.waited_s = 0.0
-        self._coming: dict[int, Coming] = {}  # by spec, in the order in which they arrive
+        self._coming: dict[int, PendingGradient] = {}  # by spec, in the order in which they arrive
         self._spec_of: dict[int, int] = {}
-        self._ballot, self._rule = Ballot(), Rule()
+        self._ballot, self._rule = Vote(), UpdateRule()
         self._then: list[dict[str, Any]] = []  # the optimizer's options when the gradient was made
         self._bad: list[str] = []
         self._reading = self._stepped = False
         self._hooks: list[Any] = []
         self.model = model
 
-    def hold(self, agreement: Agreement, rule: Rule) -> None:
+    def defer(self, outcome: StepOutcome, rule: UpdateRule) -> None:
         """From now on the pieces are waited for where they are needed."""
         if not self._hooks:
             self._watch()
-        self._coming = {coming.spec.index: coming for coming in agreement.coming}
+        self._coming = {coming.bucket.index: coming for coming in outcome.pending}
         self._spec_of = {
-            id(self.parameters[name]): coming.spec.index for coming in agreement.coming for name in coming.spec.names
+            id(self.parameters[name]): coming.bucket.index for coming in outcome.pending for name in coming.bucket.names
         }
-        self._ballot, self._rule = agreement.ballot, rule
+        self._ballot, self._rule = outcome.vote, rule
         groups = self.optimizer.param_groups
         for group in groups:
             for parameter in group["params"]:
@@ -83,17 +94,17 @@ class Ahead:
             module.register_forward_pre_hook(lambda module, _: self._called(module)) for module in self.model.modules()
         ]
         for module in self.model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
-            self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.settle()))  # type: ignore[no-untyped-call]
-        self._hooks.append(self.optimizer.register_state_dict_pre_hook(lambda _: self.settle()))
-        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()))
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.wait_pending()))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(lambda *_: self.wait_pending()))  # type: ignore[no-untyped-call]
+        self._hooks.append(self.optimizer.register_state_dict_pre_hook(lambda _: self.wait_pending()))
+        self._hooks.append(self.optimizer.register_load_state_dict_pre_hook(lambda *_: self.wait_pending()))
 
     def _called(self, module: nn.Module) -> None:
         """In a step a module's own weights are waited for: what reads them may be no torch function."""
         if self._coming and self._reading:
             self.look(module._parameters.values())
         elif self._coming:
-            self.settle()
+            self.wait_pending()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -107,7 +118,7 @@ class Ahead:
                     yield
             finally:
                 self._reading = False
-        self.settle()
+        self.wait_pending()
 
     def look(self, given: Any) -> None:
         """Waits for the pieces of all parameters in these arguments of a function."""
@@ -120,7 +131,7 @@ class Ahead:
             elif isinstance(each, dict):
                 self.look(each.values())
 
-    def settle(self) -> None:
+    def wait_pending(self) -> None:
         """Raises NotFinite only here: in the middle of forward, each process would raise it at a place of its own."""
         while self._coming:
             self._need(next(iter(self._coming)))
@@ -129,17 +140,17 @@ class Ahead:
 
     def _need(self, index: int) -> None:
         while index in self._coming:
-            if self._coming[index].arrived():
+            if self._coming[index].ready():
                 self._apply(index)
                 continue
-            other = next((i for i, coming in self._coming.items() if coming.arrived()), None)
+            other = next((i for i, coming in self._coming.items() if coming.ready()), None)
             self._apply(next(iter(self._coming)) if other is None else other)
 
     def _apply(self, index: int) -> None:
         coming = self._coming.pop(index)
         start = time.perf_counter()
         try:
-            piece = coming.wait()
+            gradient = coming.wait()
         except LinkError:
             self._coming = {}  # what was to come will not
             raise
@@ -147,13 +158,13 @@ class Ahead:
             self._coming = {index: coming, **self._coming}  # interrupted: it is still to be waited for
             raise
         self.waited_s += time.perf_counter() - start
-        device = self.parameters[coming.spec.names[0]].device.type
+        device = self.parameters[coming.bucket.names[0]].device.type
         unseen = torch._C.DisableTorchFunction()  # the optimizer reads other weights, which may be still to come
         with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
-            agreement = Agreement(Verdict.APPLY, [piece], self._ballot)
-            if not self._update(agreement, self._rule):
-                self._bad.append(_named(coming.spec))
-        for name in coming.spec.names:
+            outcome = StepOutcome(Decision.COMMIT, [gradient], self._ballot)
+            if not self._update(outcome, self._rule):
+                self._bad.append(_named(coming.bucket))
+        for name in coming.bucket.names:
             self.parameters[name].grad = None  # the next piece's update must not see it again
 
     @contextmanager
@@ -189,7 +200,7 @@ class Ahead:
 class _Reading(TorchFunctionMode):
     """Sees every torch function with its arguments before it is called."""
 
-    def __init__(self, ahead: Ahead):
+    def __init__(self, ahead: DeferredUpdate):
         super().__init__()
         self.ahead = ahead
 
@@ -201,8 +212,8 @@ class _Reading(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _named(spec: Spec) -> str:
-    return f"{', '.join(spec.names[:3])}{' ...' if len(spec.names) > 3 else ''}"
+def _named(bucket: Bucket) -> str:
+    return f"{', '.join(bucket.names[:3])}{' ...' if len(bucket.names) > 3 else ''}"
 
 
 ACCEPTED = ("backward", "forward")
@@ -223,7 +234,7 @@ def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exch
         return chosen
     numerics = getattr(engine, "numerics", None)
     against = []
-    if not engine.ahead:
+    if not engine.defers_updates:
         against.append(f"engine {row!r} updates all at once: use {ONE_PROCESS}")
     if getattr(numerics, "compile", False):
         against.append(f"row {row!r} compiles the model, which hides where it reads a weight: use one without compile")

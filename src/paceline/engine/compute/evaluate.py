@@ -11,7 +11,7 @@ import torch
 
 from paceline.contract import Control, Engine
 from paceline.data import batches
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.engine.compute.batch import counted, samples, target
 
 
@@ -19,7 +19,7 @@ def evaluate(
     model: torch.nn.Module,
     engine: Engine,
     control: Control,
-    seat: Seat,
+    assignment: Assignment,
     dataset: Any,
     metric: Callable[..., Any],
     rows: int,
@@ -30,10 +30,10 @@ def evaluate(
 
     None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
     """
-    team = [control.generation, seat.num_nodes]
+    team = [control.generation, assignment.num_nodes]
     source = batches.as_source(dataset)
     chosen = batches.samples(dataset, source)
-    rows_here = seat.rows(len(chosen))
+    rows_here = assignment.rows(len(chosen))
     mine: list[int] = chosen[rows_here.start : rows_here.stop].tolist()
     training = [module for module in model.modules() if module.training]  # some may be kept from it (frozen BN)
     sums: dict[str, tuple[float, float]] = {}
@@ -43,14 +43,14 @@ def evaluate(
         with torch.no_grad(), moving.unchanged() if moving else nullcontext():
             for start in range(0, len(mine), rows):
                 some = mine[start : start + rows]
-                batch, output = engine.run(change(source.fetch(some, 0)))
+                batch, output = engine.forward(change(source.fetch(some, 0)))
                 _add(sums, counted(metric(output, target(metric, batch)), batch, samples(batch, len(some))))
     finally:
         for module in training:
             module.training = True
     whole: dict[str, tuple[float, float]] = {}
-    said = [json.loads(words) for words in control.gather(json.dumps([team, seat.node, sums]).encode())]
-    if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < seat.num_nodes:
+    said = [json.loads(words) for words in control.all_gather(json.dumps([team, assignment.node, sums]).encode())]
+    if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < assignment.num_nodes:
         return None
     for _, _, its_sums in said:
         _add(whole, its_sums)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.engine.checks.norm_layers import over_batches
 
 STEPS = 2
-MOST_BYTES = 1 << 30  # of parameters that do not train, which may be copied to see whether they change
+MAX_BYTES = 1 << 30  # of parameters that do not train, which may be copied to see whether they change
 
 Kept = Sequence[tuple[nn.Parameter, Tensor, Tensor]]
 
@@ -34,7 +34,7 @@ class Moving:
         self.norms = {
             f"{where}.{name}".lstrip(".") for where, layer in layers for name in (*layer._buffers, *layer._parameters)
         }
-        self.copies = sum(each.nbytes for each in self.frozen.values()) <= MOST_BYTES
+        self.copies = sum(each.nbytes for each in self.frozen.values()) <= MAX_BYTES
         self._steps: set[int] = set()
         self._was: dict[str, tuple[Tensor, int, int, Tensor | None]] = {}
 

@@ -4,7 +4,7 @@ A fully-connected layer's weight gradient is ``left.T @ right``: left is the gra
 output, right its input, one row per sample. In the FACTORS form the weight takes no part in its
 module's graph, so that product is never made here, and both factors are caught instead. A gradient
 that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
-the factors are not the whole gradient, the ballot says so, and the step is redone with the weight DENSE.
+the factors are not the whole gradient, the vote says so, and the step is redone with the weight DENSE.
 Whoever asks for the gradient of such a weight inside of forward or loss is given the product.
 
 *Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
-from paceline.contract import FACTORS, Piece, Spec
+from paceline.contract import FACTORS, Bucket, Gradient
 from paceline.engine.checks import loss_graph
 from paceline.engine.compute.matmul import has_own_forward
 
@@ -40,7 +40,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and not has_own_forward(module)
 
 
-def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], dict[str, list[nn.Linear]]]:
+def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
     """Specs in backward order, and for each weight that may travel as factors its modules."""
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
@@ -50,7 +50,7 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], d
                 uses[id(parameter)] = uses.get(id(parameter), 0) + 1
         if _is_linear(module) and "weight" in module._parameters:
             linears.setdefault(id(module.weight), []).append(module)  # type: ignore[arg-type]
-    specs: list[tuple[list[tuple[str, Tensor]], bool]] = []
+    buckets: list[tuple[list[tuple[str, Tensor]], bool]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     factored: dict[str, list[nn.Linear]] = {}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -58,19 +58,19 @@ def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Spec, ...], d
         own = find_linear and id(parameter) in linears and uses[id(parameter)] == 1 and not parameter.is_complex()
         if own and parameter.nbytes >= LINEAR_BYTES:
             factored[name] = linears[id(parameter)]
-            specs.append(([(name, parameter)], True))
+            buckets.append(([(name, parameter)], True))
         elif parameter.nbytes >= ALONE_BYTES:
-            specs.append(([(name, parameter)], False))
+            buckets.append(([(name, parameter)], False))
         else:
             key = (parameter.dtype, parameter.device)
             bucket = open_buckets.setdefault(key, [])
             bucket.append((name, parameter))
             if sum(p.nbytes for _, p in bucket) >= BUCKET_BYTES:
-                specs.append((open_buckets.pop(key), False))
-    specs += [(bucket, False) for bucket in open_buckets.values()]
+                buckets.append((open_buckets.pop(key), False))
+    buckets += [(bucket, False) for bucket in open_buckets.values()]
     return tuple(
-        Spec(index, tuple(n for n, _ in group), tuple(tuple(p.shape) for _, p in group), linear)
-        for index, (group, linear) in enumerate(specs)
+        Bucket(index, tuple(n for n, _ in group), tuple(tuple(p.shape) for _, p in group), linear)
+        for index, (group, linear) in enumerate(buckets)
     ), factored
 
 
@@ -105,13 +105,13 @@ class Pass:
     """The state of one backward pass."""
 
     forms: Sequence[str]
-    offer: Callable[[Piece], None]
+    offer: Callable[[Gradient], None]
     ready: dict[int, set[str]] = field(default_factory=dict)
     calls: dict[int, list[_Call]] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
     offered: set[int] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
-    strays: set[int] = field(default_factory=set)
+    impure_factors: set[int] = field(default_factory=set)
     hidden: set[int] = field(default_factory=set)  # weights that take no part in the graph being made
     later: set[int] = field(default_factory=set)  # that leave once all passes are over
     last: bool = False  # the last micro-batch: what is complete now leaves
@@ -145,9 +145,9 @@ class Backward:
     def __init__(self, model: nn.Module, hook_layers: bool = True):
         """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
         _own_uses()  # which within a backward nobody can find out
-        self.specs, factored = cut(model, hook_layers)
+        self.buckets, factored = cut(model, hook_layers)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names = tuple(name for spec in self.specs for name in spec.names)
+        self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         self._pass: Pass | None = None
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._looked = self._late = False  # pieces leave once all is over, where a backward runs others inside
@@ -156,15 +156,15 @@ class Backward:
         self._watches: dict[str, Any] = {}
         self._firsts: dict[nn.Module, int] = {}  # our forward hook's number, by layer
         self.watch()
-        for spec in self.specs:
-            for module in factored.get(spec.names[0], ()):
+        for bucket in self.buckets:
+            for module in factored.get(bucket.names[0], ()):
                 self._hooks.append(
-                    module.register_forward_pre_hook(lambda module, _, spec=spec: self._enter(spec, module))
+                    module.register_forward_pre_hook(lambda module, _, bucket=bucket: self._enter(bucket, module))
                 )
                 self._hooks.append(
                     module.register_forward_hook(
-                        lambda module, args, kwargs, output, spec=spec: self._leave(
-                            spec, module, args[0] if args else kwargs["input"], output
+                        lambda module, args, kwargs, output, bucket=bucket: self._leave(
+                            bucket, module, args[0] if args else kwargs["input"], output
                         ),
                         with_kwargs=True,
                         always_call=True,
@@ -179,10 +179,10 @@ class Backward:
             hook.remove()
         self._watches = {
             name: self.parameters[name].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, spec=spec, name=name: self._arrived(spec, name)
+                lambda _, bucket=bucket, name=name: self._arrived(bucket, name)
             )
-            for spec in self.specs
-            for name in spec.names
+            for bucket in self.buckets
+            for name in bucket.names
             if early
         }
 
@@ -190,8 +190,10 @@ class Backward:
         for hook in (*self._hooks, *self._watches.values()):
             hook.remove()
 
-    def run(self, forms: Sequence[str], offer: Callable[[Piece], None], *computes: Callable[[], Tensor | None]) -> Pass:
-        """Calls each of ``computes`` for a scalar to differentiate (None: no rows); offers every spec's sum once."""
+    def run(
+        self, forms: Sequence[str], offer: Callable[[Gradient], None], *computes: Callable[[], Tensor | None]
+    ) -> Pass:
+        """Calls each of ``computes`` for a scalar to differentiate (None: no rows); offers every bucket's sum once."""
         for parameter in self.parameters.values():
             parameter.grad = None
         state = self._pass = Pass(forms, offer)
@@ -208,7 +210,7 @@ class Backward:
         finally:
             self._pass = None
             for index in state.hidden:  # of a layer that a Ctrl-C has interrupted, whose hooks torch then leaves out
-                self.parameters[self.specs[index].names[0]].requires_grad_(True)
+                self.parameters[self.buckets[index].names[0]].requires_grad_(True)
         return self._rest(state)
 
     def _look(self, scalar: Tensor) -> None:
@@ -223,88 +225,88 @@ class Backward:
             if parameter.grad is not None and parameter.grad.layout == torch.strided and _shared(parameter.grad, False):
                 parameter.grad = parameter.grad.clone()
 
-    def take(self, forms: Sequence[str], offer: Callable[[Piece], None]) -> Pass:
+    def take(self, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Pass:
         """Offers what is in every ``.grad``. It is dense: where factors were expected, it strays."""
-        state = Pass(forms, offer, strays={i for i, form in enumerate(forms) if form == FACTORS})
+        state = Pass(forms, offer, impure_factors={i for i, form in enumerate(forms) if form == FACTORS})
         return self._rest(state)
 
     def _rest(self, state: Pass) -> Pass:
-        for spec in self.specs:
-            if state.forms[spec.index] == FACTORS and self.parameters[spec.names[0]].grad is not None:
-                state.strays.add(spec.index)
-            if spec.index not in state.offered:
-                self._emit(state, spec)
+        for bucket in self.buckets:
+            if state.forms[bucket.index] == FACTORS and self.parameters[bucket.names[0]].grad is not None:
+                state.impure_factors.add(bucket.index)
+            if bucket.index not in state.offered:
+                self._emit(state, bucket)
         return state
 
-    def _enter(self, spec: Spec, module: nn.Linear) -> None:
+    def _enter(self, bucket: Bucket, module: nn.Linear) -> None:
         weight, state = module.weight, self._pass
         if state is None:
             return
         hooked = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > bool(self._watches)
         # a user's hook waits for the weight's gradient, another forward makes it differently, functional_call puts
         # another weight here, a transform other tensors: a stray, so it goes dense
-        own = hooked or has_own_forward(module) or weight is not self.parameters[spec.names[0]]
+        own = hooked or has_own_forward(module) or weight is not self.parameters[bucket.names[0]]
         own = own or torch._C._are_functorch_transforms_active()
         # a hook that was put before ours since hands it another output than the layer's
         own = own or next(iter(module._forward_hooks), None) != self._firsts.get(module, -1)
         own = own or not all(map(_only_looks, _global_forward_hooks.values()))
         # the wire has 16 bits for the factors of layers that are computed in as many
         own = own or (self.rounded and not torch.is_autocast_enabled(weight.device.type))
-        if state.forms[spec.index] == FACTORS and weight.requires_grad and not own:
+        if state.forms[bucket.index] == FACTORS and weight.requires_grad and not own:
             weight.requires_grad_(False)
-            state.hidden.add(spec.index)
+            state.hidden.add(bucket.index)
 
-    def _leave(self, spec: Spec, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
+    def _leave(self, bucket: Bucket, module: nn.Linear, right: Tensor, output: Tensor | None) -> Tensor | None:
         state, weight = self._pass, module.weight
         if state is None:
             return None
-        if hidden := spec.index in state.hidden:
-            state.hidden.discard(spec.index)
+        if hidden := bucket.index in state.hidden:
+            state.hidden.discard(bucket.index)
             weight.requires_grad_(True)
         if output is None or not torch.is_grad_enabled() or not weight.requires_grad:
             return None
         if not hidden:
             if output.requires_grad:
-                state.rows[spec.index] = state.rows.get(spec.index, 0) + right[..., 0].numel()
+                state.rows[bucket.index] = state.rows.get(bucket.index, 0) + right[..., 0].numel()
             return None
         call = _Call(right.detach(), right._version)
         kind = output.dtype, output.device
         if (nothing := self._nothing.get(kind)) is None:  # nothing changes by it, not even -0.0
             nothing = self._nothing[kind] = torch.tensor(-0.0, dtype=output.dtype, device=output.device)
         output = output + _Nothing.apply(weight, nothing, output.shape, call.right, state)  # type: ignore[no-untyped-call]
-        state.calls.setdefault(spec.index, []).append(call)
-        output.register_hook(lambda left: self._caught(state, spec, call, left))
+        state.calls.setdefault(bucket.index, []).append(call)
+        output.register_hook(lambda left: self._caught(state, bucket, call, left))
         return output
 
-    def _caught(self, state: Pass, spec: Spec, call: _Call, left: Tensor) -> None:
+    def _caught(self, state: Pass, bucket: Bucket, call: _Call, left: Tensor) -> None:
         if not state.ours or call.left is not None:
             # a gradient inside forward or loss is not the step's; what will itself be differentiated is no product
             if call.left is not None or torch.is_grad_enabled():
-                state.strays.add(spec.index)
+                state.impure_factors.add(bucket.index)
             return
         if call.right._version != call.version:
             raise RuntimeError(
-                f"the input of the layer with {spec.names[0]!r} was changed in place after the layer had read "
+                f"the input of the layer with {bucket.names[0]!r} was changed in place after the layer had read "
                 f"it (version {call.right._version}, read at {call.version}); clone it or change it out of place"
             )
         call.left = left.detach()
         if not state.last:  # the next micro-batch may write over both: into a parameter's .grad, into the same input
             call.left, call.right = call.left.clone(), call.right.clone()
-        calls = state.calls[spec.index]
+        calls = state.calls[bucket.index]
         if state.last and not self._late and all(c.left is not None for c in calls):
-            self._emit(state, spec)
+            self._emit(state, bucket)
 
-    def _arrived(self, spec: Spec, name: str) -> None:
+    def _arrived(self, bucket: Bucket, name: str) -> None:
         state = self._pass
         if state is None:
             return
-        if state.forms[spec.index] == FACTORS:
+        if state.forms[bucket.index] == FACTORS:
             if self.parameters[name].grad is not None:
-                state.strays.add(spec.index)
+                state.impure_factors.add(bucket.index)
             return
         if not state.last or self._late:
             return
-        ready = state.ready.setdefault(spec.index, set())
+        ready = state.ready.setdefault(bucket.index, set())
         if name in ready:
             raise RuntimeError(
                 f"parameter {name!r} got its gradient twice in one step; with activation checkpointing pass "
@@ -312,26 +314,26 @@ class Backward:
             )
         ready.add(name)
         if next(reversed(self.parameters[name]._post_accumulate_grad_hooks)) != self._watches[name].id:
-            state.later.add(spec.index)  # who comes after us may change it still
-        if len(ready) == len(spec.names) and spec.index not in state.later:
-            self._emit(state, spec, early=True)
+            state.later.add(bucket.index)  # who comes after us may change it still
+        if len(ready) == len(bucket.names) and bucket.index not in state.later:
+            self._emit(state, bucket, early=True)
 
-    def _emit(self, state: Pass, spec: Spec, early: bool = False) -> None:
-        if spec.index in state.offered:
-            raise RuntimeError(f"{spec.names} were used again after their gradient was complete")
-        state.offered.add(spec.index)
-        if state.forms[spec.index] == FACTORS:
-            state.offer(self._factors(state, spec))
+    def _emit(self, state: Pass, bucket: Bucket, early: bool = False) -> None:
+        if bucket.index in state.offered:
+            raise RuntimeError(f"{bucket.names} were used again after their gradient was complete")
+        state.offered.add(bucket.index)
+        if state.forms[bucket.index] == FACTORS:
+            state.offer(self._factors(state, bucket))
             return
-        grads = [self._grad(name) for name in spec.names]
+        grads = [self._grad(name) for name in bucket.names]
         if len(grads) == 1 and grads[0] is not None and _shared(grads[0], early):
             grads = [grads[0].clone()]  # which is added up in place, while others still read theirs
-        state.used.update(name for name, grad in zip(spec.names, grads, strict=True) if grad is not None)
+        state.used.update(name for name, grad in zip(bucket.names, grads, strict=True) if grad is not None)
         whole = [
             torch.zeros_like(self.parameters[name], requires_grad=False) if grad is None else grad
-            for name, grad in zip(spec.names, grads, strict=True)
+            for name, grad in zip(bucket.names, grads, strict=True)
         ]
-        state.offer(Piece(spec, grads=whole))
+        state.offer(Gradient(bucket, grads=whole))
 
     def _grad(self, name: str) -> Tensor | None:
         grad = self.parameters[name].grad
@@ -343,18 +345,20 @@ class Backward:
             state.places = {each.untyped_storage().data_ptr() for each in self.parameters.values()}
         return right.clone() if right.untyped_storage().data_ptr() in state.places else right
 
-    def _factors(self, state: Pass, spec: Spec) -> Piece:
-        out_features, in_features = spec.shapes[0]
-        caught = [call for call in state.calls.get(spec.index, ()) if call.left is not None]
-        weight = self.parameters[spec.names[0]]
+    def _factors(self, state: Pass, bucket: Bucket) -> Gradient:
+        out_features, in_features = bucket.shapes[0]
+        caught = [call for call in state.calls.get(bucket.index, ()) if call.left is not None]
+        weight = self.parameters[bucket.names[0]]
         if not caught:
-            return Piece(spec, left=weight.new_zeros(0, out_features), right=weight.new_zeros(0, in_features))
-        state.used.update(spec.names)
+            return Gradient(
+                bucket, output_grad=weight.new_zeros(0, out_features), layer_input=weight.new_zeros(0, in_features)
+            )
+        state.used.update(bucket.names)
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
         # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type
         left = [call.left.reshape(-1, out_features).to(weight.dtype) for call in caught if call.left is not None]
         right = [self._apart(state, call.right).reshape(-1, in_features).to(weight.dtype) for call in caught]
-        state.rows[spec.index] = sum(len(part) for part in left)
+        state.rows[bucket.index] = sum(len(part) for part in left)
         if len(caught) == 1:
-            return Piece(spec, left=left[0], right=right[0])
-        return Piece(spec, left=torch.cat(left), right=torch.cat(right))
+            return Gradient(bucket, output_grad=left[0], layer_input=right[0])
+        return Gradient(bucket, output_grad=torch.cat(left), layer_input=torch.cat(right))

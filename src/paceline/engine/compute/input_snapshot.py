@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.engine.compute.batch import leaves
 
 
-class Inputs:
+class InputSnapshot:
     """Copies only as long as nobody knows that a model leaves its inputs as they are, which the first step shows."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Inputs:
         self._kept: list[tuple[Tensor, int, Tensor | None]] = []
         self._spoiled: set[tuple[int, int]] = set()
 
-    def keep(self, batch: Any) -> None:
+    def capture(self, batch: Any) -> None:
         """Raises ValueError for a batch that comes again, was changed as none before it was, and so was not copied."""
         self.drop()
         tensors = [leaf for leaf in leaves(batch) if not leaf.is_inference()]  # those have no version
@@ -34,7 +34,7 @@ class Inputs:
         copy = self._change is not False
         self._kept = [(leaf, leaf._version, leaf.detach().clone() if copy else None) for leaf in tensors]
 
-    def look(self) -> None:
+    def check(self) -> None:
         """After the passes."""
         changed = any(leaf._version != version for leaf, version, _ in self._kept)
         if self._kept:

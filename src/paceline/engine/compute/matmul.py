@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from paceline.environment import variable
 
-LEAST_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
-LEAST_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
+MIN_VALUES = 1 << 20  # of a layer's weight: smaller products are over before it matters
+MIN_INPUTS = 1 << 10  # likewise; the same for any slice of the weight's rows
 SOME_VALUES, MANY_ROWS = 1 << 16, 256  # of a weight, and of what is multiplied with it: as in a transformer
 FULL_WIDTH = 26  # from this family on AMD's processors compute 512 bits at once; before, twice 256
 BLAS, ONEDNN = "blas", "onednn"
@@ -58,7 +58,7 @@ def _full_width() -> bool:
 
 def suits(weight: Tensor) -> bool:
     """Whether products with a matrix like this one are faster by oneDNN: the same answer for any of its rows."""
-    return _plain(weight) and weight.shape[1] >= LEAST_INPUTS and fast()
+    return _plain(weight) and weight.shape[1] >= MIN_INPUTS and fast()
 
 
 def _plain(weight: Tensor) -> bool:
@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         if x is not None:
             inputs = x.reshape(-1, x.shape[-1])
             # a graph of this backward is asked for: torch's own product has one
-            own = torch.is_grad_enabled() or not (_full_width() or rows.shape[1] * inputs.shape[1] >= LEAST_VALUES)
+            own = torch.is_grad_enabled() or not (_full_width() or rows.shape[1] * inputs.shape[1] >= MIN_VALUES)
             by_weight = rows.T @ inputs if own else times(rows.T, inputs.T)
         by_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return None if weight is None else _by_input(slope, rows, weight), by_weight, by_bias
@@ -112,7 +112,7 @@ def _forward(module: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _always(weight: Tensor) -> bool:
-    return weight.numel() >= LEAST_VALUES and weight.shape[1] >= LEAST_INPUTS
+    return weight.numel() >= MIN_VALUES and weight.shape[1] >= MIN_INPUTS
 
 
 def _large(model: nn.Module) -> Iterator[nn.Linear]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Rule
+from paceline.contract import UpdateRule
 from paceline.engine.checks import own_steps
 from paceline.engine.compute import matmul
 
@@ -40,7 +40,7 @@ class Factored:
         return ((left @ left.T) * (right @ right.T)).sum().clamp_min(0)
 
 
-def takes_factors(optimizer: torch.optim.Optimizer) -> bool:
+def optimizer_takes_factors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether factors can replace the gradient: SGD of any kind, and no hook that would want to see a gradient."""
     return (
         type(optimizer) is torch.optim.SGD
@@ -63,7 +63,7 @@ def finish(
     dense: Sequence[Tensor],
     factored: Sequence[Factored],
     optimizer: torch.optim.Optimizer,
-    rule: Rule,
+    rule: UpdateRule,
     whole: Callable[[float], float],
 ) -> tuple[bool, float | None]:
     """Updates ``dense`` parameters by their .grad, the others by their factors.

@@ -2,7 +2,7 @@
 
 Random numbers of its own for each thread that computes a replica, so that equal seeds give equal runs.
 
-PyTorch's default generator belongs to all threads: which of them draws first is chance. Under `Dice`
+PyTorch's default generator belongs to all threads: which of them draws first is chance. Under `ThreadRng`
 every function that draws does so from this thread's state, one thread at a time.
 
 Not had: masks equal to one process's (they never are when a batch is computed in parts), Python's and
@@ -100,7 +100,7 @@ DRAWS = frozenset(NAMES.split())
 _turn = threading.Lock()
 
 
-class Dice(TorchFunctionMode):
+class ThreadRng(TorchFunctionMode):
     """While entered, this thread's draws come from ``seed``."""
 
     def __init__(self, seed: int):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.contract import Window
+from paceline.contract import RowRange
 
 
 def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -27,18 +27,18 @@ def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     return found if plain and len(set(found.values())) == len(given) else {}
 
 
-def cut(value: Any, shape: torch.Size, window: Window) -> Any:
+def cut(value: Any, shape: torch.Size, window: RowRange) -> Any:
     start, stop = window
     return value[start:stop] if stop and isinstance(value, Tensor) and value.shape == shape else value
 
 
-def is_cut(value: Any, shape: torch.Size, window: Window) -> bool:
+def is_cut(value: Any, shape: torch.Size, window: RowRange) -> bool:
     """Whether ``value`` is these rows of something that has the weight's shape."""
     start, stop = window
     return stop > 0 and isinstance(value, Tensor) and value.shape == (stop - start, *shape[1:])
 
 
-def put(mine: Any, its: Any, shape: torch.Size, window: Window) -> Any:
+def put(mine: Any, its: Any, shape: torch.Size, window: RowRange) -> Any:
     """``mine`` with the rows that have come, or a copy of what has come instead of it."""
     if not isinstance(its, Tensor):
         return its

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from paceline.engine.node.local_group import CrewError
+from paceline.engine.node.local_group import LocalGroupError
 
 Total = Callable[[Tensor], Tensor]
 
@@ -84,7 +84,7 @@ KNOWN: dict[Any, Callable[..., _Call]] = {
 }
 
 
-class Layers:
+class SyncBatchNorm:
     """The batch norm of a model; while converted, it uses everyone's samples in training.
 
     ``total`` adds a float64 vector over everyone; only while ``inside()`` is it called, so that a forward
@@ -202,7 +202,7 @@ class Layers:
 
 
 class _Answer(TorchFunctionMode):
-    def __init__(self, layers: Layers):
+    def __init__(self, layers: SyncBatchNorm):
         super().__init__()
         self.layers = layers
 
@@ -240,7 +240,7 @@ class _Tagged:
         vector = torch.cat([torch.tensor([1.0, tag], dtype=torch.float64), numbers.to("cpu", torch.float64)])
         whole = self.total(vector)
         if len(whole) != len(vector) or whole[1] != whole[0] * tag:
-            raise CrewError(
+            raise LocalGroupError(
                 "batch_norm='sync': the processes are in different batch-norm layers, so their models took different "
                 "paths for their rows; use batch_norm='local'"
             )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.codec.lossless import LEAST_BYTES, fits, pack
-from paceline.contract import DENSE, FACTORS, Agreement, Piece, Rule, Spec, Verdict
+from paceline.codec.lossless import MIN_BYTES, fits, pack
+from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, UpdateRule
 from paceline.engine.compute.gradient_hooks import Backward
 
 FORMAT = 1
@@ -29,7 +29,7 @@ class Timeline:
     """*Units*: seconds. ``rows``: samples in the step.
 
     ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
-    the seconds since the one before. ``specs``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
+    the seconds since the one before. ``buckets``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
     ``products``, per spec: rows of its factors, and what it takes to multiply them out. ``update``: by dense gradients;
     ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per spec: what
     packing leaves of its bytes, dense and as factors.
@@ -37,7 +37,7 @@ class Timeline:
 
     rows: int
     dtype: str
-    specs: tuple[Spec, ...]
+    buckets: tuple[Bucket, ...]
     forward: tuple[tuple[str, float], ...]
     backward: dict[str, tuple[tuple[int, float], ...]]
     factor_rows: tuple[int, ...]
@@ -57,26 +57,26 @@ class Timeline:
         own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
         alone = sum(self.products[i] for i in own)
         if self.factored_update:
-            pairs = zip(self.specs, self.factor_rows, strict=True)
-            possible = sum(spec.numel for spec, most in pairs if spec.linear and spec.fits(most))
-            share = min(1.0, sum(self.specs[i].numel for i in own) / max(1, possible))
+            pairs = zip(self.buckets, self.factor_rows, strict=True)
+            possible = sum(bucket.numel for bucket, most in pairs if bucket.linear and bucket.fits(most))
+            share = min(1.0, sum(self.buckets[i].numel for i in own) / max(1, possible))
             alone = share * (self.factored_update - self.update)
         return self.update + alone + sum(self.products[i] * (rows[i] / own[i] - 1) for i in own)
 
     def to_json(self) -> str:
-        pieces = [
+        gradients = [
             {"names": s.names, "shapes": s.shapes, "linear": s.linear, "factor_rows": rows, "product_seconds": seconds}
-            for s, rows, seconds in zip(self.specs, self.factor_rows, self.products, strict=True)
+            for s, rows, seconds in zip(self.buckets, self.factor_rows, self.products, strict=True)
         ]
-        for piece, left in zip(pieces, self.packed, strict=False):
-            piece["packed"] = left
+        for gradient, left in zip(gradients, self.packed, strict=False):
+            gradient["packed"] = left
         whole = {
             "timeline": FORMAT,
             "rows": self.rows,
             "dtype": self.dtype,
             "forward": self.forward,
             "backward": self.backward,
-            "pieces": pieces,
+            "pieces": gradients,
             "update_seconds": self.update,
             "factored_update_seconds": self.factored_update,
         }
@@ -91,21 +91,21 @@ class Timeline:
             whole = json.loads(Path(path).read_text())
             if whole["timeline"] != FORMAT:
                 raise ValueError(f"its format is {whole['timeline']}, this version reads {FORMAT}")
-            pieces = whole["pieces"]
+            gradients = whole["pieces"]
             return cls(
                 whole["rows"],
                 whole["dtype"],
                 tuple(
-                    Spec(i, tuple(p["names"]), tuple(tuple(shape) for shape in p["shapes"]), p["linear"])
-                    for i, p in enumerate(pieces)
+                    Bucket(i, tuple(p["names"]), tuple(tuple(shape) for shape in p["shapes"]), p["linear"])
+                    for i, p in enumerate(gradients)
                 ),
                 tuple((name, seconds) for name, seconds in whole["forward"]),
                 {form: tuple((i, s) for i, s in line) for form, line in whole["backward"].items()},
-                tuple(p["factor_rows"] for p in pieces),
-                tuple(p["product_seconds"] for p in pieces),
+                tuple(p["factor_rows"] for p in gradients),
+                tuple(p["product_seconds"] for p in gradients),
                 whole["update_seconds"],
                 whole.get("factored_update_seconds", 0.0),
-                tuple(tuple(p["packed"]) for p in pieces if "packed" in p),
+                tuple(tuple(p["packed"]) for p in gradients if "packed" in p),
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
@@ -133,66 +133,70 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         backward.watch()  # alone, a node does not look at when its pieces are ready
     forwards, dense, factors, updates, factored = [], [], [], [], []
     products: dict[int, list[float]] = {}
-    forms = [DENSE] * len(engine.specs)
+    forms = [DENSE] * len(engine.buckets)
     for left in range(WARM_UP + passes, 0, -1):
-        forward, backward, agreement = _step(engine, model, batch, forms)
-        whole = _packed(agreement) if left == 1 else {}
+        forward, backward, outcome = _step(engine, model, batch, forms)
+        whole = _packed(outcome) if left == 1 else {}
         start = time.perf_counter()
-        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
+        engine.update(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True))
         updates.append(time.perf_counter() - start)
         forwards.append(forward)
         dense.append(backward)
-    rows, strays = list(agreement.ballot.rows), set[int]()
-    forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.specs, rows, strict=True)]
+    rows, strays = list(outcome.vote.rows), set[int]()
+    forms = [FACTORS if s.linear and s.fits(n) else DENSE for s, n in zip(engine.buckets, rows, strict=True)]
     for left in range(WARM_UP + passes, 0, -1):
-        _, backward, agreement = _step(engine, model, batch, forms)
+        _, backward, outcome = _step(engine, model, batch, forms)
         factors.append(backward)
-        strays |= {i for i, stray in enumerate(agreement.ballot.dense) if stray}
+        strays |= {i for i, stray in enumerate(outcome.vote.dense) if stray}
         forms = [DENSE if i in strays else form for i, form in enumerate(forms)]  # as an exchange does from then on
-        split = _packed(agreement) if left == 1 else {}
+        split = _packed(outcome) if left == 1 else {}
         start = time.perf_counter()
-        engine.update(agreement, Rule(1.0 / agreement.ballot.weight, check=True))
+        engine.update(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True))
         factored.append(time.perf_counter() - start)
-        for piece in agreement.pieces:
-            if piece.left is not None and piece.right is not None:
-                products.setdefault(piece.spec.index, []).append(_product_s(engine, piece.left, piece.right))
+        for gradient in outcome.gradients:
+            if gradient.output_grad is not None and gradient.layer_input is not None:
+                products.setdefault(gradient.bucket.index, []).append(
+                    _product_s(engine, gradient.output_grad, gradient.layer_input)
+                )
     for i in strays:
         rows[i], products[i] = 0, [0.0]
     return Timeline(
-        round(agreement.ballot.weight),
+        round(outcome.vote.weight),
         str(engine.weights[0].dtype).removeprefix("torch."),
-        tuple(replace(spec, linear=spec.linear and spec.index not in strays) for spec in engine.specs),
+        tuple(replace(bucket, linear=bucket.linear and bucket.index not in strays) for bucket in engine.buckets),
         _medians(forwards),
         {DENSE: _medians(dense), FACTORS: _medians(factors)},
         tuple(rows),
-        tuple(statistics.median(products.get(spec.index, [0.0])[-passes:]) for spec in engine.specs),
+        tuple(statistics.median(products.get(bucket.index, [0.0])[-passes:]) for bucket in engine.buckets),
         statistics.median(updates[WARM_UP:]),
         statistics.median(factored[WARM_UP:]),
-        tuple((whole[i], split[i]) for i in range(len(engine.specs))),
+        tuple((whole[i], split[i]) for i in range(len(engine.buckets))),
     )
 
 
-def _packed(agreement: Agreement) -> dict[int, float]:
+def _packed(outcome: StepOutcome) -> dict[int, float]:
     """What packing leaves of each piece, by a sample of it; 1.0 for what would not be packed."""
     found = {}
-    for piece in agreement.pieces:
-        sides = [side.reshape(-1) for side in (piece.flat, piece.left, piece.right) if side is not None]
+    for gradient in outcome.gradients:
+        sides = [
+            side.reshape(-1) for side in (gradient.flat, gradient.output_grad, gradient.layer_input) if side is not None
+        ]
         num_bytes = sum(side.nbytes for side in sides)
-        packable = num_bytes >= LEAST_BYTES and all(map(fits, sides))
-        found[piece.spec.index] = 1.0
+        packable = num_bytes >= MIN_BYTES and all(map(fits, sides))
+        found[gradient.bucket.index] = 1.0
         if packable:
             left = sum(side.nbytes * pack(side[:SAMPLE]).numel() / side[:SAMPLE].nbytes for side in sides if len(side))
-            found[piece.spec.index] = min(1.0, left / num_bytes)
+            found[gradient.bucket.index] = min(1.0, left / num_bytes)
     return found
 
 
 def _step(
     engine: contract.Engine, model: torch.nn.Module, batch: Any, forms: Sequence[str]
-) -> tuple[list[tuple[str, float]], list[tuple[int, float]], Agreement]:
+) -> tuple[list[tuple[str, float]], list[tuple[int, float]], StepOutcome]:
     """(seconds of each layer, seconds until each piece after the one before, what an update needs)."""
     layers: list[tuple[str, float]] = []
     ready: list[tuple[int, float]] = []
-    pieces: list[Piece] = []
+    gradients: list[Gradient] = []
     last = 0.0
 
     def lap() -> float:
@@ -200,9 +204,9 @@ def _step(
         before, last = last, time.perf_counter()
         return last - before
 
-    def offer(piece: Piece) -> None:
-        ready.append((piece.spec.index, lap()))
-        pieces.append(piece)
+    def offer(gradient: Gradient) -> None:
+        ready.append((gradient.bucket.index, lap()))
+        gradients.append(gradient)
 
     hooks = [
         module.register_forward_hook(lambda *_, name=name: layers.append((name, lap())))
@@ -212,12 +216,12 @@ def _step(
     kept = engine.snapshot()
     lap()
     try:
-        ballot = engine.gradient(batch, 1.0, forms, offer)
+        vote = engine.gradient(batch, 1.0, forms, offer)
     finally:
         for hook in hooks:
             hook.remove()
         engine.rollback(kept)
-    return layers, ready, Agreement(Verdict.APPLY, sorted(pieces, key=lambda p: p.spec.index), ballot)
+    return layers, ready, StepOutcome(Decision.COMMIT, sorted(gradients, key=lambda p: p.bucket.index), vote)
 
 
 def _medians(passes: Sequence[Sequence[tuple[Any, float]]]) -> tuple[tuple[Any, float], ...]:

@@ -1,7 +1,7 @@
 """Small sums in the middle of a step, over threads, processes and nodes: what batch norm over everyone needs.
 
-    Circle     the replicas of one process, as threads
-    Everyone   the processes of a node by a line to local rank 0, and the nodes by its link
+    ThreadReduce  the replicas of one process, as threads
+    InStepReduce  the processes of a node by a line to local rank 0, and the nodes by its link
 
 At the start of a step all say whether they have rows. Those who have none compute nothing: local rank 0
 then only serves the others of its node, and a node without rows adds zeros until the others have ended.
@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.engine.node.local_group import PATIENCE_S, Crew, CrewError
+from paceline.engine.node.local_group import TIMEOUT_S, LocalGroup, LocalGroupError
 
 DOING = "adding up batch statistics"
 
 
-class Everyone:
+class InStepReduce:
     """Sums over the processes of this node, and over the nodes through local rank 0's link."""
 
-    def __init__(self, crew: Crew | None = None, link: contract.Link | None = None):
-        self.crew = crew
-        self.leads = crew is None or crew.rank == 0
+    def __init__(self, local_group: LocalGroup | None = None, link: contract.Link | None = None):
+        self.local_group = local_group
+        self.leads = local_group is None or local_group.rank == 0
         self._stale = False
         self._link(link)
         self.hear: Callable[[Tensor], None] = lambda vector: None
@@ -42,7 +42,7 @@ class Everyone:
     def _link(self, link: contract.Link | None) -> None:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
 
-    def relink(self, link: contract.Link | None) -> None:
+    def reopen(self, link: contract.Link | None) -> None:
         """From the next step on over this link; what a broken step has left in the lines of the node is dropped."""
         self._link(link)
         self._stale = True
@@ -64,18 +64,18 @@ class Everyone:
             with self._waiting():
                 self._end(present)
         except BaseException as error:
-            if self.crew:
-                self.crew.give_up(f"another process of this node gave up in the step: {error}")
+            if self.local_group:
+                self.local_group.give_up(f"another process of this node gave up in the step: {error}")
             raise
 
     def _begin(self, present: bool) -> None:
-        if self._stale and self.crew:
-            self.crew.close()
-            doubts = self.crew.doubts
-            self.crew = Crew(self.crew.rank, self.crew.size, f"{self.crew.name}+")
-            self.crew.doubts = doubts
+        if self._stale and self.local_group:
+            self.local_group.close()
+            doubts = self.local_group.failure_detector
+            self.local_group = LocalGroup(self.local_group.rank, self.local_group.size, f"{self.local_group.name}+")
+            self.local_group.failure_detector = doubts
         self._stale = False
-        rows = self.crew.gather([float(present)], DOING) if self.crew else [[float(present)]]
+        rows = self.local_group.gather([float(present)], DOING) if self.local_group else [[float(present)]]
         self._here = [rank for rank, (here,) in enumerate(rows) if here]
         self._absent = [rank for rank, (here,) in enumerate(rows) if rank and not here]
         self._said: list[Tensor] = []
@@ -92,32 +92,34 @@ class Everyone:
     def total(self, vector: Tensor) -> Tensor:
         with self._waiting():
             if not self.leads:
-                assert self.crew
-                self.crew.send_long(0, vector.numpy().tobytes(), b"n")
-                return _numbers(self.crew.recv_long(0, b"n", DOING))
+                assert self.local_group
+                self.local_group.send_long(0, vector.numpy().tobytes(), b"n")
+                return _numbers(self.local_group.recv_long(0, b"n", DOING))
             whole = self._serve(vector)
             assert whole is not None
             return whole
 
     def _serve(self, vector: Tensor | None) -> Tensor | None:
         """One sum, given to those of this node who are in it; None when they have ended."""
-        crew, peers = self.crew, [rank for rank in self._here if rank]
+        local_group, peers = self.local_group, [rank for rank in self._here if rank]
         parts = [] if vector is None else [vector]
         for peer in peers:
-            assert crew
-            if vector is None and crew.peek(peer) == b"e":
-                crew.recv(peer, DOING)
+            assert local_group
+            if vector is None and local_group.peek(peer) == b"e":
+                local_group.recv(peer, DOING)
                 continue
-            parts.append(_numbers(crew.recv_long(peer, b"n", DOING)))
+            parts.append(_numbers(local_group.recv_long(peer, b"n", DOING)))
         if not parts:
             return None
         if len({len(part) for part in parts}) > 1:
-            raise CrewError("the processes of this node add up different things; their models took different paths")
+            raise LocalGroupError(
+                "the processes of this node add up different things; their models took different paths"
+            )
         whole = self._over_nodes(torch.stack(parts).sum(0) if len(parts) > 1 else parts[0].clone())
         for peer in peers:
-            assert crew
+            assert local_group
             assert whole is not None
-            crew.send_long(peer, whole.numpy().tobytes(), b"n")
+            local_group.send_long(peer, whole.numpy().tobytes(), b"n")
         assert whole is not None
         self._keep(whole)
         return whole
@@ -139,13 +141,13 @@ class Everyone:
 
     def _end(self, present: bool) -> None:
         if not self.leads:
-            assert self.crew
+            assert self.local_group
             if present and 0 not in self._here:
-                self.crew.send(0, b"e")
-            while not present and self.crew.peek(0) == b"n":
-                self.hear(_numbers(self.crew.recv_long(0, b"n", DOING)))
+                self.local_group.send(0, b"e")
+            while not present and self.local_group.peek(0) == b"n":
+                self.hear(_numbers(self.local_group.recv_long(0, b"n", DOING)))
             if not present:
-                self.crew.expect(0, b"e", DOING)
+                self.local_group.expect(0, b"e", DOING)
             return
         if not present:
             while self._here and (vector := self._serve(None)) is not None:
@@ -153,25 +155,27 @@ class Everyone:
         if self.lane and not self._all_nodes:
             while (vector := self._over_nodes(None)) is not None:
                 if self._here:
-                    raise CrewError("batch_norm='sync': another node computes more batch-norm layers than this one")
+                    raise LocalGroupError(
+                        "batch_norm='sync': another node computes more batch-norm layers than this one"
+                    )
                 self.hear(vector)
                 self._keep(vector)
         for peer in self._absent:
-            assert self.crew
+            assert self.local_group
             for vector in self._said:
-                self.crew.send_long(peer, vector.numpy().tobytes(), b"n")
-            self.crew.send(peer, b"e")
+                self.local_group.send_long(peer, vector.numpy().tobytes(), b"n")
+            self.local_group.send(peer, b"e")
 
     def _keep(self, vector: Tensor) -> None:
         if self._absent:
             self._said.append(vector)
 
     def close(self) -> None:
-        if self.crew:
-            self.crew.close()
+        if self.local_group:
+            self.local_group.close()
 
 
-class Circle:
+class ThreadReduce:
     """Sums over the threads of one process, then over everyone else by ``beyond``."""
 
     def __init__(self, beyond: Callable[[Tensor], Tensor]):
@@ -186,9 +190,9 @@ class Circle:
     def total(self, thread: int, vector: Tensor) -> Tensor:
         self._parts[thread] = vector
         try:
-            self._barrier.wait(PATIENCE_S)
+            self._barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
-            raise CrewError("another replica gave up in the middle of the step") from None
+            raise LocalGroupError("another replica gave up in the middle of the step") from None
         return self._whole
 
     def _add(self) -> None:

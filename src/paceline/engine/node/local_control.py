@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Guest, LinkError, Regroup, Tally, framed, unframed
-from paceline.engine.node.local_exchange import Follower, Leader, letters
-from paceline.engine.node.local_group import CrewError
+from paceline.contract import Joiner, LinkError, StepOutcome, Tally, ViewChange, Vote, pack_frames, unpack_frames
+from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, letters
+from paceline.engine.node.local_group import LocalGroupError
 
 HANDING, ADDING, GATHERING, SPREADING, TAKING = "handing on", "adding up", "gathering words", "spreading", "taking in"
 
@@ -23,10 +23,15 @@ HANDING, ADDING, GATHERING, SPREADING, TAKING = "handing on", "adding up", "gath
 class LeaderControl(contract.Control):
     """Local rank 0's. ``relay``: whose forms the crew is told after a loss."""
 
-    def __init__(self, control: contract.Control, relay: Leader):
-        self.control, self.relay, self.crew, self.survives = control, relay, relay.crew, control.survives
+    def __init__(self, control: contract.Control, relay: LocalLeader):
+        self.control, self.relay, self.local_group, self.tolerates_loss = (
+            control,
+            relay,
+            relay.local_group,
+            control.tolerates_loss,
+        )
         self._news: list[bytes] = []  # of losses, that the crew has not been told
-        control.regrouped = self._note
+        control.on_view_change = self._note
         self._say_place()
 
     @property
@@ -42,79 +47,83 @@ class LeaderControl(contract.Control):
         return self.control.generation
 
     @property
-    def regroups(self) -> int:  # type: ignore[override]
-        return self.control.regroups
+    def num_view_changes(self) -> int:  # type: ignore[override]
+        return self.control.num_view_changes
 
     def _say_place(self) -> None:
-        self.hand(json.dumps([self.rank, self.size, self.generation]).encode())
+        self.node_broadcast(json.dumps([self.rank, self.size, self.generation]).encode())
 
-    def _note(self, news: Regroup) -> None:
+    def _note(self, news: ViewChange) -> None:
         self._news.append(news.pack())
-        if self.regrouped:
-            self.regrouped(news)
+        if self.on_view_change:
+            self.on_view_change(news)
 
     def _with_news(self, body: bytes) -> bytes:
         """After a loss with the forms as well, which may be others now."""
         forms = letters(self.relay.renew_forms()) if self._news and not self.relay.alone else b""
-        news, self._news = framed(self._news), []
-        return framed([news, struct.pack("<I", self.regroups), forms, body])
+        news, self._news = pack_frames(self._news), []
+        return pack_frames([news, struct.pack("<I", self.num_view_changes), forms, body])
 
-    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+    def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         try:
-            agreement = self.control.commit(ballot, finish)
+            outcome = self.control.commit(vote, finish)
         except LinkError as error:
-            self.crew.say_why(error)
+            self.local_group.broadcast_error(error)
             raise
-        self._pass_on(agreement)
-        return agreement
+        self._pass_on(outcome)
+        return outcome
 
-    def recover(self, error: LinkError) -> Agreement:
+    def recover(self, error: LinkError) -> StepOutcome:
         try:
-            if isinstance(error, CrewError) or not self.survives:
+            if isinstance(error, LocalGroupError) or not self.tolerates_loss:
                 raise error
             self.relay.end()
-            agreement = self.control.recover(error)
+            outcome = self.control.recover(error)
         except LinkError as final:
-            self.crew.say_why(final)
+            self.local_group.broadcast_error(final)
             raise
-        self._pass_on(agreement)
-        return agreement
+        self._pass_on(outcome)
+        return outcome
 
-    def _pass_on(self, agreement: Agreement) -> None:
-        told = self._with_news(self.relay.settle(agreement))
-        for peer in self.crew.lines:
-            self.crew.send(peer, b"v", told)
+    def _pass_on(self, outcome: StepOutcome) -> None:
+        told = self._with_news(self.relay.settle(outcome))
+        for peer in self.local_group.lines:
+            self.local_group.send(peer, b"v", told)
         self.relay.share_forms()
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        node = [sum(column) for column in zip(*self.crew.gather(values, ADDING), strict=True)]
-        whole = self.control.total(node)
-        self.crew.swap(self._with_news(b""), ADDING)
-        return self.crew.gather(whole, ADDING)[0]
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        node = [sum(column) for column in zip(*self.local_group.gather(values, ADDING), strict=True)]
+        whole = self.control.all_reduce(node)
+        self.local_group.all_gather_bytes(self._with_news(b""), ADDING)
+        return self.local_group.gather(whole, ADDING)[0]
 
-    def gather(self, *words: bytes) -> list[bytes]:
-        node = [word for part in self.crew.swap(framed(words), GATHERING) for word in unframed(part)]
-        whole = self.control.gather(*node)
-        self.crew.swap(self._with_news(framed(whole)), GATHERING)
+    def all_gather(self, *words: bytes) -> list[bytes]:
+        node = [
+            word
+            for part in self.local_group.all_gather_bytes(pack_frames(words), GATHERING)
+            for word in unpack_frames(part)
+        ]
+        whole = self.control.all_gather(*node)
+        self.local_group.all_gather_bytes(self._with_news(pack_frames(whole)), GATHERING)
         return whole
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        self.control.spread(tensors)
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        self.control.broadcast(tensors)
         for tensor, place in self.relay.places.twins(tensors):
             place.copy_(tensor)
-        self.crew.swap(self._with_news(b""), SPREADING)
-        self.crew.barrier(SPREADING)
+        self.local_group.all_gather_bytes(self._with_news(b""), SPREADING)
+        self.local_group.barrier(SPREADING)
 
-    def hand(self, words: bytes | bytearray) -> bytes:
-        return self.crew.swap(bytes(words), HANDING)[0]
+    def node_broadcast(self, words: bytes | bytearray) -> bytes:
+        return self.local_group.all_gather_bytes(bytes(words), HANDING)[0]
 
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
+    def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         try:
-            self.control.admit(guests)
+            self.control.admit(joiners)
         except LinkError as error:
-            self.crew.say_why(error)
+            self.local_group.broadcast_error(error)
             raise
-        self.crew.swap(self._with_news(b""), TAKING)
+        self.local_group.all_gather_bytes(self._with_news(b""), TAKING)
         self.relay.renew_forms()
         self.relay.share_forms()
 
@@ -126,55 +135,55 @@ class LeaderControl(contract.Control):
 class FollowerControl(contract.Control):
     """Another local rank's: all it knows comes from local rank 0."""
 
-    def __init__(self, control: contract.Control, relay: Follower):
-        self.relay, self.crew, self.survives = relay, relay.crew, control.survives
+    def __init__(self, control: contract.Control, relay: LocalFollower):
+        self.relay, self.local_group, self.tolerates_loss = relay, relay.local_group, control.tolerates_loss
         self._hear_place()
 
     def _hear_place(self) -> None:
-        self.rank, self.size, self.generation = json.loads(self.hand(b""))
+        self.rank, self.size, self.generation = json.loads(self.node_broadcast(b""))
 
     def _hear(self, told: bytes) -> bytes:
-        news, regroups, forms, body = unframed(told)
-        (self.regroups,) = struct.unpack("<I", regroups)
+        news, regroups, forms, body = unpack_frames(told)
+        (self.num_view_changes,) = struct.unpack("<I", regroups)
         if forms:
             self.relay.hear_forms(forms)
-        for each in map(Regroup.unpack, unframed(news)):
-            self.size, self.generation = len(each.origin) + len(each.came), each.generation
-            self.rank = each.origin.index(self.rank)
-            if self.regrouped:
-                self.regrouped(each)
+        for each in map(ViewChange.unpack, unpack_frames(news)):
+            self.size, self.generation = len(each.previous_ranks) + len(each.joined), each.generation
+            self.rank = each.previous_ranks.index(self.rank)
+            if self.on_view_change:
+                self.on_view_change(each)
         return body
 
-    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
-        self.crew.send(0, b"v", ballot.pack())
-        return self.relay.hear(self._hear(self.crew.expect(0, b"v", "agreeing on the step")))
+    def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
+        self.local_group.send(0, b"v", vote.pack())
+        return self.relay.hear(self._hear(self.local_group.expect(0, b"v", "agreeing on the step")))
 
-    def recover(self, error: LinkError) -> Agreement:
-        """Local rank 0 has heard of it, or will: it is told that this process has no ballot."""
-        if not self.survives:
+    def recover(self, error: LinkError) -> StepOutcome:
+        """Local rank 0 has heard of it, or will: it is told that this process has no vote."""
+        if not self.tolerates_loss:
             raise error
-        return self.commit(Ballot(ok=False), self.relay.finish)
+        return self.commit(Vote(ok=False), self.relay.finish)
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        self.crew.gather(values, ADDING)
-        self._hear(self.crew.swap(b"", ADDING)[0])
-        return self.crew.gather([0.0] * len(values), ADDING)[0]
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        self.local_group.gather(values, ADDING)
+        self._hear(self.local_group.all_gather_bytes(b"", ADDING)[0])
+        return self.local_group.gather([0.0] * len(values), ADDING)[0]
 
-    def gather(self, *words: bytes) -> list[bytes]:
-        self.crew.swap(framed(words), GATHERING)
-        return unframed(self._hear(self.crew.swap(b"", GATHERING)[0]))
+    def all_gather(self, *words: bytes) -> list[bytes]:
+        self.local_group.all_gather_bytes(pack_frames(words), GATHERING)
+        return unpack_frames(self._hear(self.local_group.all_gather_bytes(b"", GATHERING)[0]))
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        self._hear(self.crew.swap(b"", SPREADING)[0])
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        self._hear(self.local_group.all_gather_bytes(b"", SPREADING)[0])
         for tensor, place in self.relay.places.twins(tensors):
             tensor.copy_(place)
-        self.crew.barrier(SPREADING)
+        self.local_group.barrier(SPREADING)
 
-    def hand(self, words: bytes | bytearray) -> bytes:
-        return self.crew.swap(b"", HANDING)[0]
+    def node_broadcast(self, words: bytes | bytearray) -> bytes:
+        return self.local_group.all_gather_bytes(b"", HANDING)[0]
 
-    def admit(self, guests: Sequence[Guest] = ()) -> None:
-        self._hear(self.crew.swap(b"", TAKING)[0])
+    def admit(self, joiners: Sequence[Joiner] = ()) -> None:
+        self._hear(self.local_group.all_gather_bytes(b"", TAKING)[0])
         self.relay.hear_forms()
 
     def enter(self) -> None:

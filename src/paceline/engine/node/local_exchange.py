@@ -2,7 +2,7 @@
 
     Follower       pieces into its place; verdict, forms and row counts from the Leader
     Leader         waits for everyone's part of a piece, offers the node's piece to the real exchange,
-                   merges the ballots into the node's, and says what was agreed (`local_control`)
+                   merges the votes into the node's, and says what was agreed (`local_control`)
 
 Where there is no other node, nothing is offered: each process adds up its own rows in the update.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Agreement, Ballot, Piece, Spec, Tally, Verdict
-from paceline.engine.node.local_group import GLANCE_S, Crew
-from paceline.engine.node.shared_memory import Places
+from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.engine.node.local_group import POLL_S, LocalGroup
+from paceline.engine.node.shared_memory import SharedBuffers
 
 
 class _Relay(contract.Exchange):
@@ -34,13 +34,13 @@ class _Relay(contract.Exchange):
     def __init__(
         self,
         exchange: contract.Exchange,
-        crew: Crew,
-        places: Places,
-        specs: Sequence[Spec],
+        local_group: LocalGroup,
+        places: SharedBuffers,
+        buckets: Sequence[Bucket],
         alone: bool,
         keeps: bool = False,
     ):
-        self.exchange, self.crew, self.places, self.specs = exchange, crew, places, specs
+        self.exchange, self.local_group, self.places, self.buckets = exchange, local_group, places, buckets
         self.fidelity, self.consensus = exchange.fidelity, exchange.consensus
         self.alone, self.keeps = alone, keeps
         self._forms: list[str] = []
@@ -53,38 +53,38 @@ class _Relay(contract.Exchange):
     def forms(self) -> Sequence[str]:
         return self._forms
 
-    def _put(self, piece: Piece) -> int:
+    def _put(self, gradient: Gradient) -> int:
         """Into this process's place; the number of rows, or -1. Rows that do not fit are voted dense."""
-        if piece.left is not None and not piece.spec.fits(len(piece.left)):
-            self._overflow.add(piece.spec.index)
+        if gradient.output_grad is not None and not gradient.bucket.fits(len(gradient.output_grad)):
+            self._overflow.add(gradient.bucket.index)
             return 0
-        self.places.put(piece)
-        return -1 if piece.left is None else len(piece.left)
+        self.places.write(gradient)
+        return -1 if gradient.output_grad is None else len(gradient.output_grad)
 
-    def _vote(self, ballot: Ballot) -> Ballot:
-        ballot.dense = bytes(d or i in self._overflow for i, d in enumerate(ballot.dense))
+    def _vote(self, vote: Vote) -> Vote:
+        vote.dense = bytes(d or i in self._overflow for i, d in enumerate(vote.dense))
         self._overflow = set()
-        return ballot
+        return vote
 
-    def cost(self, specs: Sequence[Spec], rows: int, size: int) -> contract.Cost:
-        return self.exchange.cost(specs, rows, size)
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> contract.CommCost:
+        return self.exchange.cost(buckets, rows, size)
 
 
-class Leader(_Relay):
+class LocalLeader(_Relay):
     """Local rank 0's exchange: collects the crew's pieces, and passes on what was agreed."""
 
     def _begin(self) -> None:
         if self.alone:  # measured: few rows in shared memory beat k whole gradients there, whatever the optimizer
-            self._forms = [FACTORS if spec.linear else DENSE for spec in self.specs]
+            self._forms = [FACTORS if bucket.linear else DENSE for bucket in self.buckets]
         else:
             self._forms = list(self.exchange.forms())
         self.share_forms()
-        self._inbox: _Inbox | None = None
-        self._ballots: list[Ballot] = []
+        self._inbox: _GradientCollector | None = None
+        self._ballots: list[Vote] = []
 
     def share_forms(self) -> None:
-        for peer in self.crew.lines:
-            self.crew.send(peer, b"f", letters(self._forms))
+        for peer in self.local_group.lines:
+            self.local_group.send(peer, b"f", letters(self._forms))
 
     def renew_forms(self) -> list[str]:
         """Those of the exchange, after it may have changed them."""
@@ -92,86 +92,86 @@ class Leader(_Relay):
             self._forms = list(self.exchange.forms())
         return self._forms
 
-    def why(self) -> Sequence[str]:
-        return self.exchange.why()
+    def explain(self) -> Sequence[str]:
+        return self.exchange.explain()
 
-    def before(self) -> None:
-        self.exchange.before()
-        self._inbox = _Inbox(self)
+    def begin(self) -> None:
+        self.exchange.begin()
+        self._inbox = _GradientCollector(self)
 
-    def offer(self, piece: Piece) -> None:
+    def put(self, gradient: Gradient) -> None:
         assert self._inbox
-        num_rows = self._put(piece)
+        num_rows = self._put(gradient)
         if not self.alone:
-            self._inbox.mark(0, piece.spec.index, num_rows)
+            self._inbox.mark(0, gradient.bucket.index, num_rows)
 
-    def node_piece(self, spec: Spec, rows: Sequence[int]) -> Piece:
+    def node_piece(self, bucket: Bucket, rows: Sequence[int]) -> Gradient:
         """The sum over the crew, in local rank order; factors are lined up, not added."""
-        size = self.crew.size
-        if self._forms[spec.index] == DENSE:
-            flat = self.places.flat(spec)
+        size = self.local_group.size
+        if self._forms[bucket.index] == DENSE:
+            flat = self.places.flat(bucket)
             if self.keeps:
                 flat = flat.clone()  # a broken sum may still write into it while the step is computed again
             for local_rank in range(1, size):
-                flat += self.places.flat(spec, local_rank)
-            return Piece(spec, flat=flat)
-        parts = [self.places.get(spec, local_rank, rows[local_rank]) for local_rank in range(size)]
-        left = torch.cat([part.left for part in parts if part.left is not None])
-        right = torch.cat([part.right for part in parts if part.right is not None])
-        return Piece(spec, left=left, right=right)
+                flat += self.places.flat(bucket, local_rank)
+            return Gradient(bucket, flat=flat)
+        parts = [self.places.get(bucket, local_rank, rows[local_rank]) for local_rank in range(size)]
+        left = torch.cat([part.output_grad for part in parts if part.output_grad is not None])
+        right = torch.cat([part.layer_input for part in parts if part.layer_input is not None])
+        return Gradient(bucket, output_grad=left, layer_input=right)
 
-    def collect(self, ballot: Ballot) -> Ballot:
+    def collect(self, vote: Vote) -> Vote:
         assert self._inbox
-        with self.crew.doubts.whereabouts.at("waiting for the other processes of this node"):
-            self._ballots = [self._vote(ballot), *self._inbox.finish()]
-        merged = Ballot.merge(self._ballots)
+        with self.local_group.failure_detector.activity.at("waiting for the other processes of this node"):
+            self._ballots = [self._vote(vote), *self._inbox.finish()]
+        merged = Vote.merge(self._ballots)
         return merged if self.alone else self.exchange.collect(merged)
 
-    def finish(self, tally: Tally) -> Agreement:
-        return self._alone(tally.ballot) if self.alone else self.exchange.finish(tally)
+    def finish(self, tally: Tally) -> StepOutcome:
+        return self._alone(tally.vote) if self.alone else self.exchange.finish(tally)
 
     def end(self) -> None:
         """The crew has ended its step, or broken it off as well."""
         assert self._inbox
         self._inbox.finish()
 
-    def _alone(self, merged: Ballot) -> Agreement:
+    def _alone(self, merged: Vote) -> StepOutcome:
         """No other node: factors wherever all rows fit in place of the gradient, else dense."""
         lost = [
-            self._forms[spec.index] == FACTORS
-            and (bool(merged.dense[spec.index]) or not spec.fits(merged.rows[spec.index]))
-            for spec in self.specs
+            self._forms[bucket.index] == FACTORS
+            and (bool(merged.dense[bucket.index]) or not bucket.fits(merged.rows[bucket.index]))
+            for bucket in self.buckets
         ]
         self._forms = [DENSE if dense else form for dense, form in zip(lost, self._forms, strict=True)]
         if not merged.ok or any(lost):
-            return Agreement(Verdict.REDO, ballot=merged)
-        pieces = [
-            self.places.agreed(spec, -1)
-            if self._forms[spec.index] == DENSE
-            else self.node_piece(spec, [ballot.rows[spec.index] for ballot in self._ballots])
-            for spec in self.specs
+            return StepOutcome(Decision.RETRY, vote=merged)
+        gradients = [
+            self.places.read_result(bucket, -1)
+            if self._forms[bucket.index] == DENSE
+            else self.node_piece(bucket, [vote.rows[bucket.index] for vote in self._ballots])
+            for bucket in self.buckets
         ]
-        return Agreement(Verdict.APPLY, pieces, merged)
+        return StepOutcome(Decision.COMMIT, gradients, merged)
 
-    def settle(self, agreement: Agreement) -> bytes:
+    def settle(self, outcome: StepOutcome) -> bytes:
         """Pieces to where the crew can read them; the verdict and the row counts, as the crew is told them."""
-        settled = [self.places.settle(piece) for piece in agreement.pieces]
-        agreement.pieces = [piece for piece, _ in settled]
+        settled = [self.places.publish(gradient) for gradient in outcome.gradients]
+        outcome.gradients = [gradient for gradient, _ in settled]
         rows = [num_rows for _, num_rows in settled]
         self.renew_forms()
         counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
-        word = agreement.verdict.value.encode()
-        return bytes([agreement.drift, len(word)]) + word + counts + agreement.ballot.pack()
+        word = outcome.decision.value.encode()
+        return bytes([outcome.drift, len(word)]) + word + counts + outcome.vote.pack()
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
             self.exchange.reconcile(weights)
-            self.crew.barrier("reconciling")
+            self.local_group.barrier("reconciling")
 
     def level(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
             self.exchange.level(weights)
-            self.crew.barrier("reconciling")
+            self.local_group.barrier("reconciling")
 
     def dealt(self, largest: float) -> None:
         self.exchange.dealt(largest)
@@ -193,37 +193,39 @@ class Leader(_Relay):
         self.exchange.close()
 
 
-class Follower(_Relay):
+class LocalFollower(_Relay):
     """Another local rank's exchange: all it knows comes from local rank 0."""
 
     def _begin(self) -> None:
         self.hear_forms()
 
     def hear_forms(self, said: bytes | None = None) -> None:
-        self._forms = forms_of(self.crew.expect(0, b"f", "learning the forms") if said is None else said)
+        self._forms = forms_of(self.local_group.expect(0, b"f", "learning the forms") if said is None else said)
 
-    def offer(self, piece: Piece) -> None:
-        num_rows = self._put(piece)
+    def put(self, gradient: Gradient) -> None:
+        num_rows = self._put(gradient)
         if not self.alone:
-            self.crew.send(0, b"p", struct.pack("<Ii", piece.spec.index, num_rows))
+            self.local_group.send(0, b"p", struct.pack("<Ii", gradient.bucket.index, num_rows))
 
-    def collect(self, ballot: Ballot) -> Ballot:
-        return self._vote(ballot)
+    def collect(self, vote: Vote) -> Vote:
+        return self._vote(vote)
 
-    def hear(self, body: bytes) -> Agreement:
-        """What `Leader.settle` said."""
+    def hear(self, body: bytes) -> StepOutcome:
+        """What `LocalLeader.settle` said."""
         drift, length = bool(body[0]), body[1]
-        verdict = Verdict(body[2 : 2 + length].decode())
+        decision = Decision(body[2 : 2 + length].decode())
         (count,) = struct.unpack_from("<I", body, 2 + length)
         rows = struct.unpack_from(f"<{count}i", body, 6 + length)
-        merged = Ballot.unpack(body[6 + length + 4 * count :])
+        merged = Vote.unpack(body[6 + length + 4 * count :])
         self.hear_forms()
-        pieces = [self.places.agreed(spec, num_rows) for spec, num_rows in zip(self.specs, rows, strict=False)]
-        return Agreement(verdict, pieces, merged, drift)
+        gradients = [
+            self.places.read_result(bucket, num_rows) for bucket, num_rows in zip(self.buckets, rows, strict=False)
+        ]
+        return StepOutcome(decision, gradients, merged, drift)
 
     def reconcile(self, weights: Sequence[Tensor]) -> None:
         if self.consensus != "step":
-            self.crew.barrier("reconciling")
+            self.local_group.barrier("reconciling")
 
     level = reconcile
 
@@ -242,13 +244,13 @@ def forms_of(said: bytes) -> list[str]:
     return [FACTORS if letter == "f" else DENSE for letter in said.decode()]
 
 
-class _Inbox:
+class _GradientCollector:
     """Collects the crew's messages of one step, and offers each node piece once all have theirs."""
 
-    def __init__(self, leader: Leader):
-        self.leader, self.specs, self.size = leader, leader.specs, leader.crew.size
-        self.rows: dict[int, dict[int, int]] = {spec.index: {} for spec in self.specs}
-        self.ballots: dict[int, Ballot] = {}
+    def __init__(self, leader: LocalLeader):
+        self.leader, self.buckets, self.size = leader, leader.buckets, leader.local_group.size
+        self.rows: dict[int, dict[int, int]] = {bucket.index: {} for bucket in self.buckets}
+        self.votes: dict[int, Vote] = {}
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -261,7 +263,7 @@ class _Inbox:
             self.rows[index][local_rank] = num_rows
             if len(self.rows[index]) == self.size:
                 rows = [self.rows[index][r] for r in range(self.size)]
-                self.leader.exchange.offer(self.leader.node_piece(self.specs[index], rows))
+                self.leader.exchange.put(self.leader.node_piece(self.buckets[index], rows))
 
     def _run(self) -> None:
         try:
@@ -270,31 +272,31 @@ class _Inbox:
             self.error = error
 
     def _collect(self) -> None:
-        crew = self.leader.crew
+        local_group = self.leader.local_group
         with selectors.DefaultSelector() as eyes:
-            for peer, line in crew.lines.items():
+            for peer, line in local_group.lines.items():
                 eyes.register(line, selectors.EVENT_READ, peer)
             heard_s = time.monotonic()
-            while len(self.ballots) < self.size - 1:
-                ready = eyes.select(GLANCE_S)
-                for peer in () if ready else set(crew.lines) - set(self.ballots):
-                    crew.doubt(peer, "computing the step", time.monotonic() - heard_s)
+            while len(self.votes) < self.size - 1:
+                ready = eyes.select(POLL_S)
+                for peer in () if ready else set(local_group.lines) - set(self.votes):
+                    local_group.doubt(peer, "computing the step", time.monotonic() - heard_s)
                 for key, _ in ready:
                     heard_s = time.monotonic()
-                    kind, body = crew.recv(key.data, "computing the step")
+                    kind, body = local_group.recv(key.data, "computing the step")
                     if kind == b"p":
                         self.mark(key.data, *struct.unpack("<Ii", body))
                     else:
-                        crew.check(key.data, kind, b"v", "computing the step")
-                        self.ballots[key.data] = Ballot.unpack(body)
+                        local_group.check(key.data, kind, b"v", "computing the step")
+                        self.votes[key.data] = Vote.unpack(body)
                         eyes.unregister(key.fileobj)
 
-    def finish(self) -> list[Ballot]:
-        """The others' ballots, in local rank order."""
+    def finish(self) -> list[Vote]:
+        """The others' votes, in local rank order."""
         if self.thread:
             self.thread.join()
         else:
             self._run()
         if self.error:
             raise self.error
-        return [self.ballots[peer] for peer in sorted(self.ballots)]
+        return [self.votes[peer] for peer in sorted(self.votes)]

@@ -22,11 +22,11 @@ from typing import Any
 from paceline.contract import Waits
 from paceline.environment import join_s
 from paceline.errors import LinkError
-from paceline.report.activity import Whereabouts
+from paceline.report.activity import Activity
 
-PATIENCE_S = 1800.0  # for a process that computes
-GLANCE_S = 1.0  # between two looks at one that is waited for
-MESSAGE_BYTES = 1 << 17  # one packet; ballots and verdicts are far smaller
+TIMEOUT_S = 1800.0  # for a process that computes
+POLL_S = 1.0  # between two looks at one that is waited for
+MESSAGE_BYTES = 1 << 17  # one packet; votes and verdicts are far smaller
 
 
 HELLO = struct.Struct("<II")  # local rank, local size
@@ -45,11 +45,11 @@ KINDS = {
 }
 
 
-class CrewError(LinkError):
+class LocalGroupError(LinkError):
     """Another process of this node ended, or said why it must."""
 
 
-class Crew:
+class LocalGroup:
     """Local rank 0 hears everyone; the others hear local rank 0."""
 
     def __init__(self, rank: int, size: int, name: str):
@@ -57,7 +57,7 @@ class Crew:
         self.lines: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
         self._join_s = join_s()
-        self.doubts = Doubt(rank, self.pids, 2 * self._join_s)
+        self.failure_detector = LocalFailureDetector(rank, self.pids, 2 * self._join_s)
         address = f"\0paceline-{name}"
         end = time.monotonic() + self._join_s
         try:
@@ -69,9 +69,9 @@ class Crew:
         except BaseException:
             self.close()
             raise
-        self.doubts.patience_s = PATIENCE_S
+        self.failure_detector.patience_s = TIMEOUT_S
         for line in self.lines.values():
-            line.settimeout(GLANCE_S)
+            line.settimeout(POLL_S)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_BYTES)
 
     def _gather(self, address: str, end: float) -> None:
@@ -79,7 +79,7 @@ class Crew:
             try:
                 server.bind(address)
             except OSError as error:
-                raise CrewError(
+                raise LocalGroupError(
                     f"another run on this machine already uses the name {self.name!r} ({error}); start this one "
                     f"with another MASTER_PORT"
                 ) from None
@@ -135,14 +135,14 @@ class Crew:
             except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
                 line.close()
                 if time.monotonic() > end:
-                    raise CrewError(
+                    raise LocalGroupError(
                         f"local rank {self.rank} of {self.size} found no local rank 0 within {self._join_s:.0f} s; "
                         f"was it started? Where it needs longer, give all PACELINE_RENDEZVOUS_TIMEOUT_S"
                     ) from None
                 time.sleep(0.01)
         if (user := other_end(line)[1]) != os.getuid():
             line.close()
-            raise CrewError(
+            raise LocalGroupError(
                 f"the run named {self.name!r} on this machine is another user's (uid {user}); start this one with "
                 f"another MASTER_PORT"
             )
@@ -161,7 +161,7 @@ class Crew:
     def send(self, peer: int, kind: bytes, body: bytes = b"") -> None:
         try:
             self._patiently(peer, f"sending {KINDS.get(kind, repr(kind))}", lambda: self.lines[peer].send(kind + body))
-        except CrewError:
+        except LocalGroupError:
             raise
         except OSError as error:
             left = isinstance(error, BrokenPipeError)
@@ -170,7 +170,7 @@ class Crew:
             raise self._lost(self._last_word(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
-        """(kind, body). Raises CrewError when the other end died, gave up, or says nothing for PATIENCE_S."""
+        """(kind, body). Raises LocalGroupError when the other end died, gave up, or says nothing for PATIENCE_S."""
         kind, body, _ = self._recv(peer, doing, 0)
         return kind, body
 
@@ -179,7 +179,7 @@ class Crew:
             line = self.lines[peer]
             receive = lambda: socket.recv_fds(line, MESSAGE_BYTES, num_files)  # noqa: E731
             message, files, _, _ = self._patiently(peer, doing, receive)
-        except CrewError:
+        except LocalGroupError:
             raise
         except OSError as error:
             message, files, why = b"", [], str(error)
@@ -190,23 +190,25 @@ class Crew:
         if not message:
             raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
         if message[:1] in ENDS:
-            raise CrewError(message[1:].decode(), resumes=message[:1] == RESUME)
+            raise LocalGroupError(message[1:].decode(), resumes=message[:1] == RESUME)
         return message[:1], message[1:], files
 
     def _patiently(self, peer: int, doing: str, act: Callable[[], Any]) -> Any:
-        """``act``, which gives up after a glance, until it succeeds. Raises what it raises, and CrewError."""
+        """``act``, which gives up after a glance, until it succeeds. Raises what it raises, and LocalGroupError."""
         with contextlib.suppress(TimeoutError):
             return act()
         start = time.monotonic()
-        with self.doubts.whereabouts.at(f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"):
+        with self.failure_detector.activity.at(
+            f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"
+        ):
             while True:
                 self.doubt(peer, doing, time.monotonic() - start)
                 with contextlib.suppress(TimeoutError):
                     return act()
 
     def doubt(self, peer: int, doing: str, waited_s: float) -> None:
-        """While ``peer`` is waited for. Raises CrewError where that has become pointless."""
-        if why := self.doubts.about(peer, doing, waited_s):
+        """While ``peer`` is waited for. Raises LocalGroupError where that has become pointless."""
+        if why := self.failure_detector.about(peer, doing, waited_s):
             raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
 
     def _last_word(self, peer: int) -> str:
@@ -225,7 +227,7 @@ class Crew:
         return body
 
     def check(self, peer: int, got: bytes, kind: bytes, doing: str) -> None:
-        """Raises CrewError when another process of this node is doing something else."""
+        """Raises LocalGroupError when another process of this node is doing something else."""
         if got != kind:
             raise self._lost(
                 f"local rank {self.rank} is {doing}, local rank {peer} is at {KINDS.get(got, repr(got))}: every "
@@ -256,7 +258,7 @@ class Crew:
             self.send(peer, b"g", b"".join(struct.pack(shape, *row) for row in rows))
         return rows
 
-    def swap(self, body: bytes, doing: str) -> list[bytes]:
+    def all_gather_bytes(self, body: bytes, doing: str) -> list[bytes]:
         """Everyone's bytes, of any length, in local rank order, to everyone."""
         if self.rank:
             self.send_long(0, body, b"s")
@@ -286,12 +288,12 @@ class Crew:
             return bytes(self._patiently(peer, "hearing it", lambda: self.lines[peer].recv(1, socket.MSG_PEEK)))
         return b""
 
-    def _lost(self, why: str) -> CrewError:
-        error = CrewError(why)
-        self.say_why(error)
+    def _lost(self, why: str) -> LocalGroupError:
+        error = LocalGroupError(why)
+        self.broadcast_error(error)
         return error
 
-    def say_why(self, error: BaseException) -> None:
+    def broadcast_error(self, error: BaseException) -> None:
         """Local rank 0 tells the others why it must end, so that they end with the same words."""
         if self.rank == 0:
             self.give_up(str(error), RESUME if getattr(error, "resumes", False) else END)
@@ -302,7 +304,7 @@ class Crew:
             with contextlib.suppress(OSError):
                 line.send(kind + why.encode()[: MESSAGE_BYTES - 1])
 
-    def share(self, num_bytes: int) -> memoryview:
+    def shared_memory(self, num_bytes: int) -> memoryview:
         """Memory that all see, zero, and real only where written."""
         if self.rank == 0:
             file = os.memfd_create(f"paceline-{self.name}", os.MFD_CLOEXEC)
@@ -325,35 +327,35 @@ class Crew:
             line.close()
 
 
-class Doubt:
+class LocalFailureDetector:
     """Of the process ``rank`` of a node, whose others have the process ids ``pids``. ``tells``: of long waits."""
 
     def __init__(self, rank: int, pids: dict[int, int], patience_s: float):
         self.rank, self.pids, self.patience_s = rank, pids, patience_s
         self.tells = rank == 0
-        self.whereabouts: Waits = Whereabouts()
+        self.activity: Waits = Activity()
         self._stopped: dict[int, float] = {}  # since when
         self._late: dict[int, float] = {}  # since when those were waited for of whom people have been told
 
     def about(self, peer: int, doing: str, waited_s: float) -> str:
         """Why nothing can be hoped for any more from ``peer``, which has been waited for; empty where something can."""
-        now, pid, limit_s = time.monotonic(), self.pids[peer], self.whereabouts.limit_s
+        now, pid, limit_s = time.monotonic(), self.pids[peer], self.activity.limit_s
         if waited_s > self.patience_s:
             return f"it said nothing for {waited_s:.0f} s"
         if (seen := state(pid)) != "T":
             self._stopped.pop(peer, None)
             if self.tells and waited_s > limit_s and self._late.get(peer, -math.inf) < now - waited_s:
                 self._late[peer] = now
-                self.whereabouts.notice(
-                    f"local rank {self.rank} on {self.whereabouts.host} at step {self.whereabouts.step} has waited "
+                self.activity.notice(
+                    f"local rank {self.rank} on {self.activity.host} at step {self.activity.step} has waited "
                     f"{waited_s:.0f} s, {doing}, for local rank {peer} (pid {pid}, state {seen or 'unknown'})\n"
-                    f"{self.whereabouts.siblings()}".rstrip()
+                    f"{self.activity.siblings()}".rstrip()
                 )
             return ""
         if peer not in self._stopped:
             self._stopped[peer] = now
-            self.whereabouts.notice(
-                f"local rank {self.rank} on {self.whereabouts.host} waits, {doing}, for local rank {peer}, which is "
+            self.activity.notice(
+                f"local rank {self.rank} on {self.activity.host} waits, {doing}, for local rank {peer}, which is "
                 f"stopped (state T); kill -CONT {pid} lets it go on, and in {limit_s:.0f} s this node gives up"
             )
         stopped_s = now - self._stopped[peer]

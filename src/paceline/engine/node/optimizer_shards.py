@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from paceline.contract import Window
+from paceline.contract import RowRange
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
-from paceline.engine.node.local_group import Crew
+from paceline.engine.node.local_group import LocalGroup
 from paceline.registry import THREADS
 
 # torch.optim's optimizers of which any slice of a weight may be updated by itself
@@ -43,20 +43,21 @@ def division(optimizer: torch.optim.Optimizer) -> str:
     return SLICES if kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim") else "whole tensors"
 
 
-class Shares:
+class OptimizerShards:
     """This process's parts. ``nobodys``: parameters that the optimizer does not hold.
 
     Raises ValueError for an optimizer that cannot be divided.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], crew: Crew):
-        self.optimizer, self.crew = optimizer, crew
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], local_group: LocalGroup):
+        self.optimizer, self.local_group = optimizer, local_group
         self.division = division(optimizer)
         elementwise = self.division == SLICES
-        if not elementwise and crew.size > 1 and _couples(optimizer):
+        if not elementwise and local_group.size > 1 and _couples(optimizer):
             raise ValueError(
                 f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its "
-                f"work cannot be divided among {crew.size} processes; use engine '{THREADS}:k', or an optimizer of "
+                f"work cannot be divided among {local_group.size} processes; use engine '{THREADS}:k', or an "
+                "optimizer of "
                 f"torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -77,9 +78,9 @@ class Shares:
         """Per parameter's number its owner; None: everyone has rows. The largest first, to whoever has least."""
         numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
         found = sorted(((i, p) for i, p in numbered if id(p) in names), key=lambda pair: (-pair[1].numel(), pair[0]))
-        load, owners = [0] * self.crew.size, dict[int, int | None]()
+        load, owners = [0] * self.local_group.size, dict[int, int | None]()
         for i, parameter in found:
-            if elementwise and parameter.dim() and len(parameter) >= self.crew.size:
+            if elementwise and parameter.dim() and len(parameter) >= self.local_group.size:
                 owners[i] = None
                 continue
             owners[i] = owner = load.index(min(load))
@@ -87,7 +88,7 @@ class Shares:
         return owners
 
     def _divide(self, names: Mapping[int, str], owners: Mapping[int, int | None]) -> None:
-        rank, size, number = self.crew.rank, self.crew.size, 0
+        rank, size, number = self.local_group.rank, self.local_group.size, 0
         for group in self.optimizer.param_groups:
             kept, labels = [], []
             for position, parameter in enumerate(group["params"]):
@@ -123,7 +124,7 @@ class Shares:
         whole = self._gather([(i, ALL) for i in range(len(self._shapes))], own["state"])
         return {"state": whole, "param_groups": own["param_groups"]}
 
-    def rows(self, wanted: Sequence[tuple[int, Window]]) -> list[dict[str, Any] | None]:
+    def rows(self, wanted: Sequence[tuple[int, RowRange]]) -> list[dict[str, Any] | None]:
         """The whole state of these rows of parameters, by their numbers; None where there is none.
 
         Every process of the node must call it, for the same rows.
@@ -132,7 +133,7 @@ class Shares:
         return [whole.get(at) for at in range(len(wanted))]
 
     def _gather(
-        self, wanted: Sequence[tuple[int, Window]], own: Mapping[int, Mapping[str, Any]]
+        self, wanted: Sequence[tuple[int, RowRange]], own: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
         """Everyone's part of what is wanted, by its place in ``wanted``."""
         listed = [
@@ -140,7 +141,7 @@ class Shares:
             for at, (i, window) in enumerate(wanted)
             for key, value in own.get(i, {}).items()
         ]
-        heard = [json.loads(body) for body in self.crew.swap(json.dumps(listed).encode(), DOING)]
+        heard = [json.loads(body) for body in self.local_group.all_gather_bytes(json.dumps(listed).encode(), DOING)]
         places: dict[tuple[int, str], tuple[int, list[int], torch.dtype]] = {}
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         num_bytes = 0
@@ -153,7 +154,7 @@ class Shares:
                 size = torch.Size(shape).numel() * kind.itemsize
                 num_bytes += -(-size // LINE_BYTES) * LINE_BYTES
                 whole[at][key] = None
-        memory = self.crew.share(num_bytes)
+        memory = self.local_group.shared_memory(num_bytes)
         for (at, key), (start, shape, kind) in places.items():
             whole[at][key] = _at(memory, start, shape, kind)
             i, window = wanted[at]
@@ -161,10 +162,10 @@ class Shares:
                 mine = own[i][key]
                 _, into, of = self._place(i, mine, window)
                 whole[at][key][into].copy_(mine[of])
-        self.crew.barrier(DOING)
+        self.local_group.barrier(DOING)
         return dict(sorted(whole.items()))
 
-    def _place(self, i: int, value: Tensor, window: Window) -> tuple[list[int], Any, Any]:
+    def _place(self, i: int, value: Tensor, window: RowRange) -> tuple[list[int], Any, Any]:
         """(the shape of all that is wanted, the rows of it that are here, and where they are in ``value``)."""
         if not self._shapes[i] or value.shape != self._part_shape(i):
             return list(value.shape), ..., ...
@@ -179,7 +180,7 @@ class Shares:
         last = max(first, min(stop, own_stop))
         return slice(first - start, last - start), slice(first - own_start, last - own_start)
 
-    def take(self, i: int, given: Mapping[str, Any] | None, window: Window) -> None:
+    def take(self, i: int, given: Mapping[str, Any] | None, window: RowRange) -> None:
         """A parameter's rows of what `rows` gave elsewhere, as far as they are ours; of None, there is none."""
         if i not in self._parts:
             return
@@ -188,7 +189,7 @@ class Shares:
             its = {key: self._put(i, mine.get(key), value, window) for key, value in given.items()}
             self.optimizer.state[self._parts[i]] = its
 
-    def _put(self, i: int, mine: Any, its: Any, window: Window) -> Any:
+    def _put(self, i: int, mine: Any, its: Any, window: RowRange) -> Any:
         shape = self._shapes[i]
         if not is_cut(its, shape, window):
             return _cut({"": its}, self._kept[i], shape)[""]
@@ -209,7 +210,7 @@ class Shares:
             start += length
         return {"state": {numbers[i]: state for i, state in own["state"].items()}, "param_groups": groups}
 
-    def _describe(self, i: int, key: str, value: Any, window: Window) -> tuple[Any, list[int], str | None]:
+    def _describe(self, i: int, key: str, value: Any, window: RowRange) -> tuple[Any, list[int], str | None]:
         """(plain value, whole shape, type) of one entry of one parameter's state."""
         if isinstance(value, Tensor):
             return None, self._place(i, value, window)[0], str(value.dtype).removeprefix("torch.")

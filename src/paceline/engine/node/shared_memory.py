@@ -2,7 +2,7 @@
 
     weight NAME    once: every process's parameter is this memory
     buffer I       once, in the order of `model.buffers()`, for handing local rank 0's buffers to the others
-    grad SPEC r    each process's gradient of a spec: flat, or the rows of left and then those of right
+    grad BUCKET r   each process's gradient of a bucket: flat, or the rows of left and then those of right
     rows SPEC      everyone's factors, as agreed
 
 Factors lie where the dense gradient would: they are used only while they are smaller.
@@ -15,33 +15,39 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.contract import Piece, Spec
-from paceline.engine.node.local_group import Crew
+from paceline.contract import Bucket, Gradient
+from paceline.engine.node.local_group import LocalGroup
 
 LINE_BYTES = 64
 
 
-class Places:
+class SharedBuffers:
     """Raises ValueError if the processes have built different models."""
 
-    def __init__(self, crew: Crew, specs: Sequence[Spec], weights: Mapping[str, Tensor], buffers: Sequence[Tensor]):
-        self.rank, self.size = crew.rank, crew.size
+    def __init__(
+        self,
+        local_group: LocalGroup,
+        buckets: Sequence[Bucket],
+        weights: Mapping[str, Tensor],
+        buffers: Sequence[Tensor],
+    ):
+        self.rank, self.size = local_group.rank, local_group.size
         self._starts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self._num_bytes = 0
         for name, weight in weights.items():
             self._add(f"weight {name}", tuple(weight.shape), weight.dtype)
         for i, buffer in enumerate(buffers):
             self._add(f"buffer {i}", tuple(buffer.shape), buffer.dtype)
-        for spec in specs:
-            dtype = weights[spec.names[0]].dtype
+        for bucket in buckets:
+            dtype = weights[bucket.names[0]].dtype
             for local_rank in range(self.size):
-                self._add(f"grad {spec.index} {local_rank}", (spec.numel,), dtype)
-            if spec.linear:
-                self._add(f"rows {spec.index}", (spec.numel,), dtype)
-        sizes = {tuple(row) for row in crew.gather([float(self._num_bytes), float(len(specs))], "joining")}
+                self._add(f"grad {bucket.index} {local_rank}", (bucket.numel,), dtype)
+            if bucket.linear:
+                self._add(f"rows {bucket.index}", (bucket.numel,), dtype)
+        sizes = {tuple(row) for row in local_group.gather([float(self._num_bytes), float(len(buckets))], "joining")}
         if len(sizes) > 1:
-            raise ValueError(f"the processes of this node built different models (bytes, specs: {sorted(sizes)})")
-        self._memory = crew.share(self._num_bytes)
+            raise ValueError(f"the processes of this node built different models (bytes, buckets: {sorted(sizes)})")
+        self._memory = local_group.shared_memory(self._num_bytes)
         self._num_buffers = len(buffers)
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -77,43 +83,47 @@ class Places:
             )
         return list(zip(tensors, places, strict=True))
 
-    def flat(self, spec: Spec, local_rank: int = 0) -> Tensor:
-        return self._at(f"grad {spec.index} {local_rank}")
+    def flat(self, bucket: Bucket, local_rank: int = 0) -> Tensor:
+        return self._at(f"grad {bucket.index} {local_rank}")
 
-    def put(self, piece: Piece) -> None:
+    def write(self, gradient: Gradient) -> None:
         """This process's piece into its own place."""
-        place = self.flat(piece.spec, self.rank)
-        if piece.flat is not None:
-            place.copy_(piece.flat)
-        elif piece.left is not None and piece.right is not None:
-            left, right = _factors(piece.spec, place, len(piece.left))
-            left.copy_(piece.left)
-            right.copy_(piece.right)
+        place = self.flat(gradient.bucket, self.rank)
+        if gradient.flat is not None:
+            place.copy_(gradient.flat)
+        elif gradient.output_grad is not None and gradient.layer_input is not None:
+            left, right = _factors(gradient.bucket, place, len(gradient.output_grad))
+            left.copy_(gradient.output_grad)
+            right.copy_(gradient.layer_input)
 
-    def get(self, spec: Spec, local_rank: int, num_rows: int) -> Piece:
+    def get(self, bucket: Bucket, local_rank: int, num_rows: int) -> Gradient:
         """A process's factors."""
-        left, right = _factors(spec, self.flat(spec, local_rank), num_rows)
-        return Piece(spec, left=left, right=right)
+        left, right = _factors(bucket, self.flat(bucket, local_rank), num_rows)
+        return Gradient(bucket, output_grad=left, layer_input=right)
 
-    def agreed(self, spec: Spec, num_rows: int) -> Piece:
+    def read_result(self, bucket: Bucket, num_rows: int) -> Gradient:
         """What was agreed: ``num_rows`` of factors, or dense if negative."""
         if num_rows < 0:
-            return Piece(spec, flat=self.flat(spec))
-        left, right = _factors(spec, self._at(f"rows {spec.index}"), num_rows)
-        return Piece(spec, left=left, right=right)
+            return Gradient(bucket, flat=self.flat(bucket))
+        left, right = _factors(bucket, self._at(f"rows {bucket.index}"), num_rows)
+        return Gradient(bucket, output_grad=left, layer_input=right)
 
-    def settle(self, piece: Piece) -> tuple[Piece, int]:
+    def publish(self, gradient: Gradient) -> tuple[Gradient, int]:
         """An agreed piece to where all can read it; the piece there, and its ``num_rows``."""
-        num_rows = -1 if piece.left is None else len(piece.left)
-        there = self.agreed(piece.spec, num_rows)
-        for source, target in ((piece.flat, there.flat), (piece.left, there.left), (piece.right, there.right)):
+        num_rows = -1 if gradient.output_grad is None else len(gradient.output_grad)
+        there = self.read_result(gradient.bucket, num_rows)
+        for source, target in (
+            (gradient.flat, there.flat),
+            (gradient.output_grad, there.output_grad),
+            (gradient.layer_input, there.layer_input),
+        ):
             if source is not None and target is not None and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
         return there, num_rows
 
 
-def _factors(spec: Spec, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+def _factors(bucket: Bucket, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Left (rows, out), then right (rows, in)."""
-    out_features, in_features = spec.shapes[0]
+    out_features, in_features = bucket.shapes[0]
     middle, end = num_rows * out_features, num_rows * (out_features + in_features)
     return place[:middle].view(num_rows, out_features), place[middle:end].view(num_rows, in_features)

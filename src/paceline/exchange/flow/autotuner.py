@@ -17,18 +17,27 @@ import torch
 from torch import Tensor
 
 from paceline.codec.lossless import SLOW_S
-from paceline.contract import DENSE, FACTORS, Ballot, Codec, Cost, Spec
+from paceline.contract import DENSE, FACTORS, Bucket, Codec, CommCost, Vote
 from paceline.exchange.flow import send_order
-from paceline.exchange.flow.cost_model import Rates, Toll, choose, factor_cost, gathered, multiplication, reason, summed
-from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, Wire
+from paceline.exchange.flow.cost_model import (
+    CostFunction,
+    Rates,
+    choose,
+    factor_cost,
+    gathered,
+    multiplication,
+    reason,
+    summed,
+)
+from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 
 ASKED = ("measured", "bytes", DENSE, FACTORS)
 PACKED = ("measured", "always", "never")
 QUICK_S = 6e-9  # per byte: of a wire on which copies are what a gather takes, 1.3 Gbit/s
-PATIENCE = 3  # steps, one after the other, that must ask for the same other forms
+MIN_STEPS_IN_A_ROW = 3  # steps, one after the other, that must ask for the same other forms
 
 
-class Choice:
+class Autotuner:
     """``asked``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
 
     ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
@@ -38,23 +47,28 @@ class Choice:
 
     def __init__(
         self,
-        specs: Sequence[Spec],
+        buckets: Sequence[Bucket],
         size: int,
         codec: Codec,
         asked: str,
         rows: int,
-        absorbs: bool,
+        optimizer_takes_factors: bool,
         by_need: bool,
         thin: torch.dtype | None = None,
         packing: str = "measured",
-        asks: Toll | None = None,
+        asks: CostFunction | None = None,
     ):
-        self.specs, self.size, self.codec, self.asked = specs, size, codec, asked
-        self.absorbs, self.by_need, self.thin, self.packing = absorbs, by_need, thin, packing
-        self.types = [(torch.float32, torch.device("cpu"))] * len(specs)
-        self.never = {spec.index for spec in specs if not spec.linear}
-        self.most, self.total = [rows] * len(specs), [rows * size] * len(specs)  # that the forms are chosen for
-        self.multiply, self.hands = 0.0, 1
+        self.buckets, self.size, self.codec, self.asked = buckets, size, codec, asked
+        self.optimizer_takes_factors, self.by_need, self.factor_dtype, self.packing = (
+            optimizer_takes_factors,
+            by_need,
+            thin,
+            packing,
+        )
+        self.types = [(torch.float32, torch.device("cpu"))] * len(buckets)
+        self.never = {bucket.index for bucket in buckets if not bucket.linear}
+        self.most, self.total = [rows] * len(buckets), [rows * size] * len(buckets)  # that the forms are chosen for
+        self.multiply, self.num_multipliers = 0.0, 1
         self.multiply_by: Callable[[Tensor, Tensor, Tensor], Any] = Tensor.addmm_
         self.begin(size, asks)
         self.owing = set[int]()
@@ -62,47 +76,47 @@ class Choice:
         self._owe()
         self._explain()
 
-    def begin(self, size: int, asks: Toll | None) -> None:
+    def begin(self, size: int, asks: CostFunction | None) -> None:
         """Among other ranks all is measured anew."""
         self.asks = asks
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
-        self.wire, self.rates, self.packed = Wire(), Rates(0.0, 0.0, 0.0), self.packing == "always"
-        self.quick = False
-        self.left = [1.0] * len(self.specs)  # of each piece's bytes, as it was last sent
+        self.wire, self.rates, self.packed = WireRates(), Rates(0.0, 0.0, 0.0), self.packing == "always"
+        self.high_bandwidth = False
+        self.left = [1.0] * len(self.buckets)  # of each piece's bytes, as it was last sent
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
-        self.groups: send_order.Groups = tuple((spec.index,) for spec in self.specs)
+        self.groups: send_order.Groups = tuple((bucket.index,) for bucket in self.buckets)
 
-    def anew(self, size: int, asks: Toll | None = None) -> None:
+    def anew(self, size: int, asks: CostFunction | None = None) -> None:
         """After a loss: from what all have heard alike, which shares, and what was measured, are not."""
         self.begin(size, asks)
         self.most = [math.ceil(rows / size) for rows in self.total]
         self._adopt(self._choose())
 
-    def both(self, spec: Spec) -> tuple[Cost, Cost]:
+    def both(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
         """What it costs dense, as its codec makes it, and as factors of the rows that are expected."""
-        whole = self._whole(self._payload(spec.index))
-        factors = self._factors(spec, self.most[spec.index]) if spec.linear else whole
+        whole = self._whole(self._payload(bucket.index))
+        factors = self._factors(bucket, self.most[bucket.index]) if bucket.linear else whole
         return whole, factors
 
-    def _whole(self, payload: int) -> Cost:
+    def _whole(self, payload: int) -> CommCost:
         return (summed if self.codec.sums else gathered)(payload, self.size, self.asks)
 
-    def _factors(self, spec: Spec, rows: int) -> Cost:
-        itemsize = (self.thin or self.types[spec.index][0]).itemsize
-        return factor_cost(spec, rows, self.size, itemsize, self.asks)
+    def _factors(self, bucket: Bucket, rows: int) -> CommCost:
+        itemsize = (self.factor_dtype or self.types[bucket.index][0]).itemsize
+        return factor_cost(bucket, rows, self.size, itemsize, self.asks)
 
     def _payload(self, index: int) -> int:
-        return self.codec.payload_bytes(self.specs[index].numel, self.types[index][0])
+        return self.codec.payload_bytes(self.buckets[index].numel, self.types[index][0])
 
-    def gathered(self, num_bytes: int) -> Cost:
+    def gathered(self, num_bytes: int) -> CommCost:
         """Of so many bytes of each rank, in place of whatever would have been sent."""
         return gathered(num_bytes, self.size, self.asks)
 
-    def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[Cost]:
+    def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[CommCost]:
         """Of each message, in the place of its first spec. ``most``: rows of any rank."""
-        costs = [Cost(0, 0)] * len(self.specs)
+        costs = [CommCost(0, 0)] * len(self.buckets)
         for group in groups:
-            first = self.specs[group[0]]
+            first = self.buckets[group[0]]
             if self.forms[first.index] == FACTORS:
                 costs[first.index] = self._factors(first, most[first.index])
             else:
@@ -111,14 +125,18 @@ class Choice:
 
     def multiplication(self) -> float:
         """Tried once, when the first step has shown how many rows there are; 0 before, or where no layer asks."""
-        possible = [spec for spec in self.specs if spec.index not in self.never and spec.fits(self.total[spec.index])]
+        possible = [
+            bucket
+            for bucket in self.buckets
+            if bucket.index not in self.never and bucket.fits(self.total[bucket.index])
+        ]
         if self.asked == "measured" and self.seen and not self.multiply and possible:
-            largest = max(possible, key=lambda spec: spec.numel)
+            largest = max(possible, key=lambda bucket: bucket.numel)
             rows, kind = self.total[largest.index], self.types[largest.index]
-            self.multiply = multiplication(largest, rows, *kind, self.multiply_by) / self.hands
+            self.multiply = multiplication(largest, rows, *kind, self.multiply_by) / self.num_multipliers
         return self.multiply
 
-    def learn(self, merged: Ballot, costs: Sequence[Cost]) -> None:
+    def learn(self, merged: Vote, costs: Sequence[CommCost]) -> None:
         """Rates and order from what all have measured. ``costs``: of the messages that ``merged.took`` speaks of."""
         self.wire.saw(list(zip(costs, merged.took, strict=False)))
         self._ready.append(merged.ready)
@@ -127,7 +145,7 @@ class Choice:
             return
         first = not self.rates.per_byte
         self.rates = Rates(self.wire.latency, self.wire.per_byte, merged.multiply)
-        self.quick = self.rates.per_byte < QUICK_S * (1.25 if self.quick else 1)
+        self.high_bandwidth = self.rates.per_byte < QUICK_S * (1.25 if self.high_bandwidth else 1)
         if self.packing == "measured":
             # once begun, only a wire that is much faster ends it
             slow = self.rates.per_byte >= SLOW_S / (2 if self.packed else 1)
@@ -139,14 +157,14 @@ class Choice:
             self.groups = self._order()
 
     def _order(self) -> send_order.Groups:
-        single = self.costs([(spec.index,) for spec in self.specs], self.most)
+        single = self.costs([(bucket.index,) for bucket in self.buckets], self.most)
         num_bytes = [cost.in_sequence * left for cost, left in zip(single, self.left, strict=True)]
         seconds = [
             c.steps * self.rates.latency + n * self.rates.per_byte for c, n in zip(single, num_bytes, strict=True)
         ]
         ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
-        turns = send_order.by_need(ready, seconds) if self.by_need else list(range(len(self.specs)))
-        payloads = [self._payload(spec.index) for spec in self.specs]
+        turns = send_order.by_need(ready, seconds) if self.by_need else list(range(len(self.buckets)))
+        payloads = [self._payload(bucket.index) for bucket in self.buckets]
         joinable = [self.codec.sums and form == DENSE for form in self.forms]
         kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
         message_s = summed(4 * self.size, self.size, self.asks).steps * self.rates.latency
@@ -154,23 +172,23 @@ class Choice:
             message_s = 0.0
         return send_order.merged(turns, ready, seconds, payloads, kinds, message_s, self.by_need)
 
-    def again(self, merged: Ballot, ballots: Sequence[Ballot]) -> bool:
+    def needs_retry(self, merged: Vote, votes: Sequence[Vote]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
         strays = {i for i, dense in enumerate(merged.dense) if dense}
         # where factors have a place, on the wire or among a node's processes
-        for spec in self.specs if self.size > 1 or self.hands > 1 else ():
-            if self.forms[spec.index] == FACTORS and not spec.fits(merged.rows[spec.index]):
-                strays.add(spec.index)
+        for bucket in self.buckets if self.size > 1 or self.num_multipliers > 1 else ():
+            if self.forms[bucket.index] == FACTORS and not bucket.fits(merged.rows[bucket.index]):
+                strays.add(bucket.index)
         self.never |= strays
         if not self.seen or strays:
-            self.most = [max(ballot.rows[spec.index] for ballot in ballots) for spec in self.specs]
+            self.most = [max(vote.rows[bucket.index] for vote in votes) for bucket in self.buckets]
             self.total = list(merged.rows)
             self._adopt(self._choose(self.forms if self.seen else ()))
             self.seen = self.seen or merged.ok
         elif self.size > 1:
             wanted = self._choose(self.forms)
             self._asks = self._asks + 1 if wanted != self.forms else 0
-            if self._asks >= PATIENCE:
+            if self._asks >= MIN_STEPS_IN_A_ROW:
                 self._adopt(wanted)
         return bool(strays)
 
@@ -182,20 +200,20 @@ class Choice:
 
     def _choose(self, now: Sequence[str] = ()) -> list[str]:
         if self.asked in (DENSE, FACTORS) and self.size > 1:
-            possible = (s.index not in self.never | self.owing and s.fits(self.total[s.index]) for s in self.specs)
+            possible = (s.index not in self.never | self.owing and s.fits(self.total[s.index]) for s in self.buckets)
             return [self.asked if here else DENSE for here in possible]
         measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
         return choose(
-            *(self.specs, self.most, self.total, self.size, self.never | self.owing, self.absorbs),
+            *(self.buckets, self.most, self.total, self.size, self.never | self.owing, self.optimizer_takes_factors),
             *(rates, now, self._fairly, self.asks),
         )
 
-    def _fairly(self, spec: Spec) -> tuple[Cost, Cost]:
+    def _fairly(self, bucket: Bucket) -> tuple[CommCost, CommCost]:
         """As `both`, but a codec that loses something does not win against factors that lose nothing."""
-        whole, factors = self.both(spec)
+        whole, factors = self.both(bucket)
         if self.codec.fidelity == "approximate":
-            whole = summed(spec.numel * self.types[spec.index][0].itemsize, self.size, self.asks)
+            whole = summed(bucket.numel * self.types[bucket.index][0].itemsize, self.size, self.asks)
         return whole, factors
 
     def _adopt(self, forms: list[str]) -> None:
@@ -206,21 +224,21 @@ class Choice:
         self._owe()
         self._explain()
 
-    def owe(self, indices: Sequence[int]) -> None:
+    def keep_dense(self, indices: Sequence[int]) -> None:
         """What a checkpoint of another plan says that its codec still owes goes dense until the end."""
         self.owing |= set(indices)
         self._adopt(self._choose())
 
     def _owe(self) -> None:
         """What was sent dense once may owe something, which as factors it would never send."""
-        if self.codec.owes and self.size > 1:
-            self.owing |= {spec.index for spec in self.specs if self.forms[spec.index] == DENSE}
+        if self.codec.has_residual and self.size > 1:
+            self.owing |= {bucket.index for bucket in self.buckets if self.forms[bucket.index] == DENSE}
 
     def _explain(self) -> None:
         self.why = [
-            reason(spec, self.forms[i], self.total[i], i in self.never, *self.both(spec), self.rates)
-            for i, spec in enumerate(self.specs)
-            if spec.linear and self.size > 1
+            reason(bucket, self.forms[i], self.total[i], i in self.never, *self.both(bucket), self.rates)
+            for i, bucket in enumerate(self.buckets)
+            if bucket.linear and self.size > 1
         ]
 
     def state(self) -> dict[str, Any]:

@@ -11,22 +11,22 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.contract import Control, framed, unframed
+from paceline.contract import Control, pack_frames, unpack_frames
 
 
-def plant(model: torch.nn.Module, control: Control, own: Control, seat: tuple[int, int]) -> None:
+def plant(model: torch.nn.Module, control: Control, own: Control, assignment: tuple[int, int]) -> None:
     """They lie in each process, and not in the memory that a node's processes share.
 
-    ``own``: what the process that holds the link has of ``control``. ``seat``: (this process, of how many here).
+    ``own``: what the process that holds the link has of ``control``. ``assignment``: (this process, of how many here).
     """
-    rank, size = seat
+    rank, size = assignment
     still = [each.detach() for each in model.parameters() if not each.requires_grad]
     if rank == 0 and still:
-        own.spread(still)
+        own.broadcast(still)
     for frozen in still if size > 1 else ():
         if frozen.numel():
             here = frozen.cpu().contiguous().reshape(-1)
-            words = control.hand(_bytes(frozen) if rank == 0 else b"")
+            words = control.node_broadcast(_bytes(frozen) if rank == 0 else b"")
             if rank:
                 frozen.copy_(torch.frombuffer(bytearray(words), dtype=here.dtype).view(frozen.shape))
 
@@ -41,20 +41,22 @@ def marks(model: torch.nn.Module) -> Marks:
 
 
 @torch.no_grad()
-def spread(model: torch.nn.Module, before: Marks, control: Control, seat: tuple[int, int]) -> None:
+def spread(model: torch.nn.Module, before: Marks, control: Control, assignment: tuple[int, int]) -> None:
     """Rank 0's of those that changed, in any process, since ``before``. Every process must call it."""
     if not before:
         return
     now = marks(model)
     mine = [name for name, mark in before.items() if now.get(name, mark) != mark]
-    names = sorted({name for words in control.gather(json.dumps(mine).encode()) if words for name in json.loads(words)})
+    names = sorted(
+        {name for words in control.all_gather(json.dumps(mine).encode()) if words for name in json.loads(words)}
+    )
     if not names:
         return
-    first = seat[0] == 0 and control.rank == 0
+    first = assignment[0] == 0 and control.rank == 0
     own = {name: each.detach() for name, each in model.named_parameters() if name in names}
-    words = framed([_bytes(own[name]) for name in names]) if first else b""
-    said = next(filter(None, control.gather(words)), words)
-    for name, part in zip(names, unframed(said), strict=True) if not first else ():
+    words = pack_frames([_bytes(own[name]) for name in names]) if first else b""
+    said = next(filter(None, control.all_gather(words)), words)
+    for name, part in zip(names, unpack_frames(said), strict=True) if not first else ():
         if part:
             own[name].copy_(torch.frombuffer(bytearray(part), dtype=own[name].dtype).view(own[name].shape))
 

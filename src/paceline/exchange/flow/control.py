@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, CheckpointError, Membership, Tally
+from paceline.contract import CheckpointError, Membership, StepOutcome, Tally, Vote
 
 # no network library knows all of torch's types, and who only copies need not: by the bytes of a number
 WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -25,7 +25,7 @@ class Control(contract.Control):
     def __init__(self, members: Membership, votes: bool = True):
         self.members, self.votes = members, votes
         self.ballots: Sequence[bytes] = ()  # of the last vote
-        self._certain_s = 0.0  # until when this process was one of all, by `ticks`
+        self._certain_s = 0.0  # until when this process was one of all, by `boottime_s`
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -39,34 +39,34 @@ class Control(contract.Control):
     def generation(self) -> int:  # type: ignore[override]
         return self.members.link.generation
 
-    def commit(self, ballot: Ballot, finish: Callable[[Tally], Agreement]) -> Agreement:
+    def commit(self, own_vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         if self.size == 1 or not self.votes:
-            return finish(Tally(Ballot.merge([ballot]) if ballot.shares else ballot, [ballot]))
-        words = torch.frombuffer(bytearray(ballot.pack()), dtype=torch.uint8)
+            return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
+        words = torch.frombuffer(bytearray(own_vote.pack()), dtype=torch.uint8)
         everyone = self.members.link.all_gather(words, "the vote on the step", even=True).wait()
         self._make_sure()
         self.ballots = [bytes(part.numpy()) for part in everyone]
         return finish(counted(self.ballots))
 
     def _make_sure(self) -> None:
-        self.members.certain(self._certain_s)
-        self._certain_s = contract.ticks()
+        self.members.assert_still_member(self._certain_s)
+        self._certain_s = contract.boottime_s()
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
         if self.size == 1:
             return list(values)
         whole = torch.tensor(list(values), dtype=torch.float64)
         return [float(value) for value in self.members.link.sum(whole, "adding up").wait()]
 
-    def gather(self, *words: bytes) -> list[bytes]:
+    def all_gather(self, *words: bytes) -> list[bytes]:
         if self.size == 1:
             return list(words)
-        mine = torch.frombuffer(bytearray(contract.framed(words)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(contract.pack_frames(words)), dtype=torch.uint8)
         everyone = self.members.link.all_gather(mine, "gathering words").wait()
         self._make_sure()
-        return [word for part in everyone for word in contract.unframed(bytes(part.numpy()))]
+        return [word for part in everyone for word in contract.unpack_frames(bytes(part.numpy()))]
 
-    def spread(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self.size > 1:
             for tensor in tensors:
                 flat = tensor.detach().contiguous().reshape(-1)
@@ -77,10 +77,10 @@ class Control(contract.Control):
 
 def counted(votes: Sequence[bytes]) -> Tally:
     """In rank order."""
-    ballots = [Ballot.unpack(vote) for vote in votes]
-    merged = Ballot.merge(ballots)
-    merged.paces = tuple((b.busy, b.fixed) for b in ballots)
-    return Tally(merged, ballots, len({b.hash for b in ballots}) > 1)
+    all_votes = [Vote.unpack(vote) for vote in votes]
+    merged = Vote.merge(all_votes)
+    merged.paces = tuple((b.busy, b.fixed) for b in all_votes)
+    return Tally(merged, all_votes, len({b.hash for b in all_votes}) > 1)
 
 
 DONE = b"done"
@@ -105,7 +105,7 @@ def alone(control: contract.Control, chosen: Callable[[], bool], work: Callable[
             except Exception as caught:
                 error, refused = caught, isinstance(caught, CheckpointError)
                 mine = json.dumps([refused, str(error) if refused else repr(error)]).encode()
-        everyone = control.gather(mine)
+        everyone = control.all_gather(mine)
         if any(everyone) or control.generation == generation:
             break
     if error:

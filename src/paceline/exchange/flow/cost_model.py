@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.contract import DENSE, FACTORS, Cost, Link, Spec
+from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Link
 
 SAVES_S = 2e-3  # of a step: less is not worth another form
 SAVES = 0.2  # of what the layer costs
 TRIAL_FLOPS = 1 << 26
 COUNT_BYTES = 8  # of a rank's number of rows
 
-Toll = Callable[[str, int], Cost]  # what a link asks for an operation on so many bytes
+CostFunction = Callable[[str, int], CommCost]  # what a link asks for an operation on so many bytes
 
 
 @dataclass(frozen=True)
@@ -38,88 +38,88 @@ class Rates:
     per_byte: float
     per_flop: float
 
-    def seconds(self, cost: Cost) -> float:
+    def seconds(self, cost: CommCost) -> float:
         return cost.steps * self.latency + cost.in_sequence * self.per_byte + cost.flops * self.per_flop
 
 
-def ring(size: int) -> Toll:
+def ring(size: int) -> CostFunction:
     """As gloo does it."""
 
-    def cost(operation: str, num_bytes: int) -> Cost:
+    def cost(operation: str, num_bytes: int) -> CommCost:
         if operation == "sum":
-            return Cost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
-        return Cost(size - 1, (size - 1) * num_bytes)
+            return CommCost(2 * (size - 1), 2 * (size - 1) / size * num_bytes)
+        return CommCost(size - 1, (size - 1) * num_bytes)
 
     return cost
 
 
-def toll(link: Link, size: int) -> Toll:
+def cost_of(link: Link, size: int) -> CostFunction:
     """The link's own; of another number of ranks it says nothing, and a ring is assumed."""
     return link.cost if link.size == size else ring(size)
 
 
-def dense_cost(spec: Spec, size: int, itemsize: int = 4, asks: Toll | None = None) -> Cost:
-    return summed(spec.numel * itemsize, size, asks)
+def dense_cost(bucket: Bucket, size: int, itemsize: int = 4, asks: CostFunction | None = None) -> CommCost:
+    return summed(bucket.numel * itemsize, size, asks)
 
 
-def summed(num_bytes: int, size: int, asks: Toll | None = None) -> Cost:
+def summed(num_bytes: int, size: int, asks: CostFunction | None = None) -> CommCost:
     # the additions are in what a byte takes
     return replace((asks or ring(size))("sum", num_bytes), flops=0.0)
 
 
-def gathered(num_bytes: int, size: int, asks: Toll | None = None) -> Cost:
+def gathered(num_bytes: int, size: int, asks: CostFunction | None = None) -> CommCost:
     """``num_bytes``: of each rank. Its number of rows goes before them."""
     asks = asks or ring(size)
     rows = asks("all-gather", num_bytes)
     return replace(rows, steps=asks("all-gather", COUNT_BYTES).steps + rows.steps)
 
 
-def factor_cost(spec: Spec, rows: int, size: int, itemsize: int = 4, asks: Toll | None = None) -> Cost:
+def factor_cost(bucket: Bucket, rows: int, size: int, itemsize: int = 4, asks: CostFunction | None = None) -> CommCost:
     """``rows``: the most that any rank sends. The flops are those beyond the rank's own rows."""
-    sent = gathered(rows * sum(spec.shapes[0]) * itemsize, size, asks)
-    return Cost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * spec.numel)
+    sent = gathered(rows * sum(bucket.shapes[0]) * itemsize, size, asks)
+    return CommCost(sent.steps, sent.bytes, 2.0 * rows * (size - 1) * bucket.numel)
 
 
 def choose(
-    specs: Sequence[Spec],
+    buckets: Sequence[Bucket],
     most: Sequence[int],
     total: Sequence[int],
     size: int,
     never: set[int],
-    absorbs: bool = False,
+    optimizer_takes_factors: bool = False,
     rates: Rates | None = None,
     now: Sequence[str] = (),
-    costs: Callable[[Spec], tuple[Cost, Cost]] | None = None,
-    asks: Toll | None = None,
+    costs: Callable[[Bucket], tuple[CommCost, CommCost]] | None = None,
+    asks: CostFunction | None = None,
 ) -> list[str]:
     """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
     nothing is sent, by an optimizer that absorbs them. With ``rates``: by fewer seconds, where that is clear; else as
     it is ``now``. ``costs``: of a dense piece and of its factors, by codec and type; ``asks``: what the link says."""
 
-    def form(spec: Spec) -> str:
-        if not (spec.linear and spec.index not in never and spec.fits(total[spec.index])):
+    def form(bucket: Bucket) -> str:
+        if not (bucket.linear and bucket.index not in never and bucket.fits(total[bucket.index])):
             return DENSE
         if size == 1:
-            return FACTORS if absorbs else DENSE
-        whole, factors = dense_cost(spec, size, asks=asks), factor_cost(spec, most[spec.index], size, asks=asks)
+            return FACTORS if optimizer_takes_factors else DENSE
+        whole, factors = dense_cost(bucket, size, asks=asks), factor_cost(bucket, most[bucket.index], size, asks=asks)
         if rates:
-            whole, factors = costs(spec) if costs else (whole, factors)
+            whole, factors = costs(bucket) if costs else (whole, factors)
             gain = rates.seconds(whole) - rates.seconds(factors)
             if abs(gain) > max(SAVES_S, SAVES * max(rates.seconds(whole), rates.seconds(factors))):
                 return FACTORS if gain > 0 else DENSE
         if now:
-            return now[spec.index]
+            return now[bucket.index]
         return FACTORS if factors.bytes < whole.bytes else DENSE
 
-    return [form(spec) for spec in specs]
+    return [form(bucket) for bucket in buckets]
 
 
-def reason(spec: Spec, form: str, total: int, stray: bool, whole: Cost, factors: Cost, rates: Rates) -> str:
+def reason(bucket: Bucket, form: str, total: int, stray: bool, whole: CommCost, factors: CommCost, rates: Rates) -> str:
     """Why this layer travels so, in a line. ``whole``, ``factors``: what either form costs."""
-    name = spec.names[0]
+    name = bucket.names[0]
     if stray:
         return f"{name}: dense, since its factors are not its whole gradient"
-    if not spec.fits(total):
+    if not bucket.fits(total):
         return f"{name}: dense, since factors of {total} rows would be larger than the gradient"
     told = f"factors {_told(factors, rates)}, dense {_told(whole, rates)}"
     if rates.per_byte:
@@ -127,17 +127,17 @@ def reason(spec: Spec, form: str, total: int, stray: bool, whole: Cost, factors:
     return f"{name}: {form}; {told}; nothing measured yet"
 
 
-def _told(cost: Cost, rates: Rates) -> str:
+def _told(cost: CommCost, rates: Rates) -> str:
     seconds = cost.steps * rates.latency + cost.in_sequence * rates.per_byte
     return f"{cost.bytes / 1e6:.2f} MB" + (f" in {1e3 * seconds:.1f} ms" if rates.per_byte else "")
 
 
 def multiplication(
-    spec: Spec, rows: int, dtype: torch.dtype, device: torch.device, multiply: Callable[..., object] = Tensor.addmm_
+    bucket: Bucket, rows: int, dtype: torch.dtype, device: torch.device, multiply: Callable[..., object] = Tensor.addmm_
 ) -> float:
     """Seconds per floating-point operation of adding ``rows`` to a gradient of this shape, by trial on a part of it."""
     rows = max(1, rows)
-    out_features, in_features = spec.shapes[0]
+    out_features, in_features = bucket.shapes[0]
     slab = max(1, min(out_features, TRIAL_FLOPS // (2 * rows * in_features)))
     left = torch.ones(slab, rows, dtype=dtype, device=device)
     right = torch.ones(rows, in_features, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 Groups = tuple[tuple[int, ...], ...]
 MERGED_BYTES = 16 << 20
 COPY_S = 1e-9  # per byte: what it costs to lay pieces together and to take them apart
-MOST_MOVED, REACH = 64, 4  # pieces, and places: among more it would take longer than it saves
+MAX_MOVED, REACH = 64, 4  # pieces, and places: among more it would take longer than it saves
 SOONER_S = 1e-4  # or an order is left as it is
 FORWARD = 0.5  # of backward's time for a layer
 NOTICED = 0.1  # of all seconds on the wire: messages that cost less are left as they are
@@ -28,7 +28,7 @@ NOTICED = 0.1  # of all seconds on the wire: messages that cost less are left as
 def by_need(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
     """``ready``, ``seconds``: when each piece is there, and how long it takes. The last spec is read first."""
     order = at_once(ready, seconds)
-    if len(order) > MOST_MOVED:
+    if len(order) > MAX_MOVED:
         return order
     end, moved = forward_ends(order, ready, seconds), True
     while moved:

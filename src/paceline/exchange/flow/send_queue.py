@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.codec.lossless import Gathered
-from paceline.contract import Handle, Piece, Threads
+from paceline.contract import Gradient, Handle, Threads
 
-PATIENCE_S = 2000.0  # longer than any link waits
+TIMEOUT_S = 2000.0  # longer than any link waits
 
 
 @dataclass
-class Sent:
+class InFlight:
     """Pieces on their way in one message, since ``begin_s``."""
 
-    pieces: Sequence[Piece]
+    gradients: Sequence[Gradient]
     handle: Handle
     begin_s: float
     pending: Sequence[Any] = (None,)  # what the codec will remember of each
@@ -24,10 +24,10 @@ class Sent:
     result: Any = None  # what the handle gave
 
     def __post_init__(self) -> None:
-        self.num_left = len(self.pieces)
+        self.num_left = len(self.gradients)
 
 
-class Flight:
+class StepSends:
     """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived.
 
     ``step``: its number, for the codec, which may be asked when others are already counting the next. ``packed``: what
@@ -35,10 +35,10 @@ class Flight:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], step: int = 0, packed: bool = False, quick: bool = False):
-        self.groups, self.step, self.packed, self.quick, self.num_sent = groups, step, packed, quick, 0
+        self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, quick, 0
         self.offered: dict[int, float] = {}
-        self.waiting: dict[int, Piece] = {}
-        self.arrived: dict[int, Sent] = {}  # by the first spec of each group, until all of it has been taken
+        self.waiting: dict[int, Gradient] = {}
+        self.arrived: dict[int, InFlight] = {}  # by the first spec of each group, until all of it has been taken
         self.took_s: dict[int, float] = {}  # likewise, without the wait in line
         self.packed_bytes: dict[int, int] = {}  # likewise, of the longest message, where all were packed
         self.leader = {index: group[0] for group in groups for index in group}
@@ -52,10 +52,10 @@ class Flight:
         return tuple(self.took_s.get(index, 0.0) for index in range(len(self.leader)))
 
 
-class Lane:
-    """``send(pieces, flight)`` begins one message. What goes wrong in the threads is raised in `wait`."""
+class SendQueue:
+    """``send(gradients, flight)`` begins one message. What goes wrong in the threads is raised in `wait`."""
 
-    def __init__(self, send: Callable[[Sequence[Piece], Flight], Sent], threads: Threads):
+    def __init__(self, send: Callable[[Sequence[Gradient], StepSends], InFlight], threads: Threads):
         self._send, self._now = send, threads.now
         self._out = threads.Queue()  # (flight, pieces), None at the end
         self._in = threads.Queue()  # (flight, sent), None at the end
@@ -68,11 +68,11 @@ class Lane:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, flight: Flight, piece: Piece) -> None:
+    def offer(self, flight: StepSends, gradient: Gradient) -> None:
         """Any thread's. A piece waits for its turn, and for those that go with it."""
         with self._changed:
-            flight.offered[piece.spec.index] = self._now()
-            flight.waiting[piece.spec.index] = piece
+            flight.offered[gradient.bucket.index] = self._now()
+            flight.waiting[gradient.bucket.index] = gradient
             while flight.num_sent < len(flight.groups):
                 group = flight.groups[flight.num_sent]
                 if not all(index in flight.waiting for index in group):
@@ -80,24 +80,24 @@ class Lane:
                 flight.num_sent += 1
                 self._out.put((flight, [flight.waiting.pop(index) for index in group]))
 
-    def has(self, flight: Flight, index: int) -> bool:
+    def has(self, flight: StepSends, index: int) -> bool:
         return flight.leader[index] in flight.arrived
 
-    def wait(self, flight: Flight, index: int) -> Sent:
+    def wait(self, flight: StepSends, index: int) -> InFlight:
         with self._changed:
-            done = self._changed.wait_for(lambda: self._error or self.has(flight, index), PATIENCE_S)
+            done = self._changed.wait_for(lambda: self._error or self.has(flight, index), TIMEOUT_S)
         if not self.has(flight, index) and self._error:
             raise self._error
         assert done, f"pieces were never offered: {sorted(flight.leader.keys() - flight.offered.keys())}"
         return flight.arrived[flight.leader[index]]
 
-    def take(self, flight: Flight, index: int) -> tuple[Sent, int]:
+    def take(self, flight: StepSends, index: int) -> tuple[InFlight, int]:
         """As `wait`, once for each piece: the message, and the place of the piece in it."""
         sent = self.wait(flight, index)
         sent.num_left -= 1
         if not sent.num_left:
             del flight.arrived[flight.leader[index]]  # a step's sums are large: nobody keeps them
-        return sent, [piece.spec.index for piece in sent.pieces].index(index)
+        return sent, [gradient.bucket.index for gradient in sent.gradients].index(index)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -109,15 +109,15 @@ class Lane:
 
     def _send_in_turn(self) -> None:
         while (turn := self._out.get()) is not None:
-            flight, pieces = turn
-            self._in.put((flight, self._send(pieces, flight)))
+            flight, gradients = turn
+            self._in.put((flight, self._send(gradients, flight)))
 
     def _see_arrive(self) -> None:
         free_s = 0.0  # when the wire was, by the last arrival
         while (turn := self._in.get()) is not None:
             flight, sent = turn
             sent.result = sent.handle.wait()
-            end_s, leader = self._now(), sent.pieces[0].spec.index
+            end_s, leader = self._now(), sent.gradients[0].bucket.index
             if isinstance(sent.handle, Gathered):
                 end_s = sent.handle.came_s
                 flight.packed_bytes[leader] = sent.handle.num_bytes

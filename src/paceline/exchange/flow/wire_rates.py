@@ -11,30 +11,30 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from paceline.contract import Cost
+from paceline.contract import CommCost
 
 SPAN = 5  # steps: a median over them follows a changed link after three
 LARGE_BYTES = 1 << 18
-LEAST_S = 1e-9
+MIN_S = 1e-9
 
 
-class Wire:
+class WireRates:
     """Medians over the last steps."""
 
     def __init__(self) -> None:
         self._per_byte: deque[float] = deque(maxlen=SPAN)
         self._latency: deque[float] = deque(maxlen=SPAN)
 
-    def saw(self, pieces: Sequence[tuple[Cost, float]]) -> None:
+    def saw(self, gradients: Sequence[tuple[CommCost, float]]) -> None:
         """One step's pieces, each with the seconds that it took."""
-        pieces = [(cost, seconds) for cost, seconds in pieces if cost.in_sequence and seconds > 0]
-        large = [each for each in pieces if each[0].in_sequence >= LARGE_BYTES] or pieces
+        gradients = [(cost, seconds) for cost, seconds in gradients if cost.in_sequence and seconds > 0]
+        large = [each for each in gradients if each[0].in_sequence >= LARGE_BYTES] or gradients
         if not large:
             return
         per_byte = sum(seconds for _, seconds in large) / sum(cost.in_sequence for cost, _ in large)
-        self._per_byte.append(max(LEAST_S / LARGE_BYTES, per_byte))
-        small = [(cost, seconds) for cost, seconds in pieces if cost.in_sequence < LARGE_BYTES and cost.steps]
-        if small and len(small) < len(pieces):
+        self._per_byte.append(max(MIN_S / LARGE_BYTES, per_byte))
+        small = [(cost, seconds) for cost, seconds in gradients if cost.in_sequence < LARGE_BYTES and cost.steps]
+        if small and len(small) < len(gradients):
             rests = [max(0.0, seconds - per_byte * cost.in_sequence) / cost.steps for cost, seconds in small]
             self._latency.append(statistics.median(rests))
 

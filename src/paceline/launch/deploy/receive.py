@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 STAMP = 1_000_000_000  # seconds
-PATIENCE_S = 60  # without a byte; then the sender is gone, and the lock with this process
+TIMEOUT_S = 60  # without a byte; then the sender is gone, and the lock with this process
 KEPT = 6  # folders that stay; what is in use stays besides
 PART = 1 << 16  # what PATIENCE_S is for
 SPARE_BYTES = 16 << 20  # of a disk
@@ -83,7 +83,7 @@ def _line(source: BinaryIO) -> bytes:
     """In parts: a list of a million files is long, too."""
     parts = [b""]
     while not parts[-1].endswith(b"\n"):
-        signal.alarm(PATIENCE_S)
+        signal.alarm(TIMEOUT_S)
         parts.append(source.readline(PART))
         signal.alarm(0)
         if not parts[-1]:
@@ -162,7 +162,7 @@ def _keep(source: BinaryIO, base: str, hash_: str, size: int) -> None:
     part, found, left = os.path.join(base, "files", f".part{os.getpid()}"), hashlib.sha256(), size
     with open(part, "wb") as file:
         while left:
-            signal.alarm(PATIENCE_S)
+            signal.alarm(TIMEOUT_S)
             data = source.read(min(PART, left))
             signal.alarm(0)
             if not data:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.child_processes import MOST_BYTES, Calls, kill
+from paceline.launch.child_processes import MAX_BYTES, ChildProcesses, kill
 from paceline.launch.deploy import receive
 from paceline.launch.deploy.snapshot import PART, Tree
 from paceline.launch.hosts import READ, Host, Way, program
 
 STALL_S = 300.0  # in which nothing was sent and nothing answered: longer than a disk needs to look at what it has
-MOST_LINES, LONGEST = 1000, 64 << 20  # of what a host says before it answers; bytes of an answer
+MAX_LINES, LONGEST = 1000, 64 << 20  # of what a host says before it answers; bytes of an answer
 
 
 @dataclass
@@ -71,7 +71,7 @@ def send(
     again. Raises ValueError with a line for each host that has not got everything.
     """
     deliveries = [Delivery(host) for host in hosts]
-    with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
+    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as calls:
         waiting = [pool.submit(_deliver, calls, each, way, trees) for each in deliveries]
         while not all(one.done() for one in waiting):
             for each in deliveries:
@@ -86,7 +86,7 @@ def send(
     return [dataclasses.replace(host, folder=str(end)) for host, end in zip(hosts, ends, strict=True)], deliveries
 
 
-def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
+def _deliver(calls: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
     start = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         process = calls.start(
@@ -107,7 +107,7 @@ def _deliver(calls: Calls, to: Delivery, way: Way, trees: Sequence[Tree]) -> str
         if answer and isinstance(answer.get("folders"), list) and answer["folders"]:
             to.home = str(answer.get("home", ""))
             return str(answer["folders"][-1])
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MOST_BYTES))
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_BYTES))
         last = (errors.read().decode(errors="replace").strip() or "nothing was said").splitlines()[-1]
     if answer and "error" in answer:
         return Broken(answer["error"])
@@ -154,7 +154,7 @@ def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree])
 def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
     """The next line that is an object: a login may greet before."""
     assert process.stdout
-    for _ in range(MOST_LINES):
+    for _ in range(MAX_LINES):
         if not (line := process.stdout.readline(LONGEST)):
             break
         with contextlib.suppress(ValueError, RecursionError):

@@ -20,7 +20,7 @@ LIFE_S = 60
 MARK = "paceline doctor: "  # before each answer: what a login writes by itself has none
 
 
-class Patient:
+class DoctorAgent:
     """Each method is an order."""
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class Patient:
         """Latency, bandwidth to a peer; ``stalled`` instead of the latter where a flood does not come through."""
         found: dict[str, Any] = {}
         try:
-            with pair_probe.reach(self._own, address, port, self._secret, pair_probe.PATIENCE_S) as line:
+            with pair_probe.reach(self._own, address, port, self._secret, pair_probe.TIMEOUT_S) as line:
                 found["latency_s"] = pair_probe.latency_s(line)
-            with pair_probe.reach(self._own, address, port, self._secret, pair_probe.PATIENCE_S) as line:
+            with pair_probe.reach(self._own, address, port, self._secret, pair_probe.TIMEOUT_S) as line:
                 found["bytes_per_s"] = pair_probe.bandwidth_per_s(line, seconds)
         except OSError as error:
             found["stalled"] = error.strerror or str(error)
@@ -107,7 +107,7 @@ class Patient:
 
 def main() -> None:
     signal.alarm(LIFE_S)
-    patient = Patient()
+    patient = DoctorAgent()
     try:
         for line in sys.stdin:
             order, words = json.loads(line)

@@ -19,17 +19,17 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from paceline.launch.child_processes import Calls
+from paceline.launch.child_processes import ChildProcesses
 from paceline.launch.doctor import host_facts
 from paceline.launch.doctor.findings import IN_THE_WAY, SLOW, Finding, diagnose, meeting
-from paceline.launch.doctor.remote_session import Visit
+from paceline.launch.doctor.remote_session import RemoteSession
 from paceline.launch.hosts import Host, Way
 
 COME_S, ALONE_S, OVER_S = 5.5, 7.0, 8.5  # from the beginning: the latest ends; see `come`
 CALM_S = 6.5  # likewise, until when nothing is measured beside torch's import
 REACH_S = 2.0
 BACK_S = 0.3  # in which a host's answer comes through, beyond the time that it is given
-LEAST_S = 0.6  # in which something can be found out
+MIN_S = 0.6  # in which something can be found out
 CROSSING_S = 3.0
 FLOOD_S = 0.1, 0.5  # at least and at most
 CLOSE_S = 0.5
@@ -66,9 +66,9 @@ def examine(
     address     where the nodes would meet, as every host sees it; else where ssh reached the first
     port        which the first must be able to take; 0: any
     """
-    ward = _Ward(hosts, way)
+    ward = _HostExam(hosts, way)
     mine = host_facts.tell(way.folder, [])
-    with Calls():  # SIGTERM closes it as Ctrl-C does
+    with ChildProcesses():  # SIGTERM closes it as Ctrl-C does
         try:
             show(f"asking {', '.join(ward.told)}")
             ward.come()
@@ -91,14 +91,14 @@ def examine(
     return Examination(ward.told, ward.pairs, found, ward.took_s)
 
 
-class _Ward:
+class _HostExam:
     """The hosts, and what has been found so far. Who does not answer has a ``fault``, and is asked no more."""
 
     def __init__(self, hosts: Sequence[Host] | None, way: Way):
         self._begin = time.monotonic()
         self._alone, self._way = hosts is None, way
         self._hosts = [Host(socket.gethostname(), "")] if hosts is None else list(hosts)
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, RemoteSession] = {}
         self._crowd = ThreadPoolExecutor(len(self._hosts))
         self.told: dict[str, dict[str, Any]] = {host.name: {} for host in self._hosts}
         self.pairs: list[dict[str, Any]] = []
@@ -151,9 +151,9 @@ class _Ward:
                 wait(self._coming, until_s - self.took_s)
             self._here = [name for name, told in self.told.items() if told]
 
-    def _begin_visit(self, host: Host) -> Visit:
+    def _begin_visit(self, host: Host) -> RemoteSession:
         """Raises ConnectionError where `close`, which ends all that have begun, has been called meanwhile."""
-        visit = Visit(host, self._way, self._alone)
+        visit = RemoteSession(host, self._way, self._alone)
         with self._lock:
             if not self._over:
                 self._visits[host.name] = visit
@@ -195,7 +195,7 @@ class _Ward:
         places = {name: self.told[name]["place"] for name in self._well if "place" in self.told[name]}
         doors = {name: [place["address"], place["port"]] for name, place in places.items() if "port" in place}
         patience_s = min(REACH_S, OVER_S - BACK_S - self.took_s)
-        if patience_s < LEAST_S:
+        if patience_s < MIN_S:
             self.hurried.append((IN_THE_WAY, "the ways between them"))
             return
 
@@ -226,7 +226,7 @@ class _Ward:
                     return found
 
                 here = [one for one, other in peers.items() if {one, other} <= set(self._well)]
-                if OVER_S - self.took_s < LEAST_S:
+                if OVER_S - self.took_s < MIN_S:
                     self.hurried += [(SLOW, f"the speed of {one} -> {peers[one]}") for one in here]
                     continue
                 for one, found in self._each("the speeds from", ask, here).items():
@@ -256,7 +256,7 @@ class _Ward:
         self.pairs = [pair for pair in self.pairs if {pair["from"], pair["to"]} <= placed]
 
 
-def _clock(visit: Visit, end: float) -> dict[str, float]:
+def _clock(visit: RemoteSession, end: float) -> dict[str, float]:
     """Its clock minus ours, as of the middle of the quickest of a few questions; and how far that may be wrong."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(CLOCKS):

@@ -18,7 +18,7 @@ Answers = Sequence[dict[str, Any]]
 def ask(run: str, stacks: bool = False) -> Answers:
     """Of all processes of ``run`` here, first ranks first. ``run``: its folder, or the id of a detached one, or how
     that begins. Raises ValueError where none is there."""
-    told = {name: status_server.ask(name) for name in status_server.names()}
+    told = {name: status_server.query(name) for name in status_server.names()}
     found = {name: answer for name, answer in told.items() if answer and answer.keys() >= KNOWN}
     mine = sorted(
         (name for name, answer in found.items() if _is(answer, run)),
@@ -38,7 +38,7 @@ def ask(run: str, stacks: bool = False) -> Answers:
         for name in mine:
             ranks = far if name == mine[0] else []
             found[name] = (
-                status_server.ask(name, status_server.LIMIT_S + STACK_S * len(ranks), stacks=ranks) or found[name]
+                status_server.query(name, status_server.LIMIT_S + STACK_S * len(ranks), stacks=ranks) or found[name]
             )
     return [found[name] for name in mine]
 

@@ -17,9 +17,9 @@ import struct
 import threading
 import time
 
-from paceline.link.net.auth import GUEST, HEADER, HELLO, SERVER, SIZE, exactly, prove, same
+from paceline.link.net.auth import GUEST, HEADER, HELLO, SERVER, SIZE, exactly, mac, same
 
-PATIENCE_S = 5.0  # with a guest that says nothing
+TIMEOUT_S = 5.0  # with a guest that says nothing
 PINGS = 100
 PING_S = 0.3  # for all of them
 STALL_S = 2.0
@@ -48,14 +48,14 @@ class Gate:
 
     def _attend(self, line: socket.socket) -> None:
         with line, contextlib.suppress(OSError, struct.error):
-            line.settimeout(PATIENCE_S)
+            line.settimeout(TIMEOUT_S)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             nonce = secrets.token_bytes(SIZE)
             line.sendall(HEADER + nonce)
             header, rank, theirs, proof = HELLO.unpack(exactly(line, HELLO.size))
-            if header != HEADER or not same(proof, prove(self._secret, GUEST, rank, nonce + theirs)):
+            if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonce + theirs)):
                 return
-            line.sendall(prove(self._secret, SERVER, rank, nonce + theirs))
+            line.sendall(mac(self._secret, SERVER, rank, nonce + theirs))
             if exactly(line, 1) == b"p":
                 while words := line.recv(1):
                     line.sendall(words)
@@ -94,8 +94,8 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
         greeting = exactly(line, len(HEADER) + SIZE)
         nonce = secrets.token_bytes(SIZE)
         nonces = greeting[len(HEADER) :] + nonce
-        line.sendall(HELLO.pack(HEADER, 0, nonce, prove(secret, GUEST, 0, nonces)))
-        if not same(exactly(line, SIZE), prove(secret, SERVER, 0, nonces)):
+        line.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, GUEST, 0, nonces)))
+        if not same(exactly(line, SIZE), mac(secret, SERVER, 0, nonces)):
             raise ConnectionError("somebody else answered")
         return line
     except BaseException:
@@ -105,7 +105,7 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
 
 def latency_s(line: socket.socket) -> float:
     """Of one byte, one way: half of the median time there and back."""
-    line.settimeout(PATIENCE_S)
+    line.settimeout(TIMEOUT_S)
     line.sendall(b"p")
     times: list[float] = []
     end = time.monotonic() + PING_S
@@ -127,7 +127,7 @@ def bandwidth_per_s(line: socket.socket, seconds: float) -> float:
     while (left_s := end - time.monotonic()) > 0:
         readable, writable, _ = select.select([line], [line], [], left_s)
         if readable:
-            line.settimeout(PATIENCE_S)
+            line.settimeout(TIMEOUT_S)
             num_bytes, took_s = COUNT.unpack(exactly(line, COUNT.size))
             return float(num_bytes / took_s) if took_s else 0.0
         if writable:

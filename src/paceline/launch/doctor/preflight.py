@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.child_processes import Calls, hear, kill
+from paceline.launch.child_processes import ChildProcesses, hear, kill
 from paceline.launch.deploy.packages import lacking
 from paceline.launch.doctor import host_facts
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 
-GLANCE_S = 0.1
+POLL_S = 0.1
 LIMIT_S = 8.5
 LOST = 255  # how ssh ends when it could not do its part
 
@@ -33,9 +33,9 @@ def check(
     Raises ValueError with a line for each fault of each host.
     """
     mine, needs = host_facts.tell(way.folder, list(paths)), needs or {}
-    with ThreadPoolExecutor(len(hosts)) as pool, Calls() as calls:
+    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as calls:
         asked = [pool.submit(_ask, calls, host, way.at(host), mine, list(needs)) for host in hosts]
-        while wait(asked, GLANCE_S).not_done:
+        while wait(asked, POLL_S).not_done:
             pass  # a signal that comes just before a wait is seen after it
         answers = [each.result() for each in asked]
     told: list[str] = []
@@ -53,7 +53,9 @@ def check(
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
-def _ask(calls: Calls, host: Host, way: Way, mine: Mapping[str, Any], packages: Sequence[str]) -> dict[str, Any] | str:
+def _ask(
+    calls: ChildProcesses, host: Host, way: Way, mine: Mapping[str, Any], packages: Sequence[str]
+) -> dict[str, Any] | str:
     """What the host says, or why it does not; ``mine``: what this one says."""
     source = Path(host_facts.__file__).read_text(encoding="utf-8")
     tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a}, {packages!a})))\n"

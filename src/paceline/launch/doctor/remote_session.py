@@ -14,12 +14,12 @@ from typing import Any
 
 from paceline.engine.node import cgroup_limits
 from paceline.launch import machine
-from paceline.launch.child_processes import MOST_BYTES, hear, kill
+from paceline.launch.child_processes import MAX_BYTES, hear, kill
 from paceline.launch.doctor import agent, host_facts, host_probe, pair_probe, preflight
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 from paceline.link.net import auth
 
-GLANCE_S = 0.5  # how soon a visit that is closed by another thread is seen
+POLL_S = 0.5  # how soon a visit that is closed by another thread is seen
 SOURCES = (
     host_facts,
     cgroup_limits,
@@ -46,7 +46,7 @@ sys.modules[name].main()
 """
 
 
-class Visit:
+class RemoteSession:
     """Raises ConnectionError, here and in `ask`, with the reason and the remedy in one line; TimeoutError likewise."""
 
     def __init__(self, host: Host, way: Way, here: bool = False):
@@ -92,15 +92,15 @@ class Visit:
                     if mark:
                         return self._read(answer)
                     continue
-                for key, _ in eyes.select(min(left_s, GLANCE_S)):
+                for key, _ in eyes.select(min(left_s, POLL_S)):
                     if not (data := os.read(key.fd, 1 << 16)):
                         eyes.unregister(key.fileobj)
                     if key.fileobj is self._stderr:
-                        self._errors = (self._errors + data)[-MOST_BYTES:]
+                        self._errors = (self._errors + data)[-MAX_BYTES:]
                     elif not data:
                         raise ConnectionError(self._why(end))
                     else:
-                        self._heard = (self._heard + data)[-MOST_BYTES:]
+                        self._heard = (self._heard + data)[-MAX_BYTES:]
                 if self._stdout.closed:
                     raise ConnectionError("the examination was ended")
         kill(self._process)
@@ -116,7 +116,7 @@ class Visit:
 
     def _why(self, end: float) -> str:
         try:
-            _, errors = hear(self._process, min(1.0, max(GLANCE_S / 5, end - time.monotonic())))
+            _, errors = hear(self._process, min(1.0, max(POLL_S / 5, end - time.monotonic())))
             code = self._process.returncode
         except TimeoutError:
             code, errors = preflight.LOST, ""

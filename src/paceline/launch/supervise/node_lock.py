@@ -20,7 +20,7 @@ from typing import Any
 from paceline.launch.supervise.local_nodes import HOLDS
 
 GRACE_S = 20.0  # for a node of an earlier start of the run, before it is killed
-GLANCE_S = 0.1
+POLL_S = 0.1
 
 
 class Seat:
@@ -82,7 +82,7 @@ class Seat:
                 with contextlib.suppress(ProcessLookupError):
                     for number in numbers:
                         os.kill(pid, number)
-            time.sleep(GLANCE_S)
+            time.sleep(POLL_S)
         said = self.said()
         code = said.get("code")
         return code if said.get("turn") == self.turn and isinstance(code, int) else None

@@ -10,11 +10,11 @@ from paceline.launch.supervise.local_nodes import FAILED, Team
 from paceline.report.log import log
 
 RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
-PEACE_S = 3600.0  # longer than it waits to be taken in
-PAUSE_S = 1.0  # before the first; before each later one twice as long
+STABLE_AFTER_S = 3600.0  # longer than it waits to be taken in
+RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
 
 
-class Again:
+class NodeRestarts:
     """``begin``: starts a node's processes anew. ``ticket`` is there as soon as there is a run to come to."""
 
     def __init__(self, ticket: Path, returns: int, begin: Callable[[int], None]):
@@ -40,13 +40,13 @@ class Again:
         """How often a node that failed has come back since it last lived in peace."""
         ended_s = self._ended_s.setdefault(node, time.monotonic())
         lived_s = ended_s - self._begun_s.get(node, ended_s)
-        return self._num_begun.get(node, 0) if lived_s <= PEACE_S else 0
+        return self._num_begun.get(node, 0) if lived_s <= STABLE_AFTER_S else 0
 
     def look(self, team: Team) -> None:
         """Starts those that failed again, when their pause is over."""
         for node in [node for node, state in team.states().items() if state == FAILED and self.hopes(node)]:
             count, now = self._count(node), time.monotonic()
-            if now < self._ended_s[node] + PAUSE_S * 2**count:
+            if now < self._ended_s[node] + RETRY_DELAY_S * 2**count:
                 continue
             del self._ended_s[node]
             self._num_begun[node], self._begun_s[node] = count + 1, now

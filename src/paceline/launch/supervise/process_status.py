@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "PACELINE_STATUS"
-MOST = 500  # characters of an error
+MAX_CHARACTERS = 500  # characters of an error
 
 _said: dict[str, Any] = {}
 
@@ -32,7 +32,7 @@ def report(**facts: Any) -> None:
 
 
 def failed(error: BaseException, step: int, link: bool) -> None:
-    report(error=f"{type(error).__name__}: {error}"[:MOST], step=step, link=link)
+    report(error=f"{type(error).__name__}: {error}"[:MAX_CHARACTERS], step=step, link=link)
 
 
 def read(folder: Path, pid: int) -> dict[str, Any]:

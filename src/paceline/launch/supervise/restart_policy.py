@@ -16,8 +16,8 @@ from paceline.launch.signals import RESUME_CODE
 from paceline.report.log import log
 
 RESTARTS = 3  # of a run, as long as it does not train for PEACE_S in between
-PEACE_S = 3600.0
-PAUSE_S = 1.0  # before the first; before each later one twice as long
+STABLE_AFTER_S = 3600.0
+RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
 # of what an error says, these differ from start to start: addresses, ports, process ids, free bytes
 NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -64,12 +64,12 @@ class Restarts:
             same = faults[next(iter(again))]
             log.error(f"the run failed twice {where} with the same error ({same}): not started again")
             return None
-        if time.monotonic() - self._began_s > PEACE_S:
+        if time.monotonic() - self._began_s > STABLE_AFTER_S:
             self._count = 0
         if self._count == self.most:
             log.error(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): given up")
             return None
-        pause_s = PAUSE_S * 2.0**self._count
+        pause_s = RETRY_DELAY_S * 2.0**self._count
         self._count += 1
         self._began_s = time.monotonic() + pause_s
         what = f"the run failed with exit code {ending.code}; it resumes from its newest checkpoint in {pause_s:g} s"

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from paceline.link.net.collective_rounds import Message, bounds
 
 SEGMENT = 1 << 16  # elements: shorter messages would cost more in steps than they hide
-MOST = 16  # segments of each half
+MAX_SEGMENTS = 16  # segments of each half
 
 
 def parent(node: int, size: int) -> int:
@@ -32,7 +32,7 @@ def reduce(ranks: Sequence[int], count: int, nodes: Sequence[Hashable] = ()) -> 
     size = len(ranks)
     from_the_leaves = sorted(range(1, size), key=lambda node: node & -node)
     halves = bounds(count, 2)
-    num_segments = max(1, min(MOST, count // 2 // SEGMENT))
+    num_segments = max(1, min(MAX_SEGMENTS, count // 2 // SEGMENT))
     for segment in range(num_segments):
         for tree, begin, end in zip(trees(ranks), halves, halves[1:], strict=False):
             cuts = bounds(end - begin, num_segments)

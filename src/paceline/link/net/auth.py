@@ -8,7 +8,7 @@
 
 Proofs and seals are HMAC-SHA256 over the version, the speaker's part, the rank and both nonces; a seal's key is of
 this conversation and of one direction, and its frames are counted. Who listens on the wire can read, unless the secret
-is a `Hiding` one: then bodies are encrypted, too, by AES-256-GCM with a key and a count of their own kind.
+is an `EncryptionKey` one: then bodies are encrypted, too, by AES-256-GCM with a key and a count of their own kind.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GUEST, SERVER = b"guest", b"server"
 TAG = 16  # bytes by which AES-GCM lengthens what it hides
 
 
-class Distrust(ValueError):
+class AuthError(ValueError):
     """What came is not what a member would have sent."""
 
 
-class Hiding(bytes):
+class EncryptionKey(bytes):
     """A secret in whose conversations bodies are encrypted. Proofs by it are none by the bare one, nor the reverse."""
 
 
@@ -68,8 +68,8 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
     return hmac.new(key, pack(parts), hashlib.sha256).digest()
 
 
-def prove(secret: bytes, part: bytes, rank: int, nonces: bytes) -> bytes:
-    what = b"proof of a hidden one" if isinstance(secret, Hiding) else b"proof"
+def mac(secret: bytes, part: bytes, rank: int, nonces: bytes) -> bytes:
+    what = b"proof of a hidden one" if isinstance(secret, EncryptionKey) else b"proof"
     return _mac(secret, HEADER, what, part, struct.pack("<H", rank), nonces)
 
 
@@ -77,7 +77,7 @@ def same(proof: bytes, other: bytes) -> bool:
     return hmac.compare_digest(proof, other)
 
 
-class Seal:
+class MessageAuthenticator:
     """One side of a conversation: wraps what it says, and opens what it hears, each once and in order."""
 
     def __init__(self, secret: bytes, part: bytes, rank: int, nonces: bytes, most_bytes: int = MAX_BYTES):
@@ -89,7 +89,7 @@ class Seal:
             return _mac(secret, HEADER, what, part, *about), _mac(secret, HEADER, what, other, *about)
 
         self._says, self._hears = keys(b"seal")
-        self._hides, self._shows = (Veil(secret, key) for key in keys(b"veil"))
+        self._hides, self._shows = (StreamCipher(secret, key) for key in keys(b"veil"))
         self._num_said = self._num_heard = 0
 
     def wrap(self, fields: Sequence[bytes]) -> bytes:
@@ -107,25 +107,25 @@ class Seal:
             return None
         (size,) = struct.unpack_from("<I", heard)
         if size > self.most_bytes:
-            raise Distrust(f"a frame of {size} bytes")
+            raise AuthError(f"a frame of {size} bytes")
         if len(heard) < 4 + size + SIZE:
             return None
         body, seal = bytes(heard[4 : 4 + size]), bytes(heard[4 + size : 4 + size + SIZE])
         if not same(seal, _mac(self._hears, struct.pack("<Q", self._num_heard), body)):
-            raise Distrust("a frame with a wrong seal")
+            raise AuthError("a frame with a wrong seal")
         fields = unpack(self._shows.show(body, self._num_heard))
         self._num_heard += 1
         del heard[: 4 + size + SIZE]
         return fields
 
 
-class Veil:
-    """Hides what is said under a `Hiding` secret, and nothing under another. ``key``: 32 bytes, of one direction of one
-    conversation, in which no number comes twice."""
+class StreamCipher:
+    """Hides what is said under an `EncryptionKey` secret, and nothing under another. ``key``: 32 bytes, of one
+    direction of one conversation, in which no number comes twice."""
 
     def __init__(self, secret: bytes, key: bytes):
         self._cipher: Any = None
-        if isinstance(secret, Hiding):
+        if isinstance(secret, EncryptionKey):
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
             self._cipher = AESGCM(key)
@@ -158,7 +158,7 @@ def unpack(body: bytes) -> list[bytes]:
     while body:
         size = int.from_bytes(body[:4], "little")
         if len(body) < 4 + size:
-            raise Distrust("a field that is longer than its frame")
+            raise AuthError("a field that is longer than its frame")
         fields.append(body[4 : 4 + size])
         body = body[4 + size :]
     return fields

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Cost, Handle, Link, LinkError
+from paceline.contract import CommCost, Handle, Link, LinkError
 from paceline.link.net.collective_run import Collective, names
 
 
@@ -31,16 +31,16 @@ def agree_on(link: Link, name: str) -> None:
 
 def override(link: Link, name: str) -> Link:
     """``link`` with its sums by the collective of that name, or as it is where that is ""."""
-    return Chosen(link, Collective(name)) if name else link
+    return CollectiveOverride(link, Collective(name)) if name else link
 
 
-class Chosen(Link):
+class CollectiveOverride(Link):
     """``link`` with its `sum` by ``collective``; all else is the link's own."""
 
     def __init__(self, link: Link, collective: Collective):
         self.link, self.collective = link, collective
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.whereabouts = link.whereabouts
+        self.activity = link.activity
         self._last: _Sum | None = None
 
     @property
@@ -52,10 +52,10 @@ class Chosen(Link):
         self.link.sent_bytes = count
 
     def lane(self, name: str) -> Link:
-        return Chosen(self.link.lane(name), self.collective)
+        return CollectiveOverride(self.link.lane(name), self.collective)
 
-    def hurry(self, quick: bool) -> None:
-        self.link.hurry(quick)
+    def set_regime(self, quick: bool) -> None:
+        self.link.set_regime(quick)
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         self._last = _Sum(self, tensor, what, self._last)
@@ -79,7 +79,7 @@ class Chosen(Link):
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self.link.recv(tensor, peer, tag)
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         if operation != "sum":
             return self.link.cost(operation, num_bytes)
         itemsize = next(size for size in (4, 2, 1) if num_bytes % size == 0)
@@ -92,13 +92,13 @@ class Chosen(Link):
 class _Sum(Handle):
     """A sum under way, after the one before it on the same lane."""
 
-    def __init__(self, link: Chosen, tensor: Tensor, what: str, before: _Sum | None):
+    def __init__(self, link: CollectiveOverride, tensor: Tensor, what: str, before: _Sum | None):
         self.tensor, self.what = tensor, what
         self.error: Exception | None = None
         self.finished = threading.Event()
         threading.Thread(target=self._run, args=(link, before), name="paceline sum", daemon=True).start()
 
-    def _run(self, link: Chosen, before: _Sum | None) -> None:
+    def _run(self, link: CollectiveOverride, before: _Sum | None) -> None:
         try:
             if before:
                 before.wait()
@@ -108,7 +108,7 @@ class _Sum(Handle):
         finally:
             self.finished.set()
 
-    def _add_up(self, link: Chosen) -> None:
+    def _add_up(self, link: CollectiveOverride) -> None:
         try:
             link.collective.run(link.link, self.tensor)
         except LinkError as error:

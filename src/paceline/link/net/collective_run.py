@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from paceline.contract import Cost, Link
+from paceline.contract import CommCost, Link
 from paceline.link import collectives
 from paceline.link.net.collective_rounds import Message, Rounds, packed, there_and_back
 
@@ -24,7 +24,7 @@ TAG = 0x5EED  # of messages that belong to a sum
 
 
 @dataclass(frozen=True)
-class Traffic(Cost):
+class Traffic(CommCost):
     """A sum's cost, exactly: ``bytes`` and ``flops`` are those of the rank that sends, or adds, most.
 
     ``serial_bytes``: of the largest message of each step, one after another.
@@ -40,7 +40,7 @@ class Traffic(Cost):
         return self.serial_bytes
 
 
-def seconds(cost: Cost, alpha_s: float, beta_s_per_byte: float) -> float:
+def seconds(cost: CommCost, alpha_s: float, beta_s_per_byte: float) -> float:
     """What messages of ``alpha_s`` + bytes * ``beta_s_per_byte`` take, one after another."""
     return cost.steps * alpha_s + cost.in_sequence * beta_s_per_byte
 

@@ -18,7 +18,7 @@ import termios
 from typing import TypeVar
 from weakref import WeakSet
 
-from paceline.link.net.auth import Seal
+from paceline.link.net.auth import MessageAuthenticator
 
 MAX_BYTES = 1 << 20  # of a word
 BITE = 1 << 16
@@ -28,7 +28,7 @@ ROUND_TRIP = struct.Struct("I")  # tcpi_rtt, in microseconds
 class Words:
     """``line`` must be set not to block."""
 
-    def __init__(self, line: socket.socket, seal: Seal):
+    def __init__(self, line: socket.socket, seal: MessageAuthenticator):
         self.line, self._seal = alone(line), seal
         self._out, self._in = bytearray(), bytearray()
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.contract import Cost, Handle, Link
+from paceline.contract import CommCost, Handle, Link
 
 
 @dataclass(frozen=True)
-class Sending:
+class Transfer:
     """An operation that has begun. *Units*: ``begin_s`` on `time.perf_counter`; bytes sent by this rank."""
 
     lane: str
@@ -23,17 +23,17 @@ class Sending:
     handle: Handle
 
 
-class Ledger(Link):
+class MeteredLink(Link):
     """``link`` as it is. ``watch``, of the first lane, is called from any thread when an operation has begun.
 
     ``first``: of a lane; ``spent``: bytes that earlier links of this rank have sent.
     """
 
-    def __init__(self, link: Link, name: str = "control", first: Ledger | None = None, spent: int = 0):
+    def __init__(self, link: Link, name: str = "control", first: MeteredLink | None = None, spent: int = 0):
         self.link, self.name = link, name
         self.rank, self.size, self.generation, self.hosts = link.rank, link.size, link.generation, link.hosts
-        self.threads, self.wide, self.whereabouts = link.threads, link.wide, link.whereabouts
-        self.watch: Callable[[Sending], None] | None = None
+        self.threads, self.accumulates_fp32, self.activity = link.threads, link.accumulates_fp32, link.activity
+        self.watch: Callable[[Transfer], None] | None = None
         self._first, self._spent = first or self, spent
         self._lanes: list[Link] = []
 
@@ -43,7 +43,7 @@ class Ledger(Link):
         return self._spent + self.link.sent_bytes + sum(lane.sent_bytes for lane in self._lanes)
 
     def lane(self, name: str) -> Link:
-        lane = Ledger(self.link.lane(name), name, self._first)
+        lane = MeteredLink(self.link.lane(name), name, self._first)
         self._lanes.append(lane)
         return lane
 
@@ -55,11 +55,11 @@ class Ledger(Link):
         handle = begin()
         # a sum made of messages counts them when they leave, which is later
         counted = self.link.sent_bytes - before or int(self.link.cost(operation, tensor.nbytes).bytes)
-        watch(Sending(self.name, operation, what, counted, begin_s, handle))
+        watch(Transfer(self.name, operation, what, counted, begin_s, handle))
         return handle
 
-    def hurry(self, quick: bool) -> None:
-        self.link.hurry(quick)
+    def set_regime(self, quick: bool) -> None:
+        self.link.set_regime(quick)
 
     def sum(self, tensor: Tensor, what: str = "sum") -> Handle:
         return self._begun("sum", what, tensor, lambda: self.link.sum(tensor, what))
@@ -82,7 +82,7 @@ class Ledger(Link):
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         return self._begun("recv", f"from rank {peer}", tensor, lambda: self.link.recv(tensor, peer, tag))
 
-    def cost(self, operation: str, num_bytes: int) -> Cost:
+    def cost(self, operation: str, num_bytes: int) -> CommCost:
         return self.link.cost(operation, num_bytes)
 
     def close(self) -> None:

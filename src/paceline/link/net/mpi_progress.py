@@ -89,8 +89,8 @@ def _combine(dtype: torch.dtype, combine: Callable[..., Tensor], one: Any, into:
         combine(a, b, out=b)
 
 
-PAUSE_S = 2e-4  # between two rounds of asking
-WAITED_PAUSE_S = 5e-5  # while somebody waits
+POLL_S = 2e-4  # between two rounds of asking
+WAITED_POLL_S = 5e-5  # while somebody waits
 
 
 class Flight:
@@ -151,7 +151,7 @@ class Progress:
                 with self._changed:
                     self._flights = [flight for flight in self._flights if flight not in ended]
             else:
-                time.sleep(WAITED_PAUSE_S if self._num_waiting else PAUSE_S)
+                time.sleep(WAITED_POLL_S if self._num_waiting else POLL_S)
 
     def stop(self, drain_s: float) -> bool:
         """Lets what is under way end, for ``drain_s``; whether all of it did."""

@@ -14,10 +14,10 @@ import torch.distributed
 from paceline.environment import join_s
 from paceline.errors import LinkError
 from paceline.link.net import route
-from paceline.link.net.auth import Hiding, secret_of_environment
-from paceline.link.net.route import Door, Member
-from paceline.link.net.store_client import Meeting
-from paceline.link.net.store_server import MeetingPoint
+from paceline.link.net.auth import EncryptionKey, secret_of_environment
+from paceline.link.net.route import Member, ReachabilityServer
+from paceline.link.net.store_client import StoreClient
+from paceline.link.net.store_server import RendezvousStore
 from paceline.report.log import log
 
 dist: Any = torch.distributed  # its stubs leave out what we use
@@ -29,7 +29,7 @@ class Unreached(LinkError):
     """Some do not reach each other. ``peer``: the last of those who say so, without whom the others may."""
 
 
-_points: dict[tuple[str, int, bool], MeetingPoint] = {}  # of this process: a run may join more than once
+_points: dict[tuple[str, int, bool], RendezvousStore] = {}  # of this process: a run may join more than once
 
 
 def join(
@@ -40,7 +40,7 @@ def join(
     generation: int = 0,
     patience_s: float | None = None,
     secret: bytes | None = None,
-) -> tuple[Meeting, Any, list[Member]]:
+) -> tuple[StoreClient, Any, list[Member]]:
     """(the meeting, the part of it that is this generation's, where everyone is). Raises LinkError on every rank.
 
     ``secret``: PACELINE_SECRET where none is given. ``patience_s``: `join_s` where none is given.
@@ -48,7 +48,7 @@ def join(
     patience_s = join_s() if patience_s is None else patience_s
     secret = secret_of_environment() if secret is None else secret
     point, place, number = _place(rank, size, host, port, secret, patience_s)
-    meeting = Meeting(place, number, secret, rank, size, patience_s, point, LONGER)
+    meeting = StoreClient(place, number, secret, rank, size, patience_s, point, LONGER)
     try:
         store = dist.PrefixStore(f"paceline/{generation}", meeting)
         members = introduce(meeting, store)
@@ -61,16 +61,16 @@ def join(
 
 def _place(
     rank: int, size: int, host: str, port: int, secret: bytes, patience_s: float
-) -> tuple[MeetingPoint | None, str, int]:
+) -> tuple[RendezvousStore | None, str, int]:
     """Where the meeting is: at MASTER_PORT; or where that is taken by torch's own store, which then says where."""
     here = f"rank {rank} of {size} on {socket.gethostname()}"
     patience = timedelta(seconds=patience_s)
     board = _board(here, size, host, port, patience)
-    hides = isinstance(secret, Hiding)
+    hides = isinstance(secret, EncryptionKey)
     key = "meeting, hidden" if hides else "meeting"
     if rank == 0:
         if (host, port, hides) not in _points:
-            point = MeetingPoint(route.resolve(host), 0 if board else port, secret)
+            point = RendezvousStore(route.resolve(host), 0 if board else port, secret)
             atexit.register(point.close)
             _points[host, port, hides] = point
             if not secret and not route.is_loopback(point.address):
@@ -112,7 +112,7 @@ def _board(here: str, size: int, host: str, port: int, patience: timedelta) -> A
     return dist.PrefixStore(f"paceline/{restart}", store)
 
 
-def introduce(meeting: Meeting, store: Any, limit_s: float = route.KNOCK_S) -> list[Member]:
+def introduce(meeting: StoreClient, store: Any, limit_s: float = route.KNOCK_S) -> list[Member]:
     """``limit_s``: in which each must reach each. Raises LinkError, and `Unreached` where they do not."""
     rank, ranks = meeting.rank, range(meeting.size)
     if store.add(f"came/{rank}", 1) != 1:
@@ -121,7 +121,7 @@ def introduce(meeting: Meeting, store: Any, limit_s: float = route.KNOCK_S) -> l
             f"RANK, and each run its own MASTER_PORT"
         )
     name = os.environ.get("PACELINE_HOST", socket.gethostname())
-    door = Door(rank, name, route.own_address(meeting.address))
+    door = ReachabilityServer(rank, name, route.own_address(meeting.address))
     try:
         store.set(f"member/{rank}", door.member.write())
         found = store.multi_get([f"member/{r}" for r in ranks])

@@ -118,7 +118,7 @@ class Member:
         return cls(rank, host, address, int(port), bytes.fromhex(token))
 
 
-class Door:
+class ReachabilityServer:
     """Says this rank's token to all who connect, until closed."""
 
     def __init__(self, rank: int, host: str, address: str):

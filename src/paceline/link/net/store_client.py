@@ -25,23 +25,23 @@ from paceline.link.net.auth import (
     SERVER,
     SIZE,
     VERSION,
-    Distrust,
-    Seal,
+    AuthError,
+    MessageAuthenticator,
     exactly,
-    prove,
+    mac,
     same,
 )
 from paceline.link.net.framing import alone
-from paceline.link.net.store_server import HANDSHAKE_S, MeetingPoint
+from paceline.link.net.store_server import HANDSHAKE_S, RendezvousStore
 
-GLANCE_S = 0.5  # for which a wait holds the line, that other threads may want
-PAUSE_S = 0.1  # between knocks
+POLL_S = 0.5  # for which a wait holds the line, that other threads may want
+RETRY_DELAY_S = 0.1  # between knocks
 KEEP_S = 60  # of silence, before the kernel asks the other one
-LATE = 0xFFFF  # in place of a rank, for who has none yet
+NO_RANK_YET = 0xFFFF  # in place of a rank, for who has none yet
 AT_ONCE = struct.pack("ii", 1, 0)  # closed with nothing left behind
 
 
-def knock(host: str, port: int, limit_s: float) -> socket.socket:
+def connect(host: str, port: int, limit_s: float) -> socket.socket:
     """A line to who listens there. Raises OSError where nobody does."""
     line = alone(socket.create_connection((host, port), timeout=limit_s))
     if line.getsockname() == line.getpeername():
@@ -52,7 +52,7 @@ def knock(host: str, port: int, limit_s: float) -> socket.socket:
     return line
 
 
-class Meeting(Store):
+class StoreClient(Store):
     """One line to ``host``:``port``, for any thread. Raises LinkError within ``patience_s``, naming who is missing.
 
     ``alert`` is called while waiting, and raises where waiting has become pointless. On rank 0 ``point`` is the
@@ -67,7 +67,7 @@ class Meeting(Store):
         rank: int,
         size: int,
         patience_s: float,
-        point: MeetingPoint | None = None,
+        point: RendezvousStore | None = None,
         advice: str = "",
     ):
         super().__init__()
@@ -80,7 +80,7 @@ class Meeting(Store):
 
     @property
     def here(self) -> str:
-        who = "a node that comes late" if self.rank == LATE else f"rank {self.rank} of {self.size}"
+        who = "a node that comes late" if self.rank == NO_RANK_YET else f"rank {self.rank} of {self.size}"
         return f"{who} on {socket.gethostname()}"
 
     @property
@@ -92,11 +92,11 @@ class Meeting(Store):
         """This end of the line: where the route to rank 0 leaves."""
         return str(self._line.getsockname()[0])
 
-    def _reach(self, secret: bytes) -> tuple[socket.socket, Seal]:
+    def _reach(self, secret: bytes) -> tuple[socket.socket, MessageAuthenticator]:
         end, why = time.monotonic() + self.patience_s, "nobody answered"
         while (left_s := end - time.monotonic()) > 0:
             try:
-                line = knock(self.host, self.port, min(HANDSHAKE_S, left_s))
+                line = connect(self.host, self.port, min(HANDSHAKE_S, left_s))
             except OSError as error:
                 why = str(error)
             else:
@@ -108,13 +108,13 @@ class Meeting(Store):
                 except OSError as error:  # it may be busy with strangers
                     line.close()
                     why = str(error)
-            time.sleep(PAUSE_S)
+            time.sleep(RETRY_DELAY_S)
         raise LinkError(
             f"{self.here} could not reach {self.place} within {self.patience_s:.0f} s ({why}); check MASTER_ADDR, "
             f"MASTER_PORT, the firewall, and that rank 0 is running{self.advice}"
         )
 
-    def _greet(self, line: socket.socket, secret: bytes) -> Seal:
+    def _greet(self, line: socket.socket, secret: bytes) -> MessageAuthenticator:
         line.settimeout(HANDSHAKE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         header = exactly(line, len(HEADER))
@@ -131,20 +131,20 @@ class Meeting(Store):
             )
         nonce = secrets.token_bytes(SIZE)
         nonces = exactly(line, SIZE) + nonce
-        line.sendall(HELLO.pack(HEADER, self.rank, nonce, prove(secret, GUEST, self.rank, nonces)))
+        line.sendall(HELLO.pack(HEADER, self.rank, nonce, mac(secret, GUEST, self.rank, nonces)))
         answer = exactly(line, SIZE)
-        if answer == REFUSED or not same(answer, prove(secret, SERVER, self.rank, nonces)):
+        if answer == REFUSED or not same(answer, mac(secret, SERVER, self.rank, nonces)):
             whose = "refused this process" if answer == REFUSED else "did not prove that it belongs to this run"
             raise LinkError(
                 f"{self.here}: rank 0 at {self.host}:{self.port} {whose}: their PACELINE_SECRET differ; start all "
                 f"ranks of a run with the same, or all without, and all or none with --encrypt (PACELINE_ENCRYPT)"
             )
-        return Seal(secret, GUEST, self.rank, nonces)
+        return MessageAuthenticator(secret, GUEST, self.rank, nonces)
 
     def _ask(self, *fields: bytes) -> list[bytes]:
         with self._lock:
             try:
-                self._line.settimeout(HANDSHAKE_S + GLANCE_S)
+                self._line.settimeout(HANDSHAKE_S + POLL_S)
                 self._line.sendall(self._seal.wrap(fields))
                 while (answer := self._seal.take(self._heard)) is None:
                     words = self._line.recv(MAX_BYTES)
@@ -152,7 +152,7 @@ class Meeting(Store):
                         raise ConnectionResetError("it hung up")
                     self._heard += words
                 return answer
-            except (OSError, Distrust) as error:
+            except (OSError, AuthError) as error:
                 self._line.close()  # half a frame may be under way
                 raise LinkError(
                     f"{self.here} lost {self.place} ({error}): rank 0 ended, or the network to it broke; look there", 0
@@ -163,7 +163,7 @@ class Meeting(Store):
         end = time.monotonic() + patience_s
         while wanted:
             left_s = max(0.0, end - time.monotonic())
-            state, *rest = self._ask(b"get", b"%f" % min(GLANCE_S, left_s), *wanted)
+            state, *rest = self._ask(b"get", b"%f" % min(POLL_S, left_s), *wanted)
             if state == b"ok":
                 return rest
             self.alert()
@@ -252,7 +252,7 @@ class Meeting(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> Meeting:
+    def clone(self) -> StoreClient:
         return self
 
 

@@ -25,10 +25,10 @@ from paceline.link.net.auth import (
     SERVER,
     SIZE,
     VERSION,
-    Distrust,
-    Hiding,
-    Seal,
-    prove,
+    AuthError,
+    EncryptionKey,
+    MessageAuthenticator,
+    mac,
     same,
 )
 from paceline.link.net.framing import alone
@@ -50,13 +50,13 @@ class _Guest:
         self.line, self.host = line, host
         self.heard, self.to_say = bytearray(), bytearray()
         self.nonce = secrets.token_bytes(SIZE)
-        self.seal: Seal | None = None
+        self.seal: MessageAuthenticator | None = None
         self.wanted: list[bytes] = []  # keys that it waits for
         self.deadline = time.monotonic() + HANDSHAKE_S  # of a stranger's proof, or of a member's wait
         self.leaving = False  # once all is said
 
 
-class MeetingPoint:
+class RendezvousStore:
     """Serves ``address``:``port`` (0: any) until closed. Raises LinkError where it cannot listen there.
 
     *Laws*: nothing that a stranger sends, or does not send, ends it or keeps a member waiting.
@@ -172,34 +172,34 @@ class MeetingPoint:
             self._admit(guest)
         while guest.seal and (fields := guest.seal.take(guest.heard)):
             if guest.wanted:
-                raise Distrust("a question before the answer to the last")
+                raise AuthError("a question before the answer to the last")
             self._answer(guest, *fields)
 
     def _admit(self, guest: _Guest) -> None:
         header = bytes(guest.heard[: len(HEADER)])
         if not MAGIC.startswith(header[: len(MAGIC)]):
-            raise Distrust("another language")
+            raise AuthError("another language")
         if len(header) == len(HEADER) and header != HEADER:
             self._note(guest, f"it speaks version {header[-1]} of the meeting, this process version {VERSION}")
-            raise Distrust("another version")
+            raise AuthError("another version")
         if len(guest.heard) < HELLO.size:
             return
         _, rank, nonce, proof = HELLO.unpack_from(guest.heard)
         nonces = guest.nonce + nonce
-        if not same(proof, prove(self._secret, GUEST, rank, nonces)):
+        if not same(proof, mac(self._secret, GUEST, rank, nonces)):
             self._note(guest, f"it calls itself rank {rank}, and {self._unlike(rank, nonces, proof)}")
             guest.leaving = True
             self._say(guest, REFUSED)
             return
         del guest.heard[: HELLO.size]
         guest.deadline = NEVER
-        self._say(guest, prove(self._secret, SERVER, rank, nonces))
-        guest.seal = Seal(self._secret, SERVER, rank, nonces)
+        self._say(guest, mac(self._secret, SERVER, rank, nonces))
+        guest.seal = MessageAuthenticator(self._secret, SERVER, rank, nonces)
 
     def _unlike(self, rank: int, nonces: bytes, proof: bytes) -> str:
-        hides = isinstance(self._secret, Hiding)
-        other = bytes(self._secret) if hides else Hiding(self._secret)
-        if same(proof, prove(other, GUEST, rank, nonces)):
+        hides = isinstance(self._secret, EncryptionKey)
+        other = bytes(self._secret) if hides else EncryptionKey(self._secret)
+        if same(proof, mac(other, GUEST, rank, nonces)):
             mine, theirs = ("with", "without") if hides else ("without", "with")
             return f"it was started {theirs} --encrypt (PACELINE_ENCRYPT), and this run {mine}"
         return "its PACELINE_SECRET is not that of this run"
@@ -246,7 +246,7 @@ class MeetingPoint:
                 values[key] = desired
             self._reply(guest, b"ok", values.get(key, expected))
         else:
-            raise Distrust("an unknown word")
+            raise AuthError("an unknown word")
         for other in list(self._guests.values()):
             self._serve(other)
 
@@ -267,7 +267,7 @@ class MeetingPoint:
         with contextlib.suppress(BlockingIOError):
             del guest.to_say[: guest.line.send(guest.to_say)]
         if len(guest.to_say) > MAX_WAITING_BYTES:
-            raise Distrust("a guest that does not listen")
+            raise AuthError("a guest that does not listen")
         more = selectors.EVENT_WRITE if guest.to_say else 0
         self._eyes.modify(guest.line, selectors.EVENT_READ | more)
         if guest.leaving and not guest.to_say:

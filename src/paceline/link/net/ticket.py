@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.environment import variable
-from paceline.link.net.auth import Hiding
+from paceline.link.net.auth import EncryptionKey
 
 
 @dataclass(frozen=True)
-class Ticket:
+class JoinTicket:
     """``nodes``: the fewest and the most, as PACELINE_NODES has them; ``members``: their places, the first leads;
     ``hides``: the run is encrypted."""
 
@@ -38,7 +38,7 @@ class Ticket:
             aside.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Ticket:
+    def read(cls, path: Path) -> JoinTicket:
         """Raises ValueError for what is no ticket."""
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
@@ -54,4 +54,4 @@ def publish(members: Sequence[str], secret: bytes) -> None:
     """These are the members now."""
     if path := variable("PACELINE_TICKET_FILE"):
         nodes = os.environ.get("PACELINE_NODES", "")
-        Ticket(secret.decode(), nodes, members, isinstance(secret, Hiding)).write(Path(path))
+        JoinTicket(secret.decode(), nodes, members, isinstance(secret, EncryptionKey)).write(Path(path))

@@ -34,7 +34,7 @@ from paceline.link.net.route import Member
 
 HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
-PAUSE_S, GLANCE_S = 0.05, 0.2
+PAUSE_S, POLL_S = 0.05, 0.2
 TOKEN = 16  # bytes
 
 
@@ -70,7 +70,7 @@ class Mesh:
             return
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS) as server:
-            server.settimeout(GLANCE_S)
+            server.settimeout(POLL_S)
             welcoming = threading.Thread(target=self._welcome, args=(server,), name="paceline gate", daemon=True)
             welcoming.start()
             try:
@@ -87,7 +87,7 @@ class Mesh:
                 raise
             finally:
                 self._closing = True
-                welcoming.join(2 * GLANCE_S + 1.0)
+                welcoming.join(2 * POLL_S + 1.0)
         for line in (*self.out.values(), *self.into.values()):
             line.settimeout(None)
 

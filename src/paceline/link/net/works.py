@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline import contract
 
-PATIENCE_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
+TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 
 
 class All:
@@ -38,7 +38,7 @@ class Patient:
 
     def _run(self) -> None:
         try:
-            self.work.wait(timedelta(seconds=PATIENCE_S))
+            self.work.wait(timedelta(seconds=TIMEOUT_S))
         except RuntimeError as error:
             self.error = error
         self.finished.set()

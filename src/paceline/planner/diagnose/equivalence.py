@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.contract import GlobalBatch, Share
 from paceline.data.batches import Batch
-from paceline.data.sampler import Seat
+from paceline.data.sampler import Assignment
 from paceline.planner.diagnose.causes import Cause, causes, of_rounding
 
 Mapped = Callable[[Any, Callable[[Tensor], Tensor]], Any]
@@ -39,7 +39,7 @@ FIRST, LAST, SAID, FOUND = "first.safetensors", "last.safetensors", "said.json",
 
 
 @dataclass
-class Witness:
+class EquivalenceRun:
     """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a folder) or none; ``examines``: a
     folder of which causes are looked for after the last step; ``told``: [rank, world size] that the script alone is
     told, though it is alone.
@@ -62,7 +62,7 @@ class Witness:
     metric: Any = None  # what `evaluate` was given
 
     @classmethod
-    def of_environment(cls) -> Witness | None:
+    def of_environment(cls) -> EquivalenceRun | None:
         said = asked()
         if not said:
             return None
@@ -199,7 +199,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Span(Seat):
+class Span(Assignment):
     """A seat whose samples are given."""
 
     start: int = 0
@@ -212,15 +212,15 @@ class Span(Seat):
 class _Cast(GlobalBatch):
     """A batch whose floating-point tensors arrive in another type."""
 
-    def __init__(self, batch: GlobalBatch, witness: Witness, mapped: Mapped, noted: list[Read] | None):
+    def __init__(self, batch: GlobalBatch, witness: EquivalenceRun, mapped: Mapped, noted: list[Read] | None):
         self.batch, self.witness, self.mapped, self.weight = batch, witness, mapped, batch.weight
         self.noted = noted
 
-    def share(self, seat: Share) -> Any:
-        rows = self.witness.cast(self.batch.share(seat), self.mapped)
-        self.held = self.batch.held
+    def share(self, assignment: Share) -> Any:
+        rows = self.witness.cast(self.batch.share(assignment), self.mapped)
+        self.num_local_samples = self.batch.num_local_samples
         if self.noted is not None:
-            span = seat.rows(len(self.batch.indices)) if isinstance(self.batch, Batch) else None
+            span = assignment.rows(len(self.batch.indices)) if isinstance(self.batch, Batch) else None
             read = Read(self, None, (span.start, span.stop) if span is not None else None, digests(rows))
             read.rows = self.mapped(rows, torch.clone) if rows is not None else None
             self.noted.append(read)

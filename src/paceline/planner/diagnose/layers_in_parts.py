@@ -126,11 +126,11 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
         if number >= len(calls):
             begun.setdefault(name, []).append((False, number))
             return None
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, bucket = tree_flatten((args, kwargs))
         alike, changed = _alike(leaves, calls[number].inputs, part)
         if not alike and forces and changed is not None:
             begun.setdefault(name, []).append((True, number))
-            return tree_unflatten(changed, spec)
+            return tree_unflatten(changed, bucket)
         begun.setdefault(name, []).append((alike, number))
         return None
 
@@ -138,12 +138,12 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
         alike, number = begun[name].pop()
         if not alike:
             return None
-        leaves, spec = tree_flatten(output)
+        leaves, bucket = tree_flatten(output)
         same, changed = _alike(leaves, whole.calls[name][number].outputs, part)
         if same or changed is None:
             return None
         trial.unlike[name] = max(trial.unlike.get(name, 0.0), _gap(leaves, changed))
-        return tree_unflatten(changed, spec)
+        return tree_unflatten(changed, bucket)
 
     with _hooks(model, begin, end):
         run()

@@ -16,7 +16,7 @@ from paceline.contract import GlobalBatch, StepObserver, StepSummary
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
 from paceline.engine.compute.loss_divisor import Means, labels_of
-from paceline.planner.diagnose.equivalence import Witness, digests
+from paceline.planner.diagnose.equivalence import EquivalenceRun, digests
 from paceline.planner.diagnose.experiments import examine
 from paceline.planner.diagnose.loss_kind import Said
 from paceline.planner.diagnose.subject import Subject, parts_of
@@ -28,7 +28,7 @@ Spans = Sequence[tuple[int, int]]
 class Comparison(StepObserver):
     """Of a training that is compared with another one. Raises SystemExit, in every process, after the last step."""
 
-    def __init__(self, run: RunState, witness: Witness):
+    def __init__(self, run: RunState, witness: EquivalenceRun):
         self.run, self.witness, self._own_loop = run, witness, False
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
@@ -39,9 +39,9 @@ class Comparison(StepObserver):
         return self.witness.deal(batch, batches.mapped)
 
     def ends(self, summary: StepSummary) -> None:
-        run, witness, ballot = self.run, self.witness, summary.agreement.ballot
+        run, witness, vote = self.run, self.witness, summary.outcome.vote
         run.settle()
-        loss = ballot.loss_sum / ballot.weight if ballot.weight else math.nan
+        loss = vote.loss_sum / vote.weight if vote.weight else math.nan
         if not witness.note(run.job.model, run.job.optimizer, loss):
             return
         witness.facts |= {
@@ -51,13 +51,15 @@ class Comparison(StepObserver):
             "own_loop": self._own_loop,
         }
         everyone = [witness.said()]
-        if run.world.size > 1:
-            everyone = [json.loads(words) for words in run.control.gather(json.dumps(everyone[0]).encode()) if words]
+        if run.world.world_size > 1:
+            everyone = [
+                json.loads(words) for words in run.control.all_gather(json.dumps(everyone[0]).encode()) if words
+            ]
         found = _examined(run, witness, self._own_loop) if witness.examines else None
         witness.end(everyone, run.engine.state() if run.leader or witness.told else None, found)
 
 
-def _examined(run: RunState, witness: Witness, own_loop: bool) -> dict[str, Any]:
+def _examined(run: RunState, witness: EquivalenceRun, own_loop: bool) -> dict[str, Any]:
     many, found = witness.everyones(), dict[str, Any]()
     try:
         found = _reading(witness, many)
@@ -68,7 +70,7 @@ def _examined(run: RunState, witness: Witness, own_loop: bool) -> dict[str, Any]
     return found | {"sync": run.job.batch_norm == "sync"}
 
 
-def _reading(witness: Witness, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _reading(witness: EquivalenceRun, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Whether samples are the same ones whenever they are read; if so, what each process should have read."""
     known = [read for read in witness.reads if read.span is not None]
     if not known or len(known) < len(witness.reads):
@@ -86,7 +88,9 @@ def _reading(witness: Witness, many: Sequence[Mapping[str, Any]]) -> dict[str, A
     return {"dealt": [[read(known[i].batch, each) for i, each in enumerate(mine[: len(known)])] for mine in spans]}
 
 
-def _subject(run: RunState, witness: Witness, many: Sequence[Mapping[str, Any]], own_loop: bool) -> Subject | None:
+def _subject(
+    run: RunState, witness: EquivalenceRun, many: Sequence[Mapping[str, Any]], own_loop: bool
+) -> Subject | None:
     job, read = run.job, witness.reads[0] if witness.reads else None
     if not own_loop and (read is None or read.rows is None):
         return None

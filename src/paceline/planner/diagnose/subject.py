@@ -12,7 +12,7 @@ from torch import nn
 from paceline.planner.diagnose.layers_in_parts import Part
 from paceline.planner.diagnose.loss_kind import Judge
 
-MOST_PARTS = 3
+MAX_PARTS = 3
 Counted = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
 
 
@@ -46,5 +46,5 @@ def parts_of(count: int, edges: Sequence[tuple[int, int]] = ()) -> list[Part]:
     whole = known and known[0][0] == 0 and known[-1][1] == count
     if len(known) < 2 or not whole or any(a[1] != b[0] for a, b in pairwise(known)):
         known = [(0, count // 2), (count // 2, count)]
-    groups = [known[len(known) * i // MOST_PARTS : len(known) * (i + 1) // MOST_PARTS] for i in range(MOST_PARTS)]
+    groups = [known[len(known) * i // MAX_PARTS : len(known) * (i + 1) // MAX_PARTS] for i in range(MAX_PARTS)]
     return [Part(group[0][0], group[-1][1], count) for group in groups if group]

@@ -19,7 +19,7 @@ MESSAGE_BYTES = 1 << 20
 Work = Callable[[str, dict[str, Any]], Any]
 
 
-class Copies:
+class ForkedCopies:
     """``work(what, options)`` runs in each copy and returns what JSON can hold. If one fails or is late, all end."""
 
     def __init__(self, count: int, work: Work, cores: list[int], deadline: float):

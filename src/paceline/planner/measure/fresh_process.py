@@ -19,14 +19,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProcessResult:
     """``code`` is None where the deadline came first."""
 
     code: int | None
     last_words: str
 
 
-def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Ended:
+def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProcessResult:
     """What it prints is swallowed; the last line of its errors is kept. Ctrl-C here ends it, too."""
     parent = os.getpid()
 
@@ -52,7 +52,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) 
             _end(child)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-    return Ended(code, lines[-1][:300] if lines else f"exit code {code}")
+    return ProcessResult(code, lines[-1][:300] if lines else f"exit code {code}")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

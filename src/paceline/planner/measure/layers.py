@@ -31,7 +31,7 @@ class Call:
     clones: bool = False  # changes its input in place, which a leaf of the graph does not allow
 
 
-class Layers:
+class LayerTimer:
     """The layer calls of one forward pass. ``absorbed``: weights whose gradient the update makes from factors."""
 
     def __init__(self, model: nn.Module, forward: Callable[[], Any], words: Sequence[str], absorbed: set[int]):

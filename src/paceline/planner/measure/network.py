@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.contract import Link
-from paceline.planner.cluster_model import Sums, Wire, ring
+from paceline.planner.cluster_model import NetworkModel, Sums, ring
 
 DEADLINE_S = 20.0
 PINGS, FEW_PINGS, BALLS, SUMS = 10, 3, 2, 3
@@ -31,7 +31,7 @@ UNSEEN = 0.1  # of what a message costs: what the bytes of the largest take at l
 PING_BYTES = 64
 SMALLEST, LARGEST = 64 << 10, 8 << 20  # bytes of a message
 SUM_BYTES = tuple(1024 << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 13))  # 1 KiB to 8 MiB
-LEAST_SUMS = 3  # of the largest sizes, whatever does not show
+MIN_SUMS = 3  # of the largest sizes, whatever does not show
 COUNTED_BYTES = 256 << 10  # of a sum, from which on its work on the processor is counted
 BUDGET_S = 1.2  # of pairs, and of sums
 
@@ -69,13 +69,13 @@ class Wires:
         sums = tuple((num_bytes, seconds) for num_bytes, seconds in said["sums"])
         return cls(**{**said, "pairs": pairs, "sums": sums})
 
-    def among(self, ranks: Sequence[int], sums: Sums = ring) -> Wire:
+    def among(self, ranks: Sequence[int], sums: Sums = ring) -> NetworkModel:
         """What these ranks have to do with: the slowest line between any two of them, and the largest latency."""
         lines = [pair for pair in self.pairs if {pair.one, pair.other} <= set(ranks)]
         if not lines:
-            return Wire(0.0, float("inf"), sums=sums)
+            return NetworkModel(0.0, float("inf"), sums=sums)
         rate = min(pair.bytes_per_s for pair in lines)
-        return Wire(max(pair.latency_s for pair in lines), rate, self._adding_s(sums), self.cpu_s, sums)
+        return NetworkModel(max(pair.latency_s for pair in lines), rate, self._adding_s(sums), self.cpu_s, sums)
 
     def _adding_s(self, sums: Sums) -> float:
         """Seconds per byte that a sum takes beyond its bytes' way, over all ranks."""
@@ -188,7 +188,7 @@ def _sums(link: Link, least_bytes: float) -> tuple[tuple[tuple[int, float], ...]
     """Everyone is told how long the slowest took, so all stop at the same size."""
     begun, found = time.perf_counter(), []
     cpu_s = sent_bytes = 0.0
-    for num_bytes in (size for size in SUM_BYTES if size >= min(least_bytes, SUM_BYTES[-LEAST_SUMS])):
+    for num_bytes in (size for size in SUM_BYTES if size >= min(least_bytes, SUM_BYTES[-MIN_SUMS])):
         taken, values, spent_s = [], torch.ones(num_bytes // 4), 0.0
         for i in range(SUMS + 1):
             _meet(link)

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.environment import World
+from paceline.environment import LaunchEnvironment
 from paceline.launch.ask_hosts import MARK
 from paceline.launch.machine import survey
 from paceline.launch.supervise import trained_alone
@@ -23,7 +23,7 @@ from paceline.planner import planner as planning
 from paceline.planner.candidates import split
 from paceline.planner.measure import fresh_process, profile, trial
 from paceline.planner.planner import Plan
-from paceline.planner.step_model import Line
+from paceline.planner.step_model import StepModel
 from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
@@ -46,9 +46,9 @@ def measure_node(
     if not made and not rows:
         kept, _ = planning.cached(command, fidelity)
 
-    def record(made: Plan) -> tuple[Line, Line, int, str]:
+    def record(made: Plan) -> tuple[StepModel, StepModel, int, str]:
         one = one_process(made, machine.cores)
-        return profile.lines(command, one, fidelity, budget_s or planning.LEAST_BUDGET_S, machine)
+        return profile.lines(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
 
     made = made or kept or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
     whole, quarter, batch_size, mark = record(made)
@@ -78,7 +78,7 @@ def measure_wire() -> dict[str, Any]:
     from paceline.elastic.membership import connect  # these import torch
     from paceline.planner.measure import network
 
-    world = World.of_environment()
+    world = LaunchEnvironment.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
     # as those who train on the CPU choose it
     kind = ENCRYPTED if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or LINK
@@ -92,11 +92,13 @@ def measure_trial(
     command: list[str], rows: list[str], timed_s: float = 2.5, limit_s: float = 120.0, times: int = 1
 ) -> dict[str, Any] | None:
     """A few steps of all nodes; ``times`` the job's global batch. The first process of all has the answer."""
-    node = World.of_environment().node
+    node = LaunchEnvironment.of_environment().node
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         report = Path(folder) / "trial.json"
         told = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s), "PACELINE_TRIAL_TIMES": str(times)}
-        ended = fresh_process.run([sys.executable, *command], {**told, "PACELINE_ENGINE": rows[node]}, limit_s)
+        ended = fresh_process.run_in_process(
+            [sys.executable, *command], {**told, "PACELINE_ENGINE": rows[node]}, limit_s
+        )
         found = trial.told_by(rows[node], ended, report, limit_s) if os.environ.get("RANK") == "0" else None
     if found and found.error:
         raise ValueError(found.error)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from paceline.planner.measure.network import Wires
 
-MOST_SHOWN = 15  # of six hosts; all are in the plan
+MAX_SHOWN = 15  # of six hosts; all are in the plan
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def pair_table(pairs: Sequence[Between]) -> Table:
     from rich.text import Text
 
     num_pairs = len(pairs)
-    if num_pairs > MOST_SHOWN:
-        pairs = sorted(pairs, key=lambda pair: pair.bytes_per_s)[:MOST_SHOWN]
-    title = f"the slowest {MOST_SHOWN} of {num_pairs} pairs; the plan has all" if num_pairs > MOST_SHOWN else None
+    if num_pairs > MAX_SHOWN:
+        pairs = sorted(pairs, key=lambda pair: pair.bytes_per_s)[:MAX_SHOWN]
+    title = f"the slowest {MAX_SHOWN} of {num_pairs} pairs; the plan has all" if num_pairs > MAX_SHOWN else None
     drawn = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
     for pair in pairs:
         cells = pair.one, pair.other, f"{pair.latency_s * 1e3:.2f}", f"{pair.bytes_per_s / 1e6:.1f}"

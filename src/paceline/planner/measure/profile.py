@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.launch.machine import Machine
-from paceline.planner.candidates import Facts, Way
+from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
-from paceline.planner.step_model import Line, Ways
+from paceline.planner.step_model import StepModel, Ways
 from paceline.registry import BASELINE
 
 START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
@@ -36,7 +36,7 @@ class Setting:
     factors: bool = False
 
     @classmethod
-    def of(cls, way: Way, rows: int, absorbs: bool) -> Setting:
+    def of(cls, way: EngineSpec, rows: int, absorbs: bool) -> Setting:
         words = tuple(word for word in way.words if word in ("bf16", "fp16", "channels_last"))
         return cls(way.threads, -(-rows // way.copies), way.copies, words, absorbs)
 
@@ -53,7 +53,7 @@ class Profile:
     "threads/fused", and "threads/factors".
     """
 
-    facts: Facts
+    facts: JobFacts
     fingerprint: str = ""
     steps: int = 0
     absorbs: bool = False
@@ -72,7 +72,7 @@ class Profile:
     @classmethod
     def read(cls, path: Path) -> Profile:
         said = json.loads(path.read_text())
-        return cls(**{**said, "facts": Facts(**said["facts"])})
+        return cls(**{**said, "facts": JobFacts(**said["facts"])})
 
     def write(self, path: Path) -> None:
         aside = path.with_name(f"{path.name}.part")
@@ -89,7 +89,7 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         form = Path(folder) / "profile.json"
         form.write_text(json.dumps({"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": begun}))
-        ended = fresh_process.run(
+        ended = fresh_process.run_in_process(
             [sys.executable, "-m", "paceline", "run", "--engine", BASELINE, *command],
             {"PACELINE_PROFILE": str(form), "OMP_NUM_THREADS": "1"},
             START_LIMIT_S + 10 * budget_s,
@@ -106,7 +106,7 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
 
 def lines(
     command: Sequence[str], row: str, level: str, budget_s: float, machine: Machine
-) -> tuple[Line, Line, int, str]:
+) -> tuple[StepModel, StepModel, int, str]:
     """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
 
     ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
@@ -115,7 +115,7 @@ def lines(
         form = Path(folder) / "profile.json"
         form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}))
         command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
-        ended = fresh_process.run(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
+        ended = fresh_process.run_in_process(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
         answer = form.with_name("answer.json")
         if not answer.exists():
             own = "a loop of its own cannot be looked into"
@@ -123,5 +123,5 @@ def lines(
             raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
         said = json.loads(answer.read_text())
     ways = Ways(**said["ways"])
-    whole, quarter = (Line.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
+    whole, quarter = (StepModel.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
     return whole, quarter, said["batch_size"], said["fingerprint"]

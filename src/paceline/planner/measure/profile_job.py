@@ -31,15 +31,15 @@ class ProfileJob(StepObserver):
         if self.form:
             if own:  # a loop of one's own cannot be looked into
                 raise SystemExit(0)
-            profiler.answer(self.form, _facts(self.run, batch))
-        if stopwatch.times() > 1 and not batch.dealt:
+            profiler.take_profile(self.form, _facts(self.run, batch))
+        if stopwatch.times() > 1 and not batch.assigned:
             raise ValueError(
                 "the script brings rows of its own; that it brings as many on each of more machines is not tried"
             )
         rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
         if rows == int(batch.weight):
             return batch
-        whole = batch.share(self.run.seat)
+        whole = batch.share(self.run.assignment)
         if _cuts(whole, batch):
             return Given(layers.part(whole, int(rows)), float(rows))
         if isinstance(batch, Batch):
@@ -48,23 +48,23 @@ class ProfileJob(StepObserver):
 
     def ends(self, summary: StepSummary) -> None:
         if self.stopwatch:
-            ballot, run = summary.agreement.ballot, self.run
+            vote, run = summary.outcome.vote, self.run
             alike = run.exchange.consensus == "step" or run.world.num_nodes == 1
-            slowest_s = max((busy for busy, _ in ballot.paces), default=None)
-            self.stopwatch.tick(summary.batch.weight, ballot.seconds if alike else slowest_s)
+            slowest_s = max((busy for busy, _ in vote.paces), default=None)
+            self.stopwatch.tick(summary.batch.weight, vote.seconds if alike else slowest_s)
 
 
 def _cuts(rows: Any, batch: GlobalBatch) -> bool:
     """Whether fewer of a batch's rows are fewer of its samples."""
     try:
-        return batches_.divisible(rows, batch.held) > 0
+        return batches_.divisible(rows, batch.num_local_samples) > 0
     except ValueError:
         return False
 
 
-def _facts(run: RunState, batch: GlobalBatch) -> profiler.Examined:
+def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
     job, start = run.job, time.perf_counter()
-    rows = batch.share(run.seat)
+    rows = batch.share(run.assignment)
     input_s = time.perf_counter() - start
     forward = job.forward or batches_.call
 
@@ -72,7 +72,7 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.Examined:
         value, times, weight, _ = batches_.judged(job.loss, forward(job.model, rows), rows)
         return value * (times / weight)
 
-    return profiler.Examined(
+    return profiler.ProfiledStep(
         job.model,
         job.optimizer,
         run.engine,
@@ -95,7 +95,7 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.Examined:
 
 def _ways(run: RunState) -> dict[str, Any]:
     """How what is recorded would travel between nodes that compute as this one does."""
-    exchange, numel = run.exchange, sum(spec.numel for spec in run.engine.specs)
+    exchange, numel = run.exchange, sum(bucket.numel for bucket in run.engine.buckets)
     period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
     wide = PRECISION[run.engine.precision] or weights
     codec = getattr(exchange, "codec", None)

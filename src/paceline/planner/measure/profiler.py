@@ -23,9 +23,9 @@ from paceline import contract
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache
-from paceline.planner.candidates import Facts, candidates, planned, split
-from paceline.planner.measure.forked_copies import Copies
-from paceline.planner.measure.layers import Layers, autocast, now, part, shapes, typical
+from paceline.planner.candidates import JobFacts, candidates, planned, split
+from paceline.planner.measure.forked_copies import ForkedCopies
+from paceline.planner.measure.layers import LayerTimer, autocast, now, part, shapes, typical
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -35,11 +35,11 @@ PINGS = 30
 FUSING_PAYS = 0.03  # of a step
 STEPS_OF_ONE = 6  # that recording a line by one pass takes
 MAX_PASSES = 7
-LEAST_ROWS = 2  # that batch norm needs
+MIN_ROWS = 2  # that batch norm needs
 
 
 @dataclass
-class Examined:
+class ProfiledStep:
     """What a step has at hand. ``compute(batch)`` is the scalar to differentiate; ``input_s`` to fetch a batch."""
 
     model: nn.Module
@@ -62,14 +62,14 @@ class Examined:
 
     def few(self, rows: int, most: int) -> int:
         """About ``rows``, as many as can be computed of a batch: at least two, and all of one that cannot be cut."""
-        return min(most, max(LEAST_ROWS, rows)) if self.cuts else most
+        return min(most, max(MIN_ROWS, rows)) if self.cuts else most
 
     def part(self, rows: int, words: Sequence[str] = ()) -> Any:
         """So many rows of the batch, or all of one that cannot be cut."""
         return part(self.batch, rows if self.cuts else sys.maxsize, words)
 
 
-def answer(form: Path, job: Examined) -> None:
+def take_profile(form: Path, job: ProfiledStep) -> None:
     """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
     said = json.loads(form.read_text())
     if "parts" in said:
@@ -87,7 +87,7 @@ def answer(form: Path, job: Examined) -> None:
     raise SystemExit(0)
 
 
-def _lines(job: Examined, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
+def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
     """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
     assert job.record
     mark = plan_cache.fingerprint(job, level, shapes(job.batch, job.rows))
@@ -103,18 +103,23 @@ def _lines(job: Examined, parts: Sequence[int], level: str, budget_s: float) -> 
         passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
         # a timeline counts what the loss divides by, which may be tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
-    told = {"absorbs": job.engine.absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
+    told = {
+        "absorbs": job.engine.optimizer_takes_factors,
+        "batch_size": job.batch_size,
+        "ways": job.ways,
+        "fingerprint": mark,
+    }
     return {"lines": lines, **told}
 
 
 @dataclass
 class _Examination:
-    job: Examined
+    job: ProfiledStep
     cores: int
     level: str
     budget_s: float
     layers_s: dict[str, float] = field(default_factory=dict)
-    layers: Layers | None = None
+    layers: LayerTimer | None = None
     taken: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -124,11 +129,11 @@ class _Examination:
         self.device = next(iter(self.parameters.values())).device.type
         self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
         few = job.few(self.rows // 8, self.rows)
-        seen = Layers(job.model, lambda: job.compute(job.part(few)), (), set())
+        seen = LayerTimer(job.model, lambda: job.compute(job.part(few)), (), set())
         self.activation_bytes = 2 * seen.input_bytes * self.rows // few
         rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
         self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
-        self.absorbs = self.updates.absorbs
+        self.optimizer_takes_factors = self.updates.optimizer_takes_factors
 
     @property
     def spent(self) -> float:
@@ -139,7 +144,7 @@ class _Examination:
         facts = self._facts()
         settings = self._settings(facts)
         most = max((one.copies for one in settings), default=1)
-        copies = Copies(
+        copies = ForkedCopies(
             most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
         )
         whole_s, base = self._base(settings[0].factors)
@@ -165,7 +170,7 @@ class _Examination:
             replace(facts, can_fuse=facts.can_fuse and self._fusing_pays(update_s)),
             plan_cache.fingerprint(job, self.level, shapes(job.batch, job.rows)),
             job.steps,
-            self.absorbs,
+            self.optimizer_takes_factors,
             str(base),
             whole_s,
             self.layers_s,
@@ -179,14 +184,14 @@ class _Examination:
             time.monotonic() - self.start,
         )
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> JobFacts:
         job = self.job
         trainable = [p for p in self.parameters.values() if p.requires_grad]
         gradients = sum(p.nbytes for p in trainable)
         states = 0 if type(job.optimizer) is torch.optim.SGD else 1
         groups = job.optimizer.param_groups
         states += any(group.get("momentum") for group in groups) or "betas" in groups[0]
-        return Facts(
+        return JobFacts(
             job.rows,
             self.device,
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
@@ -204,11 +209,11 @@ class _Examination:
             -(-job.rows // self.rows),
         )
 
-    def _settings(self, facts: Facts) -> list[Setting]:
+    def _settings(self, facts: JobFacts) -> list[Setting]:
         """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
         found: dict[Setting, None] = {}
         for row in candidates(self.level, survey(), facts, planned()):
-            setting = Setting.of(split(row, self.cores), facts.part_rows, self.absorbs)
+            setting = Setting.of(split(row, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
@@ -216,7 +221,7 @@ class _Examination:
     def _absorbed(self, setting: Setting) -> set[int]:
         return {id(self.parameters[name]) for name in self.updates.factored()} if setting.factors else set()
 
-    def _record(self, setting: Setting) -> Layers:
+    def _record(self, setting: Setting) -> LayerTimer:
         torch.set_num_threads(setting.threads)
         batch = self.job.part(setting.rows, setting.words)
 
@@ -224,7 +229,7 @@ class _Examination:
             with autocast(setting.words, list(self.parameters.values())[:1]):
                 self.job.compute(batch)
 
-        self.layers = Layers(self.job.model, forward, setting.words, self._absorbed(setting))
+        self.layers = LayerTimer(self.job.model, forward, setting.words, self._absorbed(setting))
         return self.layers
 
     def _alone(self, setting: Setting) -> None:
@@ -233,7 +238,7 @@ class _Examination:
         layers = self._record(setting)
         self.layers_s[str(setting)] = layers.total_s(passes(layers.time, self.budget_s / 12))
 
-    def _together(self, copies: Copies, settings: Sequence[Setting]) -> None:
+    def _together(self, copies: ForkedCopies, settings: Sequence[Setting]) -> None:
         """Every pass starts on all copies at once; the slowest copy is the step's."""
         for one in settings:
             if self.spent > 0.6:
@@ -254,7 +259,7 @@ class _Examination:
             return self.layers.total_s(self.taken[-options["last"] :])
         return _copy_per_s() if what == "copy" else None
 
-    def _message_s(self, copies: Copies, most: int) -> float:
+    def _message_s(self, copies: ForkedCopies, most: int) -> float:
         start = time.perf_counter()
         for _ in range(PINGS):
             copies.ask(most, "ping")
@@ -291,9 +296,13 @@ class _Examination:
             for p in weights:
                 p.requires_grad_(True)
 
-    def _update_s(self, facts: Facts) -> dict[str, float]:
+    def _update_s(self, facts: JobFacts) -> dict[str, float]:
         rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
-        kinds = ["factors"] * self.absorbs + [""] * (rounds or not self.absorbs) + ["fused"] * facts.can_fuse
+        kinds = (
+            ["factors"] * self.optimizer_takes_factors
+            + [""] * (rounds or not self.optimizer_takes_factors)
+            + ["fused"] * facts.can_fuse
+        )
         return {
             f"{threads}/{kind}" if kind else str(threads): self.updates.seconds(threads, kind, self.budget_s / 40)
             for threads in sorted({1, self.cores})

@@ -12,7 +12,7 @@ from typing import Any
 WARM_UP_STEPS = 3
 FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
 TIMED_S = 2.5
-PATIENCE = 3  # times TIMED_S: then fewer than MIN_STEPS have to do
+TIMEOUT_FACTOR = 3  # times TIMED_S: then fewer than MIN_STEPS have to do
 SHRINKS = (4, 2)  # the whole batch is extrapolated from these parts of it
 SHRUNK = (2, 3)  # rows that they have at least: batch norm needs two, and a line two sizes
 
@@ -87,7 +87,7 @@ class Stopwatch:
         many, fewest = (MIN_STEPS, FEWEST_STEPS) if not self.shrinks else (2 * MIN_STEPS, 2 * FEWEST_STEPS)
         return (
             (self.agreed_s >= self.timed_s and timed >= many)
-            or (self.agreed_s >= PATIENCE * self.timed_s and timed >= fewest)
+            or (self.agreed_s >= TIMEOUT_FACTOR * self.timed_s and timed >= fewest)
             or timed >= MAX_STEPS
         )
 

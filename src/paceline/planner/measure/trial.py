@@ -55,13 +55,15 @@ def measure(
             "PACELINE_TRIAL_S": str(timed_s),
             "PACELINE_TRIAL_SHRINKS": f"{shrinks:d}",
         }
-        ended = fresh_process.run(
+        ended = fresh_process.run_in_process(
             [sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s
         )
         return told_by(engine, ended, report, limit_s, shrinks)
 
 
-def told_by(engine: str, ended: fresh_process.Ended, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
+def told_by(
+    engine: str, ended: fresh_process.ProcessResult, report: Path, limit_s: float, shrinks: bool = False
+) -> Trial:
     """What the stopwatches of a run left behind in the folder of ``report``."""
     if ended.code is None:
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline import contract
-from paceline.contract import Agreement, Ballot, Piece, Rule, Verdict
+from paceline.contract import Decision, Gradient, StepOutcome, UpdateRule, Vote
 from paceline.planner.measure.layers import now, typical
 
 MAX_PASSES = 7
@@ -31,14 +31,14 @@ class Updates:
     ):
         self.engine, self.optimizer, self.parameters = engine, optimizer, parameters
         self.rows, self.clip = rows, clip
-        self.absorbs = bool(getattr(engine, "absorbs", False))
+        self.optimizer_takes_factors = bool(getattr(engine, "optimizer_takes_factors", False))
 
     def factored(self) -> set[str]:
         """Weights that travel as factors, where the optimizer absorbs them."""
-        if not self.absorbs:
+        if not self.optimizer_takes_factors:
             return set()
-        linear = ((spec, self.rows.get(spec.names[0], 0)) for spec in self.engine.specs if spec.linear)
-        return {spec.names[0] for spec, rows in linear if rows and spec.fits(rows)}
+        linear = ((bucket, self.rows.get(bucket.names[0], 0)) for bucket in self.engine.buckets if bucket.linear)
+        return {bucket.names[0] for bucket, rows in linear if rows and bucket.fits(rows)}
 
     def dense_bytes(self) -> int:
         """Of the gradients that exist as such all the same."""
@@ -55,7 +55,7 @@ class Updates:
     def seconds(self, threads: int, kind: str, limit_s: float) -> float:
         """``kind``: "factors", "fused", or "" for dense gradients and the optimizer as it is."""
         torch.set_num_threads(threads)
-        pieces = [self._piece(spec, kind == "factors") for spec in self.engine.specs]
+        pieces = [self._piece(bucket, kind == "factors") for bucket in self.engine.buckets]
         before = [{**group} for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -67,19 +67,21 @@ class Updates:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
 
-    def _piece(self, spec: contract.Spec, factors: bool) -> Piece:
-        weight = self.parameters[spec.names[0]]
-        if factors and spec.names[0] in self.factored():
-            out_features, in_features = spec.shapes[0]
-            rows = self.rows[spec.names[0]]
-            return Piece(spec, left=weight.new_ones(rows, out_features), right=weight.new_ones(rows, in_features))
-        return Piece(spec, flat=weight.new_ones(spec.numel))
+    def _piece(self, bucket: contract.Bucket, factors: bool) -> Gradient:
+        weight = self.parameters[bucket.names[0]]
+        if factors and bucket.names[0] in self.factored():
+            out_features, in_features = bucket.shapes[0]
+            rows = self.rows[bucket.names[0]]
+            return Gradient(
+                bucket, output_grad=weight.new_ones(rows, out_features), layer_input=weight.new_ones(rows, in_features)
+            )
+        return Gradient(bucket, flat=weight.new_ones(bucket.numel))
 
-    def _once(self, pieces: list[Piece]) -> float:
-        ballot = Ballot(weight=1.0, used=bytes([1] * len(self.engine.weights)))
+    def _once(self, pieces: list[Gradient]) -> float:
+        vote = Vote(weight=1.0, used=bytes([1] * len(self.engine.weights)))
         weights: list[Any] = [self.engine.weights[0]]
         start = now(weights)
-        self.engine.update(Agreement(Verdict.APPLY, pieces, ballot), Rule(1.0, self.clip))
+        self.engine.update(StepOutcome(Decision.COMMIT, pieces, vote), UpdateRule(1.0, self.clip))
         return now(weights) - start
 
 

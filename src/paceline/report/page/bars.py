@@ -20,7 +20,7 @@ PARTS = {  # of a step, in its order
 }
 
 
-MOST_BARS = 8  # of a plan: its other rows are in the table
+MAX_BARS = 8  # of a plan: its other rows are in the table
 
 
 def speedup(run: Run) -> float:
@@ -133,7 +133,7 @@ def _foremost(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     def promise(i: int) -> tuple[bool, bool, float]:
         return i == 0, bool(_known(rows[i].get("measured_s"))), _predicted(rows[i], rows[0])
 
-    best = sorted(range(len(rows)), key=promise, reverse=True)[:MOST_BARS]
+    best = sorted(range(len(rows)), key=promise, reverse=True)[:MAX_BARS]
     return [rows[i] for i in sorted(best)]
 
 

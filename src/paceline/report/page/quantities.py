@@ -11,7 +11,7 @@ from paceline.report.page.charts import Axis, Line, chart
 from paceline.report.page.run import Run
 
 NUM_POINTS = 800  # of one quantity, over all runs: what keeps the page below a megabyte
-MOST_POINTS = 300  # of one curve: more than a phone has pixels
+MAX_POINTS = 300  # of one curve: more than a phone has pixels
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def charts(wanted: Sequence[Chart], runs: Sequence[Run]) -> Iterator[str]:
             kind = "" if spec.rows == "usage" else "by-step" if along == "step" else "by-time"
             yield chart(
                 *(f"{spec.key}{'-by-step' * (along == 'step')}", spec.title, spec.note, x_axis, y_axis, lines),
-                num_points=min(MOST_POINTS, NUM_POINTS // len(runs)),
+                num_points=min(MAX_POINTS, NUM_POINTS // len(runs)),
                 marks=[(i, x) for i, x in marks if x <= x_axis.high * x_axis.per],
                 kind=kind,
             )

@@ -145,7 +145,7 @@ def _exchange(run: Run) -> str:
     return str(run.join.get("exchange", "")) + (f", {codec}" if codec != CODEC else "")
 
 
-MOST_TOLD = 10
+MAX_TOLD = 10
 
 
 def faults(run: Run) -> list[str]:
@@ -164,7 +164,7 @@ def faults(run: Run) -> list[str]:
         if rows != samples and not alone:
             found.append(f"step {step:.0f}: {samples:.0f} samples of a batch of {rows:.0f}")
         due = (int(epoch) + 1, 0) if ends else (int(epoch), int(batch) + 1)
-        if len(found) >= MOST_TOLD:
+        if len(found) >= MAX_TOLD:
             break
     return found
 
