@@ -151,7 +151,7 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
         leader=False,
         shares=(4, 4),
         world=SimpleNamespace(num_nodes=2, node=0),
-        control=SimpleNamespace(gather=lambda words: [words, words]),
+        control=SimpleNamespace(all_gather=lambda words: [words, words]),
         methods={"exchange": "allreduce", "codec": "none"},
         engine=SimpleNamespace(weights=[torch.zeros(1)]),
     )

@@ -95,7 +95,7 @@ class Listening:
     def decode(self, payload, numel, dtype):
         return payload
 
-    def wait_pending(self, pending, agreed):
+    def commit(self, pending, agreed):
         return None
 
 

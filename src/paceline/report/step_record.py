@@ -32,7 +32,7 @@ class StepRecord(StepObserver):
             compute_seconds=vote.seconds,
             **summary.spent,
             **({"sent_bytes": summary.sent_bytes} if self.control.size > 1 else {}),
-            decision=outcome.decision.value,
+            verdict=outcome.decision.value,
             drift=outcome.drift,
             norm=self.engine.norm,
             **({"terms": self.terms} if self.terms else {}),

@@ -147,7 +147,7 @@ class Tracer(StepObserver):
         if not self._draws:
             return
         self._stop()
-        self._add(COMPUTE, f"step {summary.step}", self._begin_s, now(), decision=summary.outcome.decision.value)
+        self._add(COMPUTE, f"step {summary.step}", self._begin_s, now(), verdict=summary.outcome.decision.value)
         if summary.step == self.last and not self._changed():
             self._write()
 
