@@ -39,7 +39,9 @@ from paceline.messages import (
     RowRange,
     StepOutcome,
     Tally,
+    Target,
     UnlikeOptions,
+    Update,
     UpdateRule,
     ViewChange,
     Vote,
@@ -80,8 +82,10 @@ __all__ = [
     "StepOutcome",
     "StepSummary",
     "Tally",
+    "Target",
     "Threads",
     "UnlikeOptions",
+    "Update",
     "UpdateRule",
     "View",
     "ViewChange",
@@ -257,10 +261,11 @@ class Engine:
         """As `gradient`, with what the caller's own backward passes have left in ``.grad``; its sums in ``vote``."""
         raise NotImplementedError
 
-    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
-        """False if ``rule.check`` found the gradient not finite: nothing was changed.
+    def apply(self, update: Update) -> bool:
+        """The only writer of weights once all train. False if ``rule.check`` found the gradient not finite: nothing was
+        changed. Every process of the node calls it, and one that holds the node's targets has them for all.
 
-        With pieces that are still coming, True: they are applied while the next step's forward pass runs.
+        With gradients that are still coming, True: they are applied while the next step's forward pass runs.
         """
         raise NotImplementedError
 
@@ -280,7 +285,7 @@ class Engine:
         return ""
 
     def snapshot(self) -> Any:
-        """All that ``gradient`` may change: buffers and random state. Weights change in ``update`` alone."""
+        """All that ``gradient`` may change: buffers and random state. Weights change in `apply` alone."""
         raise NotImplementedError
 
     def rollback(self, kept: Any) -> None:
@@ -553,6 +558,13 @@ class Control:
         """Instead of `commit`, after the link broke before it: RETRY, or raises ``error``."""
         raise error
 
+    def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
+        """What ``compute`` makes together with the others, once everyone has it; computed again where one is lost.
+
+        None where it is; nothing for a process that does not hold the link.
+        """
+        return compute()
+
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Sums of a few numbers over all processes, for evaluation and reports."""
         raise NotImplementedError
@@ -626,11 +638,14 @@ class StepObserver:
         """All is as before the step, which is computed again next."""
 
     def applies(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None] | None:
-        """Before an update; what is returned is called once it was applied."""
+        """Before a step's update; what is returned is called once it was applied."""
         return None
 
     def updated(self, outcome: StepOutcome) -> None:
         """The step is applied, or skipped. May raise, in all processes."""
+
+    def averaged(self) -> None:
+        """All nodes have the same weights again, where they do not agree on every step."""
 
     def ends(self, summary: StepSummary) -> None:
         """The step is over."""
@@ -740,11 +755,16 @@ class Exchange:
         """What has come of the step, with its vote. Only here a codec's memory moves."""
         raise NotImplementedError
 
-    def reconcile(self, weights: Sequence[Tensor]) -> None:
-        """Called after each update, of schemes that do not agree on every step."""
+    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+        """What all weights become, of schemes that do not agree on every step; None where nothing is due.
 
-    def level(self, weights: Sequence[Tensor]) -> None:
-        """Called where all are to have the same weights between two steps: to be saved, evaluated, or the last."""
+        Called after each update; ``now``: all are to have the same weights, to be saved, evaluated, or the last ones.
+        May be called again, among others, before `averaged`.
+        """
+        return None
+
+    def averaged(self) -> None:
+        """Everyone has what `average` gave: it is about to be applied."""
 
     def dealt(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""

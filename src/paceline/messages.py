@@ -39,7 +39,9 @@ __all__ = [
     "RowRange",
     "Span",
     "StepOutcome",
+    "Target",
     "UnlikeOptions",
+    "Update",
     "UpdateRule",
     "ViewChange",
     "Vote",
@@ -381,6 +383,36 @@ class UpdateRule:
     clip: float | None = None  # global norm
     check: bool = False  # leave everything as it is if the gradient is not finite
     step: int = 0  # whose update it is, for messages
+
+
+@dataclass(frozen=True)
+class Target:
+    """Values that a weight takes, or the optimizer's tensor ``key`` of it: from ``first`` on, in the flat order of a
+    contiguous tensor. ``weight``: its place among `Engine.weights`."""
+
+    weight: int
+    values: Tensor
+    first: int = 0
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What weights become: a value until `Engine.apply`, which alone writes them. Targets are taken after gradients.
+
+    ``used``: 1 for each parameter that any backward pass reached. ``pending``: instead of gradients, where these may be
+    waited for.
+    """
+
+    gradients: Sequence[Gradient] = ()
+    used: bytes = b""
+    rule: UpdateRule = UpdateRule()
+    pending: Sequence[PendingGradient] = ()
+    targets: Sequence[Target] = ()
+
+    @staticmethod
+    def of(outcome: StepOutcome, rule: UpdateRule) -> Update:
+        return Update(outcome.gradients, outcome.vote.used, rule, outcome.pending)
 
 
 @dataclass(frozen=True)

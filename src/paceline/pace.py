@@ -29,6 +29,7 @@ from paceline.planner.measure.stopwatch import times
 from paceline.report.log import log
 from paceline.report.record import Record
 from paceline.step import buffer_broadcast
+from paceline.step.average import average
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
@@ -155,7 +156,7 @@ class Pace:
         cursor.between = False
         try:
             place = cursor.epoch, cursor.next_step
-            for batch in global_batches(*source, start=place, workers=workers, times=times()):
+            for batch in global_batches(*source, start=place, workers=workers, times=times(), again=cursor.again):
                 yield batch
                 if self.training.stopwatch:
                     self.training.stopwatch.resume()  # what the loop did after its step (evaluation) is not the step's
@@ -262,7 +263,7 @@ class Pace:
         if self.job.most_rows:
             rows = max(1, min(rows, self.job.most_rows // self.world.local_size))
         with self.training.among_all("evaluating"):
-            self.exchange.level(self.engine.weights)
+            average(self.run)
             for _ in range(MAX_LOSSES):
                 buffer_broadcast.spread(self.job.model, self.engine, self.control)
                 found = evaluate(
@@ -327,7 +328,7 @@ class Pace:
             return
         self.settle()
         with self.training.among_all("exporting"):
-            self.exchange.level(self.engine.weights)
+            average(self.run)
             buffer_broadcast.spread(self.job.model, self.engine, self.control)
             alone(self.control, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 

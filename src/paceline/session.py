@@ -232,7 +232,7 @@ def _parts(asked: _Asked, row: str, world: LaunchEnvironment, job: Job) -> _Part
     parts.exchange.overlap = overlaps.choose(asked.overlap, job, row, engine, parts.exchange)
     precision, shares = engine.numerics.precision, engine.num_virtual_shards
     if against := join_arguments.clashes(
-        world, name, precision, parts.exchange, exchange, asked.codec, job.buffers, shares
+        world, name, precision, parts.exchange, exchange, asked.codec, job.buffers, shares, job.batch_norm
     ):
         raise ValueError(f"join: {'; '.join(against)}")
     return parts

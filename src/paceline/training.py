@@ -39,9 +39,11 @@ from paceline.report.log import log
 from paceline.report.status_server import StatusServer, stacks, status
 from paceline.report.step_record import StepRecord
 from paceline.report.stragglers import Stragglers
+from paceline.step.average import average
 from paceline.step.forward_state_sync import ForwardStateSync
 from paceline.step.hints import Hints
 from paceline.step.rebalance import Rebalance
+from paceline.step.redeal import Redeal
 from paceline.step.replica_sync import ReplicaSync
 from paceline.step.run_state import RunState
 from paceline.step.step import ComputeGradient, step
@@ -97,7 +99,7 @@ class Training:
         self.saver = Saver(run, keep)
         self._roles = Roles(run, self.home)
         self.admission = Admission(run, met.said, self.end, self._give_up) if met.surviving else None
-        self._roles.admission = self.admission
+        self._roles.told += [self.admission] if self.admission else []
         if met.surviving:
             met.surviving.rows = lambda: run.shares[run.world.node]
         self.joiner = JoinClient(run, late, met.said, self._glance) if world.join_ticket else None
@@ -154,6 +156,9 @@ class Training:
         found: list[contract.StepObserver] = [self.steps]
         if self.admission:
             found.append(self.admission)
+        if self.admission and not together:
+            found.append(redeal := Redeal(run))
+            self._roles.told.append(redeal)
         if apart and together and not run.watched:
             found.append(ReplicaSync(run))
         if together and (several or job.accumulate > 1) and isinstance(engine, module("engine", BASELINE).Engine):
@@ -296,7 +301,7 @@ class Training:
         self.run.settle()
         try:
             with self.among_all("leaving"):
-                self.run.exchange.level(self.run.engine.weights)
+                average(self.run)
                 if self.run.control.tolerates_loss:
                     self.run.control.all_gather(b"")  # nobody leaves before all know what became of the last step
         except LinkError as error:

@@ -4,10 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from outlived import BATCH, COUNT, EPOCHS, Samples
 
 from launching import HERE, environment
 from nodes import OPTIMIZERS, Plain, build, gap, reference
@@ -15,9 +15,6 @@ from paceline.checkpoint import checkpoint
 from paceline.cli.prepare import span
 from paceline.data import sampler
 from paceline.report.record import read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "scripts"))
-from outlived import BATCH, COUNT, EPOCHS, Samples
 
 START = (
     "import sys; from paceline.launch import local;"

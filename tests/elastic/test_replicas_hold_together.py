@@ -46,9 +46,10 @@ class Careless(Engine):
         self.error = error
 
     @torch.no_grad()
-    def update(self, outcome, rule):
-        applied = super().update(outcome, rule)
-        torch._foreach_mul_(list(self.weights), 1 + self.error)
+    def apply(self, update):
+        applied = super().apply(update)
+        if update.gradients:
+            torch._foreach_mul_(list(self.weights), 1 + self.error)
         return applied
 
 

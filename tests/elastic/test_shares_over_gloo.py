@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from shares import BATCH, COUNT, EPOCHS, Samples, entropy, several
 
 import ranks
 from launching import launch
@@ -15,9 +14,6 @@ from paceline.data import sampler
 from paceline.launch.local import free_port
 from paceline.registry import find
 from paceline.report.record import read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "scripts"))
-from shares import BATCH, COUNT, EPOCHS, Samples, entropy, several
 
 pytestmark = pytest.mark.long
 

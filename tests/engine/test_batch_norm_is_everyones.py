@@ -24,7 +24,6 @@ from paceline.link.memory import world
 
 HERE = Path(__file__).parents[1] / "support"
 PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
-sys.path.insert(0, str(HERE / "scripts"))
 from norms import Normed, batches, optimizer  # noqa: E402
 
 START = (

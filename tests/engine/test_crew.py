@@ -5,18 +5,21 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from nodes import build
 from paceline.contract import LinkError
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.engine.compute.input_snapshot import solidify
 from paceline.engine.node import local_group as crews
+from paceline.engine.node.local_control import FollowerControl, LeaderControl
 from paceline.engine.node.local_group import LocalGroup, LocalGroupError
 from paceline.engine.node.shared_memory import SharedBuffers
+from paceline.exchange.flow.control import Control
+from paceline.link import memory
 
 
 def meet(size, work=lambda local_group: None, name=None, ranks=None, sizes=None):
@@ -183,27 +186,31 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.zeros(2))
 
 
-def test_buffers_that_are_expanded_or_replaced_are_shared():
+def test_what_a_node_does_not_share_is_sent_to_its_processes():
+    """Buffers that are expanded, or replaced by others of another size, and any tensor besides the weights."""
+
     def work(local_group):
         model = Odd()
         solidify(model)
-        backward = Backward(model)
-        places = SharedBuffers(local_group, backward.buckets, dict(model.named_parameters()), list(model.buffers()))
-        model.count = model.count + local_group.rank + 1
+        places = SharedBuffers(local_group, Backward(model).buckets, dict(model.named_parameters()))
+        weight = places.weight("layer.weight")
+        assert places.hold(weight)
+        assert not any(map(places.hold, model.buffers()))
+        relay = SimpleNamespace(
+            local_group=local_group, alone=True, apart=lambda given: [each for each in given if not places.hold(each)]
+        )
+        plain = Control(memory.Members(memory.world(1)[0]))
+        control = (LeaderControl, FollowerControl)[local_group.rank](plain, relay)
+        model.count = torch.arange(3) + local_group.rank
         model.wide.add_(local_group.rank)
-        for buffer, place in places.twins(list(model.buffers())):
-            if local_group.rank == 0:
-                place.copy_(buffer)
-        local_group.barrier("testing")
-        for buffer, place in places.twins(list(model.buffers())):
-            buffer.copy_(place)
-        model.count = torch.zeros(3)
-        with pytest.raises(ValueError, match=r"buffers were .* at join\(\) and are"):
-            places.twins(list(model.buffers()))
-        assert places.twins([places.weight("layer.weight")]) == []
-        return model.wide.tolist(), len(list(build().buffers()))
+        if local_group.rank == 0:
+            weight.fill_(7.0)
+        control.broadcast(
+            [*model.buffers(), weight, torch.zeros(0), half := torch.full((2,), 1.5 + local_group.rank).half()]
+        )
+        return model.wide.tolist(), model.count.tolist(), half.tolist(), weight.mean().item()
 
-    assert meet(2, work) == [([1.0] * 4, 0)] * 2
+    assert meet(2, work) == [([1.0] * 4, [0, 1, 2], [1.5, 1.5], 7.0)] * 2
 
 
 def test_who_sends_to_one_that_has_left_says_so_in_words():

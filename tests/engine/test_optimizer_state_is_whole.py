@@ -16,7 +16,6 @@ from nodes import build, gap, rows
 
 HERE = Path(__file__).parents[1] / "support"
 PATH = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)
-sys.path.insert(0, str(HERE / "scripts"))
 from states import BATCH, CASES, STEPS  # noqa: E402
 
 START = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[2:], sys.argv[1]))"

@@ -1,12 +1,11 @@
 """Whoever computes which rows, and however often that changes: the training is that of one process."""
 
 import itertools
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from norms import Normed, optimizer
 from torch.nn import functional as F
 
 import ranks
@@ -21,9 +20,6 @@ from paceline.environment import LaunchEnvironment
 from paceline.job import Job
 from paceline.link import gloo, memory
 from paceline.report.record import Record, read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "scripts"))
-from norms import Normed, optimizer
 
 WHOLE = [rows(32, seed) for seed in range(4)]
 

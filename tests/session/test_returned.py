@@ -4,10 +4,10 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from outlived import BATCH, COUNT, EPOCHS, Samples
 
 from launching import HERE, environment
 from nodes import OPTIMIZERS, Plain, build, gap, reference
@@ -16,9 +16,6 @@ from paceline.data import sampler
 from paceline.report.page import summary as used_
 from paceline.report.page.run import load
 from paceline.report.record import read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "scripts"))
-from outlived import BATCH, COUNT, EPOCHS, Samples
 
 START = (
     "import sys; from paceline.launch import local;"

@@ -47,6 +47,7 @@ def state(run: RunState) -> dict[str, Any]:
         "methods": run.methods,
         "plan": run.row,
         "facts": run.facts,
+        "again": list(run.cursor.again),
     }
 
 
@@ -75,6 +76,7 @@ def restore(run: RunState, kept: Checkpoint) -> None:
         rng.set_state(rng.of_json(said["random"][run.world.rank]))
     run.cursor.epoch, run.cursor.next_step, run.cursor.began = said["epoch"], said["next_step"], said["began"]
     run.num_steps, run.facts = kept.step, said["facts"]
+    run.cursor.again[:] = said.get("again", [])
     shares = tuple(said.get("shares", ()))
     if run.balance and run.balance.allows(shares):
         run.assignment = dataclasses.replace(run.assignment, shares=shares)

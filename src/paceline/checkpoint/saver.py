@@ -25,6 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.exchange.flow.control import alone
 from paceline.report.log import log
 from paceline.step import buffer_broadcast
+from paceline.step.average import average
 from paceline.step.run_state import RunState
 
 FAILED = 255  # in a vote's ``stop_signal``, above any signal: what was being written could not be
@@ -43,7 +44,7 @@ class Saver:
         """Every process must call it. The path, in the leader. Raises CheckpointError, also of the one before."""
         run, begin = self.run, time.perf_counter()
         run.settle()
-        run.exchange.level(run.engine.weights)
+        average(run)
         buffer_broadcast.spread(run.job.model, run.engine, run.control)
         state = run_state.state(run)
         return alone(run.control, lambda: run.leader, lambda: self._put(folder, state, wait, begin))

@@ -36,7 +36,8 @@ Position = tuple[int, int]  # epoch, step
 class Cursor:
     """Where a training stands in its data. ``epoch``, ``next_step``: the next batch. ``began``: the epoch in which the
     current call of `Pace.batches` began, for ``epochs``; ``calls`` so far; ``between``: one is over, and no next begun.
-    ``resumed``: the next call goes on from here. ``facts``: of the dataset, for comparison."""
+    ``resumed``: the next call goes on from here. ``facts``: of the dataset, for comparison. ``again``: samples to
+    be dealt once more when the present epoch ends: who had them was lost, with all that it made of them."""
 
     epoch: int = 0
     next_step: int = 0
@@ -46,6 +47,7 @@ class Cursor:
     between: bool = False
     resumed: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
+    again: list[int] = field(default_factory=list)
 
 
 class Batch(GlobalBatch):
@@ -118,8 +120,11 @@ def batches(
     start: Position = (0, 0),
     workers: int = 0,
     times: int = 1,
+    again: list[int] | None = None,
 ) -> Iterator[Batch]:
     """Every global batch of every epoch from ``start`` on, some of them already being fetched for ``assignment``.
+
+    ``again``: what `Cursor.again` says, and may get more meanwhile; not of a stream, which has no samples by number.
 
     ``assignment``: this process's, or a function that says which it is by now.
 
@@ -146,12 +151,26 @@ def batches(
         turns = order_of(dataset, size, batch_size, seed, times)
     else:
         turns = Order(size, batch_size, seed, shuffle)
+    plain = _of_map(source, turns, epochs, start)
     if workers:
-        yield from _by_processes(Seeded(source, seed), turns, epochs, start, now, workers, options)
-    elif isinstance(source, Collated) or not ahead:
-        yield from _of_map(source, turns, epochs, start)
-    else:
-        yield from _by_thread(_of_map(source, turns, epochs, start), now, ahead)
+        plain = _by_processes(Seeded(source, seed), turns, epochs, start, now, workers, options)
+    elif not isinstance(source, Collated) and ahead:
+        plain = _by_thread(plain, now, ahead)
+    waiting = [] if again is None else again
+    if start[0] and not start[1]:
+        yield from _again(source, waiting, batch_size, start[0] - 1, 0)
+    for batch in plain:
+        yield batch
+        if batch.ends_epoch:
+            yield from _again(source, waiting, batch_size, batch.epoch, batch.step + 1)
+
+
+def _again(source: Source, waiting: list[int], batch_size: int, epoch: int, step: int) -> Iterator[Batch]:
+    """Further batches after an epoch's last one. What is lost of these waits in its turn."""
+    while waiting:
+        indices, waiting[:batch_size] = np.array(waiting[:batch_size]), []
+        yield Batch(source, indices, epoch, step, None, True)
+        step += 1
 
 
 def samples(dataset: Any, source: Source) -> Indices:

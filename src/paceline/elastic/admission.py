@@ -40,6 +40,7 @@ from paceline.step.run_state import RunState
 
 MAX_VAIN = 2  # times that all meet to take the same one in
 IN_VAIN = f"all met to take it in, {MAX_VAIN} times, and it did not come; look at the network, and start it again"
+SELDOM = "its exchange does not agree on every step, and takes nobody in between"
 OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
 
 
@@ -60,7 +61,7 @@ class Admission(StepObserver, Door):
         self._following: dict[str, CatchUp] = {}  # in the process that leads
         self._vain: dict[str, int] = {}
         self._began = -1
-        self._own = False  # a loop of the user's own, whose rows nobody else can deal
+        self._refuses = ""  # why nobody can come
         self._missing: list[str] = []  # hosts that were lost, and have not come back
         self._waits_s = 0.0  # since when, on `time.monotonic`
         self._limit_s = wait_s()
@@ -68,7 +69,7 @@ class Admission(StepObserver, Door):
     def before(self, batch: GlobalBatch, own: bool) -> None:
         """Every process must call it before each step. ``own``: of a loop of the user's own."""
         run = self.run
-        self._own = own or batch.epoch is None
+        self._refuses = OWN if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
         # whoever comes is in the same call of `batches`, so that it ends with the others
         if run.last.vote.join_generation > run.control.generation and run.cursor.began == self._began and not own:
             self._admit()
@@ -133,7 +134,7 @@ class Admission(StepObserver, Door):
         # who is level waits for others that nearly are, unless it makes the nodes enough
         on_the_way = [each for each in self._following.values() if not each.caught_up and not each.diverging]
         admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
-        in_vain = self._own or time.monotonic() - self._waits_s > self._limit_s
+        in_vain = bool(self._refuses) or time.monotonic() - self._waits_s > self._limit_s
         return {
             "guests": run.control.generation + 1 if admits else 0,
             "follows": bool(self._following),
@@ -153,8 +154,9 @@ class Admission(StepObserver, Door):
             self._ends(number)
             return
         few = f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) are left"
-        why = f"{OWN}, which cannot join therefore" if self._own else f"{self._who} did not come back"
-        self._gives_up(f"{few}: {why} within {self._limit_s:.0f} s (--wait)" if not self._own else f"{few}: {why}")
+        if self._refuses:
+            self._gives_up(f"{few}: {self._refuses}")
+        self._gives_up(f"{few}: {self._who} did not come back within {self._limit_s:.0f} s (--wait)")
 
     def begin_again(self) -> None:
         """What those who follow were given is of another state: they are given all of it anew."""
@@ -199,7 +201,7 @@ class Admission(StepObserver, Door):
     def _answer(self, porter: JoinDesk, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
         """None for whom the answer is to be taken in, which is still to come."""
         run = self.run
-        if why := OWN if self._own else self._refusal(said):
+        if why := self._refuses or self._refusal(said):
             log.warning(f"{said['host']} asked to be taken in, and is not: {why}")
             return {"refused": why}
         in_vain = self._vain.get(name, 0) >= MAX_VAIN

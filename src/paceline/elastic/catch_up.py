@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Channel, Decision, Gradient, JoinDesk, LinkError, StepOutcome, UpdateRule, Vote
+from paceline.contract import Channel, Gradient, JoinDesk, LinkError, StepOutcome, Update, UpdateRule
 from paceline.elastic import state_transfer
 from paceline.engine.compute.batch import mapped
 from paceline.step.run_state import RunState
@@ -199,5 +199,4 @@ def follow(run: RunState, said: dict[str, Any]) -> None:
         else:
             gradients.append(Gradient(bucket, output_grad=each["left"], layer_input=each["right"]))
     state_transfer.set_options(run.job.optimizer, said["groups"])
-    outcome = StepOutcome(Decision.COMMIT, gradients, Vote(used=said["used"]))
-    engine.update(outcome, UpdateRule(check=True, **said["rule"]))
+    engine.apply(Update(gradients, said["used"], UpdateRule(check=True, **said["rule"])))

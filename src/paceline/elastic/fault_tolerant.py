@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Decision, Joiner, Link, LinkError, StepOutcome, Tally, ViewChange, Vote
+from paceline.contract import Decision, Joiner, Link, LinkError, StepOutcome, Tally, Target, ViewChange, Vote
 from paceline.exchange.flow.control import Control, counted
 
 NUMBERS = struct.Struct("<qq")
@@ -61,11 +61,24 @@ class FaultTolerantControl(contract.Control):
     # operations among all
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
+        return self._vote(vote, finish) if self.control.votes else self.control.commit(vote, finish)
+
+    def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
+        while True:
+            try:
+                result = compute()
+            except LinkError as error:
+                self.recover(error)
+            else:
+                if result is None or self._vote(Vote(), _made).decision is Decision.COMMIT:
+                    return result
+
+    def _vote(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         def ended(votes: bytes) -> StepOutcome:
             return finish(counted(contract.unpack_frames(votes)))
 
         try:
-            outcome = self.control.commit(vote, finish)
+            outcome = self.control.vote(vote, finish)
         except LinkError as error:
             return self._again(error, ended) or self._redo()
         if self.size > 1:
@@ -206,6 +219,10 @@ def _some_lacked(told: Sequence[tuple[int, bytes, int]]) -> bool:
     """Whether anybody has not taken part in what others have ended."""
     turns = [turn for turn, _, _ in told]
     return any(NEW < turn < max(turns) for turn in turns)
+
+
+def _made(tally: Tally) -> StepOutcome:
+    return StepOutcome(Decision.COMMIT, vote=tally.vote)
 
 
 def _impossible(result: bytes) -> NoReturn:

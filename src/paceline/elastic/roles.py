@@ -16,7 +16,7 @@ from paceline.step.run_state import RunState
 
 
 class Notes(Protocol):
-    """What is told of other members (`admission.Admission`)."""
+    """What is told of other members (`admission.Admission`, `redeal.Redeal`)."""
 
     def note(self, news: ViewChange) -> None: ...
 
@@ -26,7 +26,7 @@ class Roles:
 
     def __init__(self, run: RunState, folder: RunFolder):
         self.run, self.folder = run, folder
-        self.admission: Notes | None = None
+        self.told: list[Notes] = []
 
     def on_view_change(self, news: ViewChange) -> None:
         self.move(news)
@@ -43,8 +43,8 @@ class Roles:
         elif run.world.node == 0 and not run.leader:
             run.leader = run.speaks = True  # the leader was lost
             self.folder.take_over()
-        if self.admission:
-            self.admission.note(news)
+        for each in self.told:
+            each.note(news)
 
     def announce(self, news: ViewChange) -> None:
         """On the screen and in the record, where this process leads."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Gradient, StepOutcome, UpdateRule, Vote
+from paceline.contract import DENSE, FACTORS, Gradient, Update, Vote
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.timeline import Timeline
 from paceline.registry import ONE_PROCESS
@@ -119,10 +119,10 @@ class Engine(contract.Engine):
         else:
             self.late_s = max(self.late_s, -left_s)
 
-    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
+    def apply(self, update: Update) -> bool:
         rows = {
             gradient.bucket.index: len(gradient.output_grad)
-            for gradient in outcome.gradients
+            for gradient in update.gradients
             if gradient.output_grad is not None
         }
         self._due = time.perf_counter()

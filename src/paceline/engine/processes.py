@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Gradient, RowRange, StepOutcome, UpdateRule
+from paceline.contract import Gradient, RowRange, Update
 from paceline.engine import sequential
+from paceline.engine.compute import targets
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import InStepReduce
@@ -83,9 +84,7 @@ class Engine(sequential.Engine):
 
     def _share(self) -> None:
         parameters = self.backward.parameters
-        self.places = SharedBuffers(
-            self.local_group, self.buckets, {name: parameters[name] for name in self.names}, self.buffers
-        )
+        self.places = SharedBuffers(self.local_group, self.buckets, {name: parameters[name] for name in self.names})
         for name in self.names:
             shared = self.places.weight(name)
             if self.local_place[0] == 0:
@@ -133,10 +132,19 @@ class Engine(sequential.Engine):
         leader = LocalLeader(exchange, *parts)
         return leader, LeaderControl(control, leader)
 
-    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
-        used = dict(zip(self.names, outcome.vote.used, strict=True))
+    def apply(self, update: Update) -> bool:
+        applied = True
+        if update.gradients:
+            applied, self.norm = self._apply(update)
+        if self.local_place[0] == 0:
+            targets.write(update.targets, self.weights, self.optimizer)
+        self.local_group.barrier("updating")
+        return applied
+
+    def _apply(self, update: Update) -> tuple[bool, float | None]:
+        used = dict(zip(self.names, update.used, strict=True))
         gradients = {
-            name: (gradient, i) for gradient in outcome.gradients for i, name in enumerate(gradient.bucket.names)
+            name: (gradient, i) for gradient in update.gradients for i, name in enumerate(gradient.bucket.names)
         }
         dense: list[Tensor] = []
         factored: list[Factored] = []
@@ -155,9 +163,7 @@ class Engine(sequential.Engine):
             squares += self._untrained([gradients[name] for name in self.shares.nobodys if used[name]])
             return sum(row[0] for row in self.local_group.gather([squares], "clipping"))
 
-        applied, self.norm = finish(dense, factored, self.optimizer, rule, whole)
-        self.local_group.barrier("updating")
-        return applied
+        return finish(dense, factored, self.optimizer, update.rule, whole)
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
         """Its tensors lie in memory of their own."""

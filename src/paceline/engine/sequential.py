@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import FACTORS, Gradient, NoGradient, RowRange, Share, StepOutcome, UpdateRule, Vote
+from paceline.contract import FACTORS, Gradient, NoGradient, RowRange, Share, Update, Vote
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
-from paceline.engine.compute import matmul, rng, state_store
+from paceline.engine.compute import matmul, rng, state_store, targets
 from paceline.engine.compute.batch import (
     call,
     counted,
@@ -112,7 +112,7 @@ class Engine(contract.Engine):
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
         self._num_held, self._layout, self._options = num_held(optimizer), Layout(model), Options(optimizer)
         self.moving = Moving(model)
-        self._later = DeferredUpdate(model, optimizer, self.backward.parameters, lambda *given: self._apply(*given)[0])
+        self._later = DeferredUpdate(model, optimizer, self.backward.parameters, lambda update: self._apply(update)[0])
 
     @property
     def weights(self) -> Sequence[Tensor]:  # type: ignore[override]
@@ -310,23 +310,25 @@ class Engine(contract.Engine):
             check = zlib.crc32(values.view(torch.uint8).cpu().numpy().data, check)
         return check
 
-    def update(self, outcome: StepOutcome, rule: UpdateRule) -> bool:
-        if outcome.pending:
-            self._later.defer(outcome, rule)
+    def apply(self, update: Update) -> bool:
+        applied = True
+        if update.pending:
+            self._later.defer(update)
             self.norm = None
-            return True
-        applied, self.norm = self._apply(outcome, rule)
+        elif update.gradients:
+            applied, self.norm = self._apply(update)
+        targets.write(update.targets, self.weights, self.optimizer)
         return applied
 
     def wait_pending(self) -> None:
         self._later.wait_pending()
 
-    def _apply(self, outcome: StepOutcome, rule: UpdateRule) -> tuple[bool, float | None]:
-        """Whether these pieces were applied, and their norm."""
-        used = dict(zip(self.names, outcome.vote.used, strict=True))
+    def _apply(self, update: Update) -> tuple[bool, float | None]:
+        """Whether these gradients were applied, and their norm."""
+        used, rule = dict(zip(self.names, update.used, strict=True)), update.rule
         dense: list[Tensor] = []
         factored: list[Factored] = []
-        for gradient in outcome.gradients:
+        for gradient in update.gradients:
             if gradient.output_grad is not None and gradient.layer_input is not None:
                 name = gradient.bucket.names[0]
                 if used[name]:
@@ -339,7 +341,7 @@ class Engine(contract.Engine):
                 parameter.grad = _like(parameter, grad) if used[name] else None
                 dense.append(parameter)
         if (rule.scale != 1.0 or rule.clip is not None) and any(
-            gradient.grads is not None for gradient in outcome.gradients
+            gradient.grads is not None for gradient in update.gradients
         ):
             separate(dense, factored)  # what nobody has added up lies where autograd has put it
         return finish(dense, factored, self.optimizer, rule, lambda total: total)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.contract import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
 from paceline.exchange.flow.cost_model import cost_of, dense_cost
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
@@ -48,6 +48,7 @@ class Exchange(contract.Exchange):
         self.buckets, self.link = buckets, link
         self.step, self.samples = 0, 0.0
         self._asked = self._told = 0
+        self._said: list[tuple[Any, ...]] = []  # samples, who asks to stop, paces: of each rank, at the last average
         self._forget()
         self.gradients: dict[int, Gradient] = {}
 
@@ -78,28 +79,26 @@ class Exchange(contract.Exchange):
             vote.paces, self._paces = self._paces, ()
         return StepOutcome(Decision.COMMIT, gradients, vote)
 
-    def reconcile(self, weights: Sequence[Tensor]) -> None:
-        if self.step % self.period == 0:
-            self.level(weights)
-
-    def level(self, weights: Sequence[Tensor]) -> None:
-        if self.link.size == 1 or not self._spent:
-            return
+    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+        if self.link.size == 1 or not self._spent or not (now or self.step % self.period == 0):
+            return None
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
         words = torch.frombuffer(bytearray(SAID.pack(self.samples, self._asked, *pace)), dtype=torch.uint8)
         parts = self.link.all_gather(words, "who has how many samples", even=True).wait()
-        said = [SAID.unpack(bytes(part.numpy())) for part in parts]
-        everyone, self._told = sum(samples for samples, *_ in said), max(asked for _, asked, *_ in said)
+        self._said = [SAID.unpack(bytes(part.numpy())) for part in parts]
+        everyone = sum(samples for samples, *_ in self._said)
+        share = self.samples / everyone if everyone else 1 / self.link.size
+        sums = [
+            self.link.sum((weight.detach() * share).reshape(-1), f"average of weight {i}")
+            for i, weight in enumerate(weights)
+        ]
+        return [Target(i, each.wait()) for i, each in enumerate(sums)]
+
+    def averaged(self) -> None:
+        self._told = max(asked for _, asked, *_ in self._said)
         self._forget()
         self._asked = 0  # it is told; who still asks does so with its next vote
-        self._paces = tuple((busy, fixed) for *_, busy, fixed in said)
-        share = self.samples / everyone if everyone else 1 / self.link.size
-        handles = []
-        for i, weight in enumerate(weights):
-            part = weight.detach() * share
-            handles.append((weight, self.link.sum(part.reshape(-1), f"average of weight {i}")))
-        for weight, handle in handles:
-            weight.detach().copy_(handle.wait().view(weight.shape))
+        self._paces = tuple((busy, fixed) for *_, busy, fixed in self._said)
         self.samples = 0.0
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:

@@ -56,6 +56,7 @@ class ConsumedBatch(GlobalBatch):
     """A batch whose rows have already been used."""
 
     def __init__(self, batch: GlobalBatch):
+        self.batch = batch
         self.epoch, self.step, self.ends_epoch = batch.epoch, batch.step, batch.ends_epoch
         self.weight, self.wait_s, self.assigned, self.num_local_samples = (
             batch.weight,

@@ -14,15 +14,16 @@ bounds it. Buffers are each node's own, as batch statistics are.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.contract import StepObserver, StepOutcome
+from paceline.contract import StepObserver, StepOutcome, Target, Update
 from paceline.engine.compute.row_ranges import Part, cut
+from paceline.engine.compute.targets import read, states
 from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.report.activity import REPAIR
 from paceline.report.log import log
@@ -32,7 +33,7 @@ PERIOD = 256  # steps in which everything has gone round
 MIN_VALUES = 1 << 14  # of weights in a part
 QUIET_STEPS = 1280  # longer than the hash needs to look at everything, and a period
 
-View = tuple[Tensor, int, int]  # values of a tensor, from, to
+NOTHING = torch.empty(0)
 
 
 class ReplicaSync(StepObserver):
@@ -107,73 +108,37 @@ class ReplicaSync(StepObserver):
         self.run.record.write("drift", step=step, parts=len(self.parts), gap=max(said), sent_bytes=self._sent_bytes)
         self._turn, self._sent_bytes, self._divergence = 0, 0, 0.0
 
-    @torch.no_grad()
     def _spread(self, part: Part) -> None:
-        whole = self.engine.weights
-        weights = [(whole[index], start, stop) for index, start, stop in part]
-        values = [_values(view) for view in weights]
-        before = [each.clone() for each in values]
-        if max(self.run.world.sizes) > 1:
-            self.control.broadcast(values)  # a node's shared memory itself: nobody has to put them back
-            for view, new in zip(weights, values, strict=True):
-                if not view[0].is_contiguous():
-                    _put(view, new)
-        else:
-            owners = self._owners()
-            views = [
-                v for one in zip(part, weights, strict=True) for v in self._with_state(owners.get(one[0][0]), one[1])
-            ]
-            packed = torch.cat([_bytes(_values(view)).to(self.engine.weights[0].device) for view in views])
-            self.control.broadcast([packed])
-            _unpack(packed, views)
-        for old, view in zip(before, weights, strict=True):
-            new = _values(view).double()
-            self._divergence = max(self._divergence, float((old.double() - new).norm() / new.norm().clamp_min(1e-30)))
+        """Rank 0's values of this part into everyone's."""
+        views = self._views(part)
+        packed = torch.cat([_bytes(values) for _, values in views])
+        self.control.broadcast([packed])
+        targets, start = [], 0
+        for target, before in views:
+            end = start + before.numel() * before.itemsize
+            # a copy begins where any type may
+            new = packed[start:end].clone().view(before.dtype).to(before.device)
+            targets.append(dataclasses.replace(target, values=new))
+            start = end
+            if not target.key:
+                own, others = before.double(), new.double()
+                apart = float((own - others).norm() / others.norm().clamp_min(1e-30))
+                self._divergence = max(self._divergence, apart)
+        self.engine.apply(Update(targets=targets))
 
-    def _with_state(self, owner: Tensor | None, view: View) -> Sequence[View]:
-        """A weight's values, and those of the optimizer's tensors that belong to them."""
-        weight, start, stop = view
-        state = {} if owner is None else self.engine.optimizer.state.get(owner, {})
-        views = [view]
-        for key in sorted(state):
-            value = state[key]
-            if isinstance(value, Tensor) and value.shape == weight.shape:
-                views.append((value, start, stop))
-            elif isinstance(value, Tensor) and start == 0:
-                views.append((value, 0, value.numel()))
-        return views
-
-    def _owners(self) -> dict[int, Tensor]:
-        """The optimizer's parameter of each weight, which it holds as the same memory."""
-        places = {weight.data_ptr(): index for index, weight in enumerate(self.engine.weights) if weight.numel()}
-        owned = (p for group in self.engine.optimizer.param_groups for p in group["params"])
-        return {places[p.data_ptr()]: p for p in owned if p.data_ptr() in places}
-
-
-def _values(view: View) -> Tensor:
-    """In the order of a contiguous tensor, whatever the memory's; a view of the tensor where it is contiguous."""
-    tensor, start, stop = view
-    return tensor.reshape(-1)[start:stop]
+    def _views(self, part: Part) -> list[tuple[Target, Tensor]]:
+        """What goes round of these weights, and where it belongs; of the optimizer's tensors too where all are here."""
+        weights, found = self.engine.weights, []
+        kept = {} if max(self.run.world.sizes) > 1 else states(weights, self.engine.optimizer)
+        for index, first, last in part:
+            found.append((index, weights[index], first, last, ""))
+            for key, value in kept.get(index, {}).items():
+                if value.shape == weights[index].shape:
+                    found.append((index, value, first, last, key))
+                elif first == 0:
+                    found.append((index, value, 0, value.numel(), key))
+        return [(Target(i, NOTHING, first, key), read(each, first, last)) for i, each, first, last, key in found]
 
 
 def _bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
-
-
-def _unpack(packed: Tensor, views: Sequence[View]) -> None:
-    """The reverse of packing: into the tensors' own places."""
-    start = 0
-    for view in views:
-        tensor, first, last = view
-        num_bytes = (last - first) * tensor.itemsize
-        # a copy begins where any type may
-        _put(view, packed[start : start + num_bytes].clone().view(tensor.dtype).to(tensor.device))
-        start += num_bytes
-
-
-def _put(view: View, values: Tensor) -> None:
-    tensor, first, last = view
-    flat = tensor.reshape(-1)
-    flat[first:last] = values
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))

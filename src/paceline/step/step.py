@@ -5,7 +5,7 @@ gradient   forward and backward; pieces reach the exchange as backward makes the
 collect    everyone's sums are here
 commit     the one vote, and what has come of the step: all apply it, or nobody does
 update     COMMIT: normalise once, clip, optimizer step, the schedule moves. RETRY, SKIP: as if the step had never been
-reconcile  what the scheme does to weights after an update (averaging every k steps)
+average    what a scheme that does not agree on every step makes of all weights, every k steps
 
 Observers are told of each of these. With overlap="forward" the engine holds the update until the next step reads the
 weights. Every engine, exchange, link and codec meets here, and none of them is named.
@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.contract import Decision, GlobalBatch, Gradient, LinkError, NotFinite, StepOutcome, StepSummary, Vote
 from paceline.report import activity
+from paceline.step.average import average
 from paceline.step.run_state import RunState
 from paceline.step.update import update
 
@@ -39,9 +40,7 @@ def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = N
         begin = time.perf_counter()
         update(run, batch, outcome, kept)
         run.fixed_s = time.perf_counter() - begin
-        if run.exchange.consensus != "step":
-            with run.activity.at(activity.AVERAGE):
-                run.exchange.reconcile(run.engine.weights)
+        average(run, now=run.control.tolerates_loss and batch.ends_epoch)
         for each in run.observers:
             each.updated(outcome)
         spent["update_seconds"] = time.perf_counter() - begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contract import Decision, GlobalBatch, NotFinite, StepOutcome, UpdateRule
+from paceline.contract import Decision, GlobalBatch, NotFinite, StepOutcome, Update, UpdateRule
 from paceline.report import activity
 from paceline.step import faults
 from paceline.step.run_state import RunState
@@ -40,7 +40,7 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -
         rule = UpdateRule(batch.weight / vote.weight / run.scaler.scale, run.clip, check=True, step=run.num_steps)
         told = [then for each in run.observers if (then := each.applies(outcome, rule))]
         with run.activity.at(activity.UPDATE):
-            applied = engine.update(outcome, rule)
+            applied = engine.apply(Update.of(outcome, rule))
         for then in told if applied else ():
             then()
         if applied and schedule and together:

@@ -43,6 +43,7 @@ HALT_S = 25
 HOW = {"half": {"codec": "half"}, "shares": {"shares": (3.0, 2.0, 1.0)}, "sync": {"batch_norm": "sync"}}
 HOW["clip"] = {"clip": 0.3}
 HOW["memory"] = {"most_rows": BATCH // 3}
+HOW["periods"] = {"exchange": "local_sgd:4"}
 
 
 class Samples:
@@ -130,7 +131,7 @@ def main(folder, *words):
         return target.double().sum()
 
     if not LATE and LOCAL == 0 and (dies := {f"spread{NODE}", f"settle{NODE}"} & {*words}):
-        module, name = (FaultTolerantControl, "spread") if f"spread{NODE}" in dies else (assignment, "settle")
+        module, name = (FaultTolerantControl, "broadcast") if f"spread{NODE}" in dies else (assignment, "settle")
         setattr(module, name, lambda *given: os.kill(os.getpid(), signal.SIGKILL))
     optimizer = OPTIMIZERS["adam" if "adam" in words else "momentum"](model.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if "adam" in words else None

@@ -74,6 +74,7 @@ def clashes(
     codec: str,
     buffers: str = "own",
     num_shares: int = 0,
+    batch_norm: str = "local",
 ) -> list[str]:
     """What of it does not go together. ``chosen``: the engine's name, and ``num_shares`` its virtual shares;
     ``agreeing``: what ``exchange`` names."""
@@ -92,11 +93,15 @@ def clashes(
             f"engine {chosen!r} makes sums that are the same bits for any number of nodes, and exchange {exchange!r} "
             f"adds them up in another order; use exchange={FIXED_ORDER!r}, or leave it out"
         )
-    if world.min_nodes and (agreeing.overlap == "forward" or agreeing.consensus != "step"):
+    if world.min_nodes and agreeing.overlap == "forward":
         found.append(
             f"nodes may be lost here (PACELINE_NODES), and a step that is to be computed again must end as one: "
-            f"use overlap='backward' and an exchange that agrees each step, such as {EXCHANGE}; got "
-            f"{agreeing.overlap!r} and {exchange!r}"
+            f"use overlap='backward', got {agreeing.overlap!r}"
+        )
+    if world.min_nodes and batch_norm == "sync" and agreeing.consensus != "step":
+        found.append(
+            f"nodes may be lost here (PACELINE_NODES), and with batch_norm='sync' each step is everyone's: use an "
+            f"exchange that agrees each step, such as {EXCHANGE}, or batch_norm='local'; got {exchange!r}"
         )
     if buffers == "broadcast" and agreeing.consensus != "step":
         found.append(

@@ -30,15 +30,13 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.contract import (
     Bucket,
-    Decision,
     Engine,
     Exchange,
     LinkError,
     NotFinite,
     PendingGradient,
-    StepOutcome,
+    Update,
     UpdateRule,
-    Vote,
 )
 from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
@@ -54,28 +52,28 @@ class DeferredUpdate:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, Tensor],
-        update: Callable[[StepOutcome, UpdateRule], bool],
+        update: Callable[[Update], bool],
     ):
         self.optimizer, self.parameters, self._update = optimizer, parameters, update
         self.waited_s = 0.0
         self._coming: dict[int, PendingGradient] = {}  # by spec, in the order in which they arrive
         self._spec_of: dict[int, int] = {}
-        self._ballot, self._rule = Vote(), UpdateRule()
+        self._used, self._rule = b"", UpdateRule()
         self._then: list[dict[str, Any]] = []  # the optimizer's options when the gradient was made
         self._bad: list[str] = []
         self._reading = self._stepped = False
         self._hooks: list[Any] = []
         self.model = model
 
-    def defer(self, outcome: StepOutcome, rule: UpdateRule) -> None:
+    def defer(self, update: Update) -> None:
         """From now on the pieces are waited for where they are needed."""
         if not self._hooks:
             self._watch()
-        self._coming = {coming.bucket.index: coming for coming in outcome.pending}
+        self._coming = {coming.bucket.index: coming for coming in update.pending}
         self._spec_of = {
-            id(self.parameters[name]): coming.bucket.index for coming in outcome.pending for name in coming.bucket.names
+            id(self.parameters[name]): coming.bucket.index for coming in update.pending for name in coming.bucket.names
         }
-        self._ballot, self._rule = outcome.vote, rule
+        self._used, self._rule = update.used, update.rule
         groups = self.optimizer.param_groups
         for group in groups:
             for parameter in group["params"]:
@@ -161,8 +159,7 @@ class DeferredUpdate:
         device = self.parameters[coming.bucket.names[0]].device.type
         unseen = torch._C.DisableTorchFunction()  # the optimizer reads other weights, which may be still to come
         with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
-            outcome = StepOutcome(Decision.COMMIT, [gradient], self._ballot)
-            if not self._update(outcome, self._rule):
+            if not self._update(Update([gradient], self._used, self._rule)):
                 self._bad.append(_named(coming.bucket))
         for name in coming.bucket.names:
             self.parameters[name].grad = None  # the next piece's update must not see it again

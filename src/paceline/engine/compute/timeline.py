@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.codec.lossless import MIN_BYTES, fits, pack
-from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, UpdateRule
+from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Update, UpdateRule
 from paceline.engine.compute.gradient_hooks import Backward
 
 FORMAT = 1
@@ -138,7 +138,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         forward, backward, outcome = _step(engine, model, batch, forms)
         whole = _packed(outcome) if left == 1 else {}
         start = time.perf_counter()
-        engine.update(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True))
+        engine.apply(Update.of(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True)))
         updates.append(time.perf_counter() - start)
         forwards.append(forward)
         dense.append(backward)
@@ -151,7 +151,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
         forms = [DENSE if i in strays else form for i, form in enumerate(forms)]  # as an exchange does from then on
         split = _packed(outcome) if left == 1 else {}
         start = time.perf_counter()
-        engine.update(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True))
+        engine.apply(Update.of(outcome, UpdateRule(1.0 / outcome.vote.weight, check=True)))
         factored.append(time.perf_counter() - start)
         for gradient in outcome.gradients:
             if gradient.output_grad is not None and gradient.layer_input is not None:

@@ -10,14 +10,26 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import Joiner, LinkError, StepOutcome, Tally, ViewChange, Vote, pack_frames, unpack_frames
+from paceline.contract import (
+    Joiner,
+    LinkError,
+    StepOutcome,
+    Tally,
+    Target,
+    ViewChange,
+    Vote,
+    pack_frames,
+    unpack_frames,
+)
 from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, letters
 from paceline.engine.node.local_group import LocalGroupError
 
 HANDING, ADDING, GATHERING, SPREADING, TAKING = "handing on", "adding up", "gathering words", "spreading", "taking in"
+AVERAGING, DUE = "averaging", b"due"
 
 
 class LeaderControl(contract.Control):
@@ -85,6 +97,15 @@ class LeaderControl(contract.Control):
         self._pass_on(outcome)
         return outcome
 
+    def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
+        try:
+            result = self.control.transact(compute)
+        except LinkError as error:
+            self.local_group.broadcast_error(error)
+            raise
+        self.local_group.all_gather_bytes(self._with_news(b"" if result is None else DUE), AVERAGING)
+        return result
+
     def _pass_on(self, outcome: StepOutcome) -> None:
         told = self._with_news(self.relay.settle(outcome))
         for peer in self.local_group.lines:
@@ -109,9 +130,11 @@ class LeaderControl(contract.Control):
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         self.control.broadcast(tensors)
-        for tensor, place in self.relay.places.twins(tensors):
-            place.copy_(tensor)
-        self.local_group.all_gather_bytes(self._with_news(b""), SPREADING)
+        parts = [
+            each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for each in self.relay.apart(tensors)
+        ]
+        self.local_group.all_gather_bytes(self._with_news(b"".join(parts)), SPREADING)
         self.local_group.barrier(SPREADING)
 
     def node_broadcast(self, words: bytes | bytearray) -> bytes:
@@ -164,6 +187,9 @@ class FollowerControl(contract.Control):
             raise error
         return self.commit(Vote(ok=False), self.relay.finish)
 
+    def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
+        return () if self._hear(self.local_group.all_gather_bytes(b"", AVERAGING)[0]) == DUE else None
+
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         self.local_group.gather(values, ADDING)
         self._hear(self.local_group.all_gather_bytes(b"", ADDING)[0])
@@ -174,9 +200,12 @@ class FollowerControl(contract.Control):
         return unpack_frames(self._hear(self.local_group.all_gather_bytes(b"", GATHERING)[0]))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        self._hear(self.local_group.all_gather_bytes(b"", SPREADING)[0])
-        for tensor, place in self.relay.places.twins(tensors):
-            tensor.copy_(place)
+        body, start = bytearray(self._hear(self.local_group.all_gather_bytes(b"", SPREADING)[0])), 0
+        for tensor in self.relay.apart(tensors):
+            num_bytes = tensor.numel() * tensor.itemsize
+            new = torch.frombuffer(body, dtype=torch.uint8, count=num_bytes, offset=start).clone()
+            tensor.detach().copy_(new.view(tensor.dtype).view(tensor.shape))
+            start += num_bytes
         self.local_group.barrier(SPREADING)
 
     def node_broadcast(self, words: bytes | bytearray) -> bytes:

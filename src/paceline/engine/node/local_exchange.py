@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline import contract
-from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Vote
+from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Target, Vote
 from paceline.engine.node.local_group import POLL_S, LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
 
@@ -65,6 +65,10 @@ class _Relay(contract.Exchange):
         vote.dense = bytes(d or i in self._overflow for i, d in enumerate(vote.dense))
         self._overflow = set()
         return vote
+
+    def apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of which each process of the node has its own."""
+        return [each for each in tensors if not self.places.hold(each)]
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> contract.CommCost:
         return self.exchange.cost(buckets, rows, size)
@@ -163,15 +167,11 @@ class LocalLeader(_Relay):
         word = outcome.decision.value.encode()
         return bytes([outcome.drift, len(word)]) + word + counts + outcome.vote.pack()
 
-    def reconcile(self, weights: Sequence[Tensor]) -> None:
-        if self.consensus != "step":
-            self.exchange.reconcile(weights)
-            self.local_group.barrier("reconciling")
+    def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
+        return self.exchange.average(weights, now)
 
-    def level(self, weights: Sequence[Tensor]) -> None:
-        if self.consensus != "step":
-            self.exchange.level(weights)
-            self.local_group.barrier("reconciling")
+    def averaged(self) -> None:
+        self.exchange.averaged()
 
     def dealt(self, largest: float) -> None:
         self.exchange.dealt(largest)
@@ -222,12 +222,6 @@ class LocalFollower(_Relay):
             self.places.read_result(bucket, num_rows) for bucket, num_rows in zip(self.buckets, rows, strict=False)
         ]
         return StepOutcome(decision, gradients, merged, drift)
-
-    def reconcile(self, weights: Sequence[Tensor]) -> None:
-        if self.consensus != "step":
-            self.local_group.barrier("reconciling")
-
-    level = reconcile
 
     def dealt(self, largest: float) -> None:
         self.hear_forms()

@@ -29,15 +29,12 @@ class SharedBuffers:
         local_group: LocalGroup,
         buckets: Sequence[Bucket],
         weights: Mapping[str, Tensor],
-        buffers: Sequence[Tensor],
     ):
         self.rank, self.size = local_group.rank, local_group.size
         self._starts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self._num_bytes = 0
         for name, weight in weights.items():
             self._add(f"weight {name}", tuple(weight.shape), weight.dtype)
-        for i, buffer in enumerate(buffers):
-            self._add(f"buffer {i}", tuple(buffer.shape), buffer.dtype)
         for bucket in buckets:
             dtype = weights[bucket.names[0]].dtype
             for local_rank in range(self.size):
@@ -48,7 +45,6 @@ class SharedBuffers:
         if len(sizes) > 1:
             raise ValueError(f"the processes of this node built different models (bytes, buckets: {sorted(sizes)})")
         self._memory = local_group.shared_memory(self._num_bytes)
-        self._num_buffers = len(buffers)
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._starts[name] = (self._num_bytes, shape, dtype)
@@ -65,23 +61,10 @@ class SharedBuffers:
     def weight(self, name: str) -> Tensor:
         return self._at(f"weight {name}")
 
-    def twins(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer with its shared place. None for weights, since they are shared themselves.
-
-        Raises ValueError if forward has put buffers of another number or shape in their place.
-        """
+    def hold(self, tensor: Tensor) -> bool:
+        """Whether it lies here, so that all processes have it."""
         begin = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        first = next((each for each in tensors if each.numel()), None)
-        if first is not None and begin <= first.data_ptr() < begin + self._num_bytes:
-            return []
-        places = [self._at(f"buffer {i}") for i in range(self._num_buffers)]
-        had, have = ([(tuple(t.shape), t.dtype) for t in some] for some in (places, tensors))
-        if had != have:
-            raise ValueError(
-                f"the model's buffers were {had} at join() and are {have} now; buffers shared by the processes of a "
-                f"node keep number, shape and type: register them as they will be before join()"
-            )
-        return list(zip(tensors, places, strict=True))
+        return not tensor.numel() or begin <= tensor.data_ptr() < begin + self._num_bytes
 
     def flat(self, bucket: Bucket, local_rank: int = 0) -> Tensor:
         return self._at(f"grad {bucket.index} {local_rank}")

@@ -40,7 +40,13 @@ class Control(contract.Control):
         return self.members.link.generation
 
     def commit(self, own_vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
-        if self.size == 1 or not self.votes:
+        if self.votes:
+            return self.vote(own_vote, finish)
+        return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
+
+    def vote(self, own_vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
+        """Of all nodes, also where each is alone with its steps."""
+        if self.size == 1:
             return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
         words = torch.frombuffer(bytearray(own_vote.pack()), dtype=torch.uint8)
         everyone = self.members.link.all_gather(words, "the vote on the step", even=True).wait()

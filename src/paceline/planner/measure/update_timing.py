@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline import contract
-from paceline.contract import Decision, Gradient, StepOutcome, UpdateRule, Vote
+from paceline.contract import Gradient, Update, UpdateRule
 from paceline.planner.measure.layers import now, typical
 
 MAX_PASSES = 7
@@ -78,10 +78,10 @@ class Updates:
         return Gradient(bucket, flat=weight.new_ones(bucket.numel))
 
     def _once(self, pieces: list[Gradient]) -> float:
-        vote = Vote(weight=1.0, used=bytes([1] * len(self.engine.weights)))
+        used = bytes([1] * len(self.engine.weights))
         weights: list[Any] = [self.engine.weights[0]]
         start = now(weights)
-        self.engine.update(StepOutcome(Decision.COMMIT, pieces, vote), UpdateRule(1.0, self.clip))
+        self.engine.apply(Update(pieces, used, UpdateRule(1.0, self.clip)))
         return now(weights) - start
 
 

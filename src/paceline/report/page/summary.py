@@ -159,7 +159,8 @@ def faults(run: Run) -> list[str]:
     columns = columns[np.isfinite(columns[:, 2])]
     found, due = [], (int(columns[0, 1]), int(columns[0, 2])) if len(columns) else (0, 0)
     for step, epoch, batch, rows, samples, ends in columns.tolist():
-        if (epoch, batch) != due:
+        dealt_again = ends and due == (epoch + 1, 0)  # after an epoch's end, what a lost node has had
+        if (epoch, batch) != due and not dealt_again:
             found.append(f"step {step:.0f}: batch {batch:.0f} of epoch {epoch:.0f}, where {due[1]} of {due[0]} was due")
         if rows != samples and not alone:
             found.append(f"step {step:.0f}: {samples:.0f} samples of a batch of {rows:.0f}")
@@ -176,4 +177,5 @@ def told(run: Run) -> str:
         return ""
     if found := faults(run):
         return found[0]
-    return f"each once in {np.nansum(ends):.0f} whole epochs" if np.nansum(ends) else "each once so far"
+    whole = len(np.unique(run.steps["epoch"][ends == 1]))
+    return f"each once in {whole} whole epochs" if whole else "each once so far"

@@ -1,0 +1,21 @@
+"""Schemes that do not agree on every step: what all nodes make of their weights becomes everyone's, or nobody's."""
+
+from __future__ import annotations
+
+from paceline.contract import Update
+from paceline.report import activity
+from paceline.step.run_state import RunState
+
+
+def average(run: RunState, now: bool = True) -> None:
+    """``now``: whether or not it is due. Every process must call it. Raises LinkError."""
+    exchange, engine = run.exchange, run.engine
+    if exchange.consensus == "step":
+        return
+    with run.activity.at(activity.AVERAGE):
+        targets = run.control.transact(lambda: exchange.average(engine.weights, now))
+        if targets is not None:
+            exchange.averaged()
+            engine.apply(Update(targets=targets))
+            for each in run.observers:
+                each.averaged()
