@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from paceline.cli.options import console
+
+if TYPE_CHECKING:
+    from paceline_bench.result import Finding, Show
+
+    Write = Callable[[list[Finding], int, Path], None]
 
 SUITES = (
     "local: this machine, against hand-written PyTorch and DDP. links: all-reduce algorithms, against gloo's. cluster: "
@@ -57,15 +62,8 @@ def bench(
 
     paceline bench cluster --only alexnet-1gbit,rounded --out benchmarks/mine
     """
-    try:
-        from paceline_bench import cluster
-    except ModuleNotFoundError as error:
-        if error.name != "paceline_bench":
-            raise
-        raise ValueError(
-            "`paceline bench` needs the package paceline-bench, which is not installed here; "
-            "in a clone of paceline's repository: pip install ./bench"
-        ) from None
+    check_installed()
+    from paceline_bench import cluster
     from paceline_bench.cluster import collectives, namespaces
     from paceline_bench.cluster.race import Pace
     from paceline_bench.cluster.tasks import asked
@@ -73,7 +71,7 @@ def bench(
 
     turns = Pace(1 if rounds is None else rounds, steps)
 
-    def several(names: list[str], _: int, show: Callable[[str], None]) -> Iterator[Any]:
+    def several(names: list[str], _: int, show: Show) -> Iterator[Finding]:
         if delay and not model:
             raise ValueError(
                 f"--delay {delay:g} is of the race that --model asks for; give both, or --only latency without it"
@@ -86,10 +84,10 @@ def bench(
         late_ms = namespaces.check_delay(delay, link)
         return asked(model, batch_per_node, 2 if nodes is None else nodes, link, peers, fidelity, turns, show, late_ms)
 
-    def sums(names: list[str], rounds: int, show: Callable[[str], None]) -> Iterator[Any]:
+    def sums(names: list[str], rounds: int, show: Show) -> Iterator[Finding]:
         return collectives.run(names, rounds, show, processes, collectives.Cables.asked(nodes, rate, delay))
 
-    suites: dict[str, tuple[Any, Any]] = {
+    suites: dict[str, tuple[Callable[[list[str], int, Show], Iterator[Finding]], Write]] = {
         "local": (one_machine.run, one_machine.write),
         "links": (sums, collectives.write),
         "cluster": (several, cluster.write),
@@ -98,16 +96,34 @@ def bench(
         raise ValueError(f"no suite named {suite!r}; known: {', '.join(suites)}")
     start, write = suites[suite]
     number = rounds if rounds is not None else 1 if suite == "cluster" else 7
-    findings = []
     with Console(stderr=True).status("measuring") as status:
-        for finding in start(only.split(",") if only else [], number, status.update):
-            findings.append(finding)
-            if finding.demanded == "-":
-                console.print(f"{finding.what}: {finding.figure}" if not finding.details else f"\n{finding.details}\n")
-            else:
-                mark = "reached" if finding.reached else "NOT reached"
-                console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
-            if out:
-                write(findings, number, out)
+        record(start(only.split(",") if only else [], number, status.update), write, number, out)
     if out:
         console.print(f"record: {out}")
+
+
+def check_installed() -> None:
+    """Raises ValueError without the package of the benchmarks."""
+    try:
+        import paceline_bench  # noqa: F401 - whether it is there
+    except ModuleNotFoundError as error:
+        if error.name != "paceline_bench":
+            raise
+        raise ValueError(
+            "`paceline bench` needs the package paceline-bench, which is not installed here; "
+            "in a clone of paceline's repository: pip install ./bench"
+        ) from None
+
+
+def record(found: Iterator[Finding], write: Write, number: int, out: Path | None) -> None:
+    """Prints each finding as it comes; the record in ``out`` has all so far."""
+    findings = []
+    for finding in found:
+        findings.append(finding)
+        if finding.demanded == "-":
+            console.print(f"{finding.what}: {finding.figure}" if not finding.details else f"\n{finding.details}\n")
+        else:
+            mark = "reached" if finding.reached else "NOT reached"
+            console.print(f"{finding.what}: {finding.figure}, demanded {finding.demanded}: {mark}")
+        if out:
+            write(findings, number, out)
