@@ -6,8 +6,7 @@ measurements; `causes` says what they mean.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,8 @@ from paceline.planner.diagnose import gradient_hooks, layers_in_parts
 from paceline.planner.diagnose.equal_draws import Pinned
 from paceline.planner.diagnose.layers_in_parts import Part, Trace, cut
 from paceline.planner.diagnose.loss_kind import Fixed, Judge, Law, Through, laws, plain, repeated
-from paceline.planner.diagnose.saved_state import Kept, far
+from paceline.planner.diagnose.passes import Passes
+from paceline.planner.diagnose.saved_state import far
 from paceline.planner.diagnose.subject import Subject
 
 
@@ -37,64 +37,19 @@ def examine(subject: Subject) -> dict[str, Any]:
     return found
 
 
-class Look:
+class Look(Passes):
     """The experiments; those that come later leave out what earlier ones have found."""
 
     def __init__(self, subject: Subject):
-        self.subject, self.model = subject, subject.model
-        self.kept = Kept({"": subject.model, "loss.": subject.loss})
-        self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        self.norms: list[str] = []  # layers that normalise over a batch
-        self.mixes = False  # samples depend on each other in other ways, too
+        super().__init__(subject)
+        self.mixes = False  # samples depend on each other in other ways than by norms, too
         self.restless: set[str] = set()
-        self.modules = dict(self.model.named_modules())
-
-    def rest(self) -> None:
-        """Everything as it was."""
-        self.kept.restore()
-        for parameter, grad in self.grads:
-            parameter.grad = grad
-        self.subject.seed(0)
-
-    @contextlib.contextmanager
-    def calm(self) -> Iterator[None]:
-        """Layers that normalise over a batch do so by their running statistics."""
-        inside = [m for name in self.norms for m in self.modules[name].modules() if m.training]
-        for module in inside:
-            module.training = False
-        try:
-            with Pinned():
-                yield
-        finally:
-            for module in inside:
-                module.training = True
-
-    def run(self, rows: Any, seed: int = 0) -> Any:
-        self.rest()
-        self.subject.seed(seed)
-        return self.subject.forward(rows)
-
-    def passes(self, rows: Any, seed: int = 0) -> Callable[[], Any]:
-        def run() -> Any:
-            with torch.no_grad(), Pinned():
-                return self.run(rows, seed)
-
-        return run
-
-    def says(self, rows: Any, seed: int = 0) -> list[Any]:
-        """What a pass gives: its outputs, and its loss."""
-        with torch.no_grad():
-            output = self.run(rows, seed)
-            said = self.subject.judge(output, rows) if self.subject.judge else {}
-        leaves = [leaf.detach().clone() for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
-        return leaves + [value.detach().clone() for value, _, _ in said.values()]
 
     # the model
 
     def layers(self) -> list[dict[str, Any]]:
         """The layers that compute otherwise on a part of the batch."""
-        whole_part = Part(0, self.subject.count, self.subject.count)
-        rows = self.subject.rows
+        rows, whole_part = self.subject.rows, self.subject.whole
         whole = layers_in_parts.trace(self.model, self.passes(rows))
         again = layers_in_parts.compare(self.model, self.passes(rows), whole, whole_part)
         other = layers_in_parts.compare(self.model, self.passes(rows, 1), whole, whole_part)
@@ -171,7 +126,6 @@ class Look:
         module = self.modules[name]
         floats = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
         whole = layers_in_parts.trace(self.model, self.passes(self.subject.rows))
-        whole_part = Part(0, self.subject.count, self.subject.count)
 
         def run() -> Any:
             with torch.no_grad(), Pinned():
@@ -180,7 +134,7 @@ class Look:
                     buffer.mul_(1.5).add_(0.25)
                 return self.subject.forward(self.subject.rows)
 
-        return name in layers_in_parts.compare(self.model, run, whole, whole_part).unlike
+        return name in layers_in_parts.compare(self.model, run, whole, self.subject.whole).unlike
 
     def _by_size_alone(self) -> bool:
         """Whether each part's outputs stay as they are when the samples of all others are replaced."""
@@ -356,17 +310,18 @@ class Look:
         differs = len(one) != len(two) or any(far(a, b) for a, b in zip(one, two, strict=True))
         where: list[str] = []
         if differs:
-            rows, whole_part = self.subject.rows, Part(0, self.subject.count, self.subject.count)
 
             def drawn(seed: int) -> Callable[[], Any]:
                 def run() -> Any:
                     with torch.no_grad():
-                        return self.run(rows, seed)
+                        return self.run(self.subject.rows, seed)
 
                 return run
 
             whole = layers_in_parts.trace(self.model, drawn(0))
-            where = sorted(layers_in_parts.compare(self.model, drawn(1), whole, whole_part).unlike) or ["the loss"]
+            where = sorted(layers_in_parts.compare(self.model, drawn(1), whole, self.subject.whole).unlike) or [
+                "the loss"
+            ]
         return {"differs": differs, "draws": counts.draws, "where": where}
 
     def narrow(self) -> dict[str, int]:

@@ -39,6 +39,10 @@ class Subject:
     def count(self) -> int:
         return self.parts[0].count
 
+    @property
+    def whole(self) -> Part:
+        return Part(0, self.count, self.count)
+
 
 def parts_of(count: int, edges: Sequence[tuple[int, int]] = ()) -> list[Part]:
     """The processes' parts of a batch, several of them as one where there are many; of one process alone two halves."""
