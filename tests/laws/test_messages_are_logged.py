@@ -14,7 +14,7 @@ EXCEPT = {
     # the traceback of a script's own error, as Python prints it, but in one write
     "session": {"sys.stderr.write"},
     # what processes on other hosts write is passed on as bytes
-    "launch.ssh": {"sys.stderr", "sys.stderr.buffer"},
+    "launch.supervise.remote_node": {"sys.stderr", "sys.stderr.buffer"},
     # around a fork; and a bug in a child, as Python prints it
     "launch.output": {"sys.stderr.flush", "traceback.print_exc"},
 }

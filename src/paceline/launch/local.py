@@ -143,16 +143,7 @@ def start(
     tell        is given the node's state when that has changed
     """
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
-    base = {**os.environ, **(environment or {})}
-    if engine:
-        base["PACELINE_ENGINE"] = engine
-        base = {**registry.says("engine", registry.head(engine)[0], "environment"), **base}
-    base["WORLD_SIZE"] = str(sum(sizes))
-    base.pop("PACELINE_LOCAL_SIZES", None)
-    if least:
-        base["PACELINE_NODES"] = f"{least}:{len(sizes)}"
-    if len(set(sizes)) > 1:
-        base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
+    base = _environment(engine, sizes, least, environment or {})
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
         if restarts or tell or (returns and base.get("PACELINE_NODES")):
@@ -189,6 +180,21 @@ def start(
                 code = 128 + orders.received[0] if orders.received else ending.code
                 return together(notes.found(pids), sum(sizes)) if notes and together and code == 0 else code
             base["PACELINE_RESUME"] = "1"
+
+
+def _environment(engine: str, sizes: Sequence[int], least: int, more: Mapping[str, str]) -> dict[str, str]:
+    """What all processes have in theirs, start after start."""
+    base = {**os.environ, **more}
+    if engine:
+        base["PACELINE_ENGINE"] = engine
+        base = {**registry.says("engine", registry.head(engine)[0], "environment"), **base}
+    base["WORLD_SIZE"] = str(sum(sizes))
+    base.pop("PACELINE_LOCAL_SIZES", None)
+    if least:
+        base["PACELINE_NODES"] = f"{least}:{len(sizes)}"
+    if len(set(sizes)) > 1:
+        base["PACELINE_LOCAL_SIZES"] = ",".join(map(str, sizes))
+    return base
 
 
 def _joining(ticket: Path, node: int) -> dict[str, str]:

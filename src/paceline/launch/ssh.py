@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +18,16 @@ from paceline.environment import FORMERLY, wait_s
 from paceline.launch import detach
 from paceline.launch.child_processes import kill
 from paceline.launch.doctor.preflight import LOST
-from paceline.launch.hosts import OWN_PATH, Host, Way
+from paceline.launch.hosts import Host, Way
 from paceline.launch.local import GRACE_S, TIMEOUT_S, num_processes, once
-from paceline.launch.node_agent import SAYS, STARTED
-from paceline.launch.output import Lines, shown
+from paceline.launch.output import shown
 from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS
 from paceline.launch.supervise.node_restarts import RETRY_DELAY_S, RETURNS
+from paceline.launch.supervise.remote_node import Node
 from paceline.launch.supervise.restart_policy import Ending, Restarts
 from paceline.report.log import log
 
-NODE = f"{OWN_PATH}; from paceline.launch import node_agent; sys.exit(node_agent.main())"
 POLL_S = 0.1
 MAX_PAUSE_S = 30.0  # between two attempts to reach a host
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
@@ -219,75 +216,6 @@ def _meet_again(orders: Orders, received: Sequence[int], pause_s: float) -> tupl
             told = True
             if over:
                 return None
-
-
-class Node:
-    """One host's ssh."""
-
-    def __init__(self, host: Host, index: int, way: Way, result: BinaryIO | None = None, quiet: bool = False):
-        self.host, self.index, self.result, self.quiet = host, index, result, quiet
-        self.said: dict[str, Any] = {}  # the last that it said of its state
-        self.failure: dict[str, Any] = {}  # the last that it said of a failure
-        self.counted = self.heard = False
-        self.lost = 0
-        self.process = subprocess.Popen(
-            way.command(host, "-c", NODE),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone
-        )
-        assert self.process.stdin
-        assert self.process.stdout
-        assert self.process.stderr
-        self.stdin, self._untold = self.process.stdin, bytearray()
-        os.set_blocking(self.stdin.fileno(), False)  # an ssh that has stalled takes no more than a pipe holds
-        out = sys.stderr if quiet else sys.stdout
-        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result, STARTED)
-        self.output.says, self.output.hear = SAYS, self._hear
-        self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
-        self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
-
-    def _hear(self, said: Any) -> None:
-        if isinstance(said, dict):
-            self.said, self.heard = said, True
-            self.failure = said if said.get("state") == FAILED else self.failure
-
-    def register(self, selector: selectors.BaseSelector) -> None:
-        for pipe, lines in self.pipes.items():
-            selector.register(pipe, selectors.EVENT_READ, lines)
-
-    @property
-    def code(self) -> int:
-        """With which it failed, or its line was lost; 0: neither."""
-        return self.process.poll() or int(self.failure.get("code") or 0) or self.lost
-
-    @property
-    def state(self) -> str:
-        """A node that has said nothing yet has been started as a member."""
-        code = self.process.poll()
-        if code is not None:
-            return FAILED if code else DONE
-        return str(self.said.get("state", HOLDS))
-
-    def tell(self, what: object) -> None:
-        self._untold += json.dumps(what).encode() + b"\n"
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Tells as much of what is left to tell as is taken at once."""
-        with contextlib.suppress(OSError):  # its end is seen by whoever waits for it
-            while self._untold:
-                del self._untold[: os.write(self.stdin.fileno(), self._untold)]
-
-    def close(self) -> None:
-        """Ends it there as well: what runs there sees its stdin end."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.stdin, *self.pipes):
-            with contextlib.suppress(OSError):
-                pipe.close()
 
 
 def _watch(
