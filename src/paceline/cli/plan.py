@@ -84,49 +84,24 @@ def plan(
     if budget is not None and not budget > 0:
         raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out for all rows")
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
-    if script:
-        command = [script, *context.args]
-        check_script(command)
-        if given := [
-            name for name, value in (("--model", model), ("--data", data), ("--batch-size", batch_size)) if value
-        ]:
-            raise ValueError(
-                f"{', '.join(given)} before the script is of `paceline train`, which is planned where no script is "
-                f"given; put a script's own options after it, or leave the script out"
-            )
-    else:
-        command = ["-m", "paceline.train.run", Settings(model=model, data=data, batch_size=batch_size).to_json()]
+    command = _command(script, context.args, model, data, batch_size)
     only = rows.replace(",", " ").split() if rows else None
-    said = ""
     if hosts and reproducible:
-        steady = planning.STEADY
-        raise ValueError(f"--reproducible is planned for one machine: leave out -H, and run with --plan {steady}")
+        raise ValueError(
+            f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.STEADY}"
+        )
     if out:
         check_writable(out)
     if hosts:
         check_alone(hosts)
         everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
-        ssh.carried(env.replace(",", " ").split() if env else ())
+        ssh.carried((env or "").replace(",", " ").split())
         paths = [script] if script and script != "-m" else [data] if data else []
         check(everyone, way, paths, address, needed(command))
         far = RemoteQuery(way, env or "", address or "", everyone[0].name)
         made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
     else:
-        from paceline.planner import cluster as machines
-
-        with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-            made = planning.make(
-                command,
-                fidelity=fidelity,
-                budget_s=budget,
-                thorough=budget is None,
-                rows=only,
-                reproducible=reproducible,
-                show=status.update,
-            )
-            if imagined:
-                status.update("recording a step layer by layer")
-                made, said = machines.imagine(made, command, imagined, budget)
+        made, said = _here(command, fidelity, budget, only, imagined, reproducible)
     if out:
         made.write(out)
     if as_json:
@@ -134,6 +109,24 @@ def plan(
         return
     if not hosts:
         show(made)
+    _show_nodes(made, said)
+
+
+def _command(script: str | None, more: list[str], model: str | None, data: str | None, size: int | None) -> list[str]:
+    """What is planned: a script with its arguments, or `paceline train`. Raises ValueError for options of the other."""
+    if not script:
+        return ["-m", "paceline.train.run", Settings(model=model, data=data, batch_size=size).to_json()]
+    check_script([script, *more])
+    if given := [name for name, value in (("--model", model), ("--data", data), ("--batch-size", size)) if value]:
+        raise ValueError(
+            f"{', '.join(given)} before the script is of `paceline train`, which is planned where no script is "
+            f"given; put a script's own options after it, or leave the script out"
+        )
+    return [script, *more]
+
+
+def _show_nodes(made: Plan, said: str) -> None:
+    """What was measured between nodes, and what was found of so many of them."""
     wide = console if console.is_terminal else Console(highlight=False, width=200)
     if made.pairs:
         wide.print(pair_table(made.pairs))
@@ -153,6 +146,32 @@ def check_writable(out: Path) -> None:
             pass
     except OSError as error:
         raise OSError(f"the plan cannot be written to {out} ({error.strerror}); give another --out") from None
+
+
+def _here(
+    command: list[str],
+    fidelity: str,
+    budget: float | None,
+    rows: list[str] | None,
+    what_if: list[WhatIf],
+    reproducible: bool,
+) -> tuple[Plan, str]:
+    from paceline.planner import cluster as machines
+
+    with ChildProcesses(), Console(stderr=True).status("measuring") as status:
+        made = planning.make(
+            command,
+            fidelity=fidelity,
+            budget_s=budget,
+            thorough=budget is None,
+            rows=rows,
+            reproducible=reproducible,
+            show=status.update,
+        )
+        if not what_if:
+            return made, ""
+        status.update("recording a step layer by layer")
+        return machines.imagine(made, command, what_if, budget)
 
 
 def _over(
