@@ -16,7 +16,6 @@ from paceline.checkpoint.run_lock import claim
 from paceline.cli import prepare
 from paceline.cli.train import _fresh
 from paceline.data import images, sample
-from paceline.launch.hosts import Way
 from paceline.launch.supervise import takeover
 from paceline.planner.planner import Plan
 from paceline.train import run as train
@@ -138,21 +137,19 @@ def test_what_hosts_were_asked_for_is_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(takeover, "check", check)
     monkeypatch.setattr(prepare, "along", along)
     monkeypatch.setattr(prepare.ssh, "start", ssh)
-    settings, way = Settings(encrypt=True), Way("ssh", "python")
+    settings, run = Settings(encrypt=True), tmp_path / "run"
     words = ["-m", "paceline.train.run", settings.to_json()]
-    for plan in ("reproducible:8", str(tmp_path / "run" / "plan.toml")):
-        prepare.start_over_ssh(
-            "a,b", way, words, plan, "exact", tmp_path / "run", None, "10.0.0.1", settings, send=True
-        )
-    assert Plan.read(tmp_path / "run" / "plan.toml").chosen == "reproducible:8"
+    for plan in ("reproducible:8", str(run / "plan.toml")):
+        how = prepare.Start("a,b", python="python", address="10.0.0.1", send=True)
+        prepare.start_over_ssh(how, words, plan, "exact", run, settings)
+    assert Plan.read(run / "plan.toml").chosen == "reproducible:8"
     assert [chosen for chosen, _ in began] == [["reproducible:8"] * 2] * 2
     assert all('chosen = "reproducible:8"' in environment["PACELINE_PLAN"] for _, environment in began)
-    assert Settings.read(tmp_path / "run").encrypt
+    assert Settings.read(run).encrypt
     assert asked == ["10.0.0.1"] * 4, "also before anything is sent"
     codes.append(2)
-    other = Settings(lr=0.5)
-    prepare.start_over_ssh("a,b", way, words, "auto", "exact", tmp_path / "run", None, None, other)
-    assert Settings.read(tmp_path / "run").lr is None, "the hosts have refused it"
+    prepare.start_over_ssh(prepare.Start("a,b", python="python"), words, "auto", "exact", run, Settings(lr=0.5))
+    assert Settings.read(run).lr is None, "the hosts have refused it"
 
 
 def test_another_programs_manifest_makes_no_shards(tmp_path):
@@ -193,7 +190,7 @@ def test_settings_are_not_written_over_while_a_run_has_the_folder(tmp_path):
         with pytest.raises(CheckpointError, match="another run writes"):
             prepare._keep(Settings(lr=0.5), None, tmp_path / "run")
         with pytest.raises(CheckpointError, match="another run writes"):
-            prepare.start([], Plan("sequential"), tmp_path / "run")
+            prepare.start([], Plan("sequential"), tmp_path / "run", prepare.Start())
         assert Settings.read(tmp_path / "run").lr == 0.1
     finally:
         other.kill()

@@ -22,6 +22,8 @@ ModelOption = Annotated[
 DataOption = Annotated[
     str | None, typer.Option(help="Folder with one sub-folder of images per class, or a folder that `pack` wrote.")
 ]
+TestFractionOption = Annotated[float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")]
+SkipBrokenOption = Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")]
 PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
 FidelityOption = Annotated[str, typer.Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
 ReproducibleOption = Annotated[

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -103,34 +104,52 @@ def _is_plain(row: str) -> bool:
     return way.engine in registry.names("engine") and len({*ROUNDED} & {*way.words}) < 2
 
 
+@dataclass
+class Start:
+    """How a run is started, in the options that several commands take. ``restarts``: of the whole run; None: as many as
+    one whose nodes may fail has by default. ``names``: environment variables to pass on."""
+
+    hosts: str | None = None
+    nodes: str | None = None
+    restarts: int | None = None
+    names: str | None = None
+    python: str | None = None
+    address: str | None = None
+    ssh: str = "ssh"
+    send: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        self.least, self.count = span(self.nodes, self.hosts)
+        by_default = RESTARTS if self.least else 0
+        self.num_restarts = by_default if self.restarts is None else self.restarts
+
+
 def start(
     command: list[str],
     made: Plan,
     out: Path | None,
+    how: Start,
     quiet: bool = False,
     shares: str | None = None,
-    num_nodes: int = 1,
-    least: int = 0,
     more: Mapping[str, str] | None = None,
-    restarts: int | None = None,
 ) -> int:
-    """``restarts``: of the whole run; None: as many as one whose nodes may fail has by default."""
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
         free(out)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
-        if least:
+        if how.least:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
     detach.begun()
     code = local.start(
         [sys.executable, *command],
         made.chosen,
-        num_nodes,
+        how.count,
         environment,
-        least=least,
-        returns=RETURNS if least else 0,
-        restarts=_restarts(restarts, least),
+        least=how.least,
+        returns=RETURNS if how.least else 0,
+        restarts=how.num_restarts,
         together=trained_alone.exit_code,
     )
     if code == 0 and out and not quiet:
@@ -139,30 +158,24 @@ def start(
 
 
 def start_over_ssh(
-    hosts: str,
-    way: Way,
+    how: Start,
     command: list[str],
     plan: str,
     fidelity: str,
     out: Path | None,
-    names: str | None,
-    address: str | None,
     settings: Settings | None = None,
     shares: str | None = None,
-    send: bool = False,
     data: Path | None = None,
-    least: int = 0,
-    most: int = 0,
-    restarts: int | None = None,
 ) -> int:
     """``settings``: of `paceline train`, whose command they become; ``data``: what a script's run sends besides."""
-    named = parse(hosts)
+    assert how.hosts
+    named, way = parse(how.hosts), Way(how.ssh, how.python or sys.executable)
     given_shares = shares or (settings.shares if settings else None)
-    nodes, chosen, made = planned(named, plan, command, fidelity, given_shares, least)
+    nodes, chosen, made = planned(named, plan, command, fidelity, given_shares, how.least)
     if settings and plan != "auto" and not made:
         made = Plan(row(plan), "as asked for")  # what --resume goes on with
-    address = address if nodes[0] is named[0] else None
-    environment = ssh.carried(names.replace(",", " ").split() if names else ())
+    address = how.address if nodes[0] is named[0] else None
+    environment = ssh.carried((how.names or "").replace(",", " ").split())
     if shares:
         environment["PACELINE_SHARES"] = shares
     if detach.RUN in os.environ:
@@ -170,7 +183,7 @@ def start_over_ssh(
     if settings:
         data = Path(settings.data) if settings.data else None
     home, needs = Path(), needed(command)
-    if send:
+    if how.send:
         # what is missing is told before
         check([dataclasses.replace(node, folder=".") for node in nodes], way, address=address, needs=needs)
         nodes, home, command, data = along(nodes, way, command, data)
@@ -184,13 +197,14 @@ def start_over_ssh(
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     quiet = bool(settings and settings.json)
     success = f"run: {home / out} on {nodes[0].name}" if out and not quiet else ""
-    launch = Launch(nodes, way, paths, address, needs, _restarts(restarts, least), quiet, success)
+    launch = Launch(nodes, way, paths, address, needs, how.num_restarts, quiet, success)
     meeting = launch.meet()
     # the hosts may refuse to go on with another run than the one that is there
     waits = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
     if settings and out and not waits:
         _keep(settings, made, out)
-    code = launch.start(ssh.Orders(command, chosen, way, environment, least, most), meeting)
+    most = int(how.nodes.split(":")[-1]) if how.nodes else 0
+    code = launch.start(ssh.Orders(command, chosen, way, environment, how.least, most), meeting)
     if settings and out and waits and code != REFUSED:
         _keep(settings, made, out)
     return code
@@ -307,10 +321,6 @@ def check_first() -> None:
             f"{size} (WORLD_SIZE); give that launcher the script: python SCRIPT, or leave the launcher out, or unset "
             f"WORLD_SIZE"
         )
-
-
-def _restarts(asked: int | None, least: int) -> int:
-    return (RESTARTS if least else 0) if asked is None else asked
 
 
 def waits(seconds: float | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +28,7 @@ from paceline.cli.options import (
     listed,
 )
 from paceline.cli.prepare import (
+    Start,
     check_alone,
     check_first,
     check_script,
@@ -36,14 +36,12 @@ from paceline.cli.prepare import (
     late,
     leave,
     ready,
-    span,
     start,
     start_over_ssh,
     steady,
     waits,
 )
 from paceline.data.load_balance import wanted
-from paceline.launch.hosts import Way
 
 
 def run(
@@ -94,31 +92,11 @@ def run(
     check_first()
     hide(encrypt)
     waits(wait)
-    least, most = span(nodes, hosts)
+    how = Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
     ticket = late(join, nodes, hosts)
     if detach:
         leave(["run", *command], hosts)
     if hosts:
-        way = Way(ssh_command, python or sys.executable)
         packed = Path(data) if data else None
-        over = start_over_ssh(
-            hosts,
-            way,
-            command,
-            plan,
-            fidelity,
-            out,
-            env,
-            address,
-            shares=shares,
-            send=send,
-            data=packed,
-            least=least,
-            most=int(nodes.split(":")[-1]) if nodes else 0,
-            restarts=restarts,
-        )
-        raise typer.Exit(over)
-    made = ready(command, plan, fidelity)
-    again = 0 if join else restarts
-    code = start(command, made, out, shares=shares, num_nodes=most, least=least, more=ticket, restarts=again)
-    raise typer.Exit(code)
+        raise typer.Exit(start_over_ssh(how, command, plan, fidelity, out, shares=shares, data=packed))
+    raise typer.Exit(start(command, ready(command, plan, fidelity), out, how, shares=shares, more=ticket))

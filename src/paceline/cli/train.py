@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,24 +29,26 @@ from paceline.cli.options import (
     RestartsOption,
     SendOption,
     SharesOption,
+    SkipBrokenOption,
     SshOption,
+    TestFractionOption,
     WaitOption,
     listed,
 )
 from paceline.cli.prepare import (
+    Start,
     check_alone,
     check_writable,
     hide,
     leave,
     ready,
     row,
-    span,
     start,
     start_over_ssh,
     steady,
     waits,
 )
-from paceline.launch.hosts import Way, parse
+from paceline.launch.hosts import parse
 from paceline.planner.planner import Plan
 from paceline.registry import CODEC, EXCHANGE
 from paceline.train.settings import Settings
@@ -81,10 +82,8 @@ def train(
     plan: PlanOption = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
     workers: Annotated[int, typer.Option(help="Processes that decode images; 0: threads.")] = 0,
-    test_fraction: Annotated[
-        float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")
-    ] = 0.2,
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")] = False,
+    test_fraction: TestFractionOption = 0.2,
+    skip_broken: SkipBrokenOption = False,
     seed: Annotated[int, typer.Option(help="Random seed; equal seeds give equal runs.")] = 0,
     out: OutOption = None,
     resume: Annotated[
@@ -120,63 +119,74 @@ def train(
     """
     hosts = listed(named)
     asked: dict[str, Any] = {**locals(), "json": as_json}
-    given = {field.name: asked[field.name] for field in dataclasses.fields(Settings)}
-    settings = Settings(**given)
+    settings = Settings(**{field.name: asked[field.name] for field in dataclasses.fields(Settings)})
     if resume:
-        if other := settings.others_than("epochs", "json", "encrypt"):
-            raise ValueError(
-                f"--resume goes on as the run was asked for; beside it --epochs, --plan, --encrypt, --json and how it "
-                f"is started (-H, --send, --detach ...) may be given, not {', '.join(other)}"
-            )
-        kept = Settings.read(resume)
-        settings = dataclasses.replace(kept, json=as_json, encrypt=encrypt or kept.encrypt)
-        settings.epochs = epochs or settings.epochs
+        settings = _gone_on_with(settings, resume)
     plan = steady(plan, reproducible)
     check_alone(hosts, send, None, detach)
     hide(settings.encrypt)
     waits(wait)
-    least, most = span(nodes, hosts)
-    launched = "RANK" in os.environ
-    out = resume or out
-    # a launcher starts a run again by the same words, and the run itself looks whether its checkpoints are of this one
-    if out and not (resume or launched) and any(out.glob("checkpoint-*")):
-        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
-    if not launched:
-        check_writable(out or Path("runs"))
+    how = Start(hosts, nodes, restarts, env, python, address, ssh_command, send)
+    _check_folder(out, resume)
     if detach:
         leave(["train", settings.model_name], hosts)
-    own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
-    if launched:
-        from paceline.train import run as job
+    raise typer.Exit(_start(settings, plan, out, resume, how))
 
-        out = out or own
-        if os.environ["RANK"] == "0":
-            settings.claim(out)
-            free(out)
-            settings.write(out)
-        os.environ["PACELINE_FOLDER"] = str(out)
-        if plan != "auto":
-            os.environ["PACELINE_ENGINE"] = row(plan)
-        job.run(settings)
-        return
+
+def _gone_on_with(asked: Settings, run: Path) -> Settings:
+    """The settings of a run that is resumed. Raises ValueError where it was asked for anything else."""
+    if other := asked.others_than("epochs", "json", "encrypt"):
+        raise ValueError(
+            f"--resume goes on as the run was asked for; beside it --epochs, --plan, --encrypt, --json and how it "
+            f"is started (-H, --send, --detach ...) may be given, not {', '.join(other)}"
+        )
+    kept = Settings.read(run)
+    epochs, encrypt = asked.epochs or kept.epochs, asked.encrypt or kept.encrypt
+    return dataclasses.replace(kept, epochs=epochs, encrypt=encrypt, json=asked.json)
+
+
+def _check_folder(out: Path | None, resume: Path | None) -> None:
+    """Raises ValueError for a folder of another run, or one that cannot be written."""
+    if "RANK" in os.environ:
+        return  # a launcher starts a run again by the same words, and the run itself looks whose its checkpoints are
+    if out and not resume and any(out.glob("checkpoint-*")):
+        raise ValueError(f"{out} holds another run's checkpoints; give another --out, or go on with --resume {out}")
+    check_writable(resume or out or Path("runs"))
+
+
+def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None, how: Start) -> int:
+    """Here, on hosts, or as one process of those that another launcher has started. Returns an exit code."""
+    out = resume or out
+    own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
+    if "RANK" in os.environ:
+        _train_here(settings, plan, out or own)
+        return 0
     command = ["-m", "paceline.train.run", settings.to_json()]
     if resume and plan == "auto" and (resume / "plan.toml").exists():
         plan = str(resume / "plan.toml")
         made = Plan.read(plan)
-        if hosts and made.hosts.keys() - {host.name for host in parse(hosts)}:
+        if how.hosts and made.hosts.keys() - {host.name for host in parse(how.hosts)}:
             plan = made.chosen  # others than before: on all of them what most did
-    if hosts:
-        way = Way(ssh_command, python or sys.executable)
-        level, out = settings.fidelity, out or own
-        longest = int(nodes.split(":")[-1]) if nodes else 0
-        how: dict[str, Any] = {"send": send, "least": least, "most": longest, "restarts": restarts}
-        raise typer.Exit(start_over_ssh(hosts, way, command, plan, level, out, env, address, settings, **how))
+    if how.hosts:
+        return start_over_ssh(how, command, plan, settings.fidelity, out or own, settings)
     made = ready(command, plan, settings.fidelity, settings, settings.json)
     out = out or _fresh(own)
     free(out)
     settings.write(out)
-    many: dict[str, Any] = {"num_nodes": most, "least": least, "restarts": restarts}
-    raise typer.Exit(start(command, made, out, quiet=settings.json, **many))
+    return start(command, made, out, how, quiet=settings.json)
+
+
+def _train_here(settings: Settings, plan: str, out: Path) -> None:
+    from paceline.train import run as job
+
+    if os.environ["RANK"] == "0":
+        settings.claim(out)
+        free(out)
+        settings.write(out)
+    os.environ["PACELINE_FOLDER"] = str(out)
+    if plan != "auto":
+        os.environ["PACELINE_ENGINE"] = row(plan)
+    job.run(settings)
 
 
 def _fresh(named: Path) -> Path:
