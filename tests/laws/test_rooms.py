@@ -21,6 +21,8 @@ ROOMS = (
     *("training", "pace", "session", "train", "", "cli", "__main__"),
 )
 MAX_ROOMS, MAX_IN_ROOT, MAX_ORGANS, MAX_LINES_OF_A_STEP = 13, 11, 16, 120
+MAX_LINES_OF_A_FILE, MAX_LINES_OF_A_FUNCTION = 400, 80
+LONG_FILES = {"contract": 766, "messages": 446, "engine.sequential": 456}  # which may not grow
 METHODS = tuple(registry.ROOMS)
 
 
@@ -159,6 +161,37 @@ def test_the_tree_can_be_seen_at_a_glance():
 
 def test_the_step_fits_on_a_screen():
     assert len((ROOT / "step" / "step.py").read_text().splitlines()) <= MAX_LINES_OF_A_STEP
+
+
+def functions_over(limit: int, source: str) -> list[str]:
+    """Every function, also one inside of another, with more lines than that, from its ``def`` to its end."""
+    return [
+        f"{node.name}: {length}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or 0) - node.lineno + 1) > limit
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module or "paceline")
+def test_a_file_and_its_functions_have_a_size_to_be_read_in(module):
+    source = MODULES[module].read_text()
+    assert len(source.splitlines()) <= LONG_FILES.get(module, MAX_LINES_OF_A_FILE)
+    assert functions_over(MAX_LINES_OF_A_FUNCTION, source) == []
+
+
+@pytest.mark.parametrize("module", LONG_FILES)
+def test_a_file_that_is_long_no_more_is_no_exception(module):
+    assert module in MODULES
+    assert len(MODULES[module].read_text().splitlines()) > MAX_LINES_OF_A_FILE, f"strike {module} from LONG_FILES"
+
+
+def test_a_planted_long_function_is_caught():
+    body = "    pass\n" * 79
+    assert functions_over(80, f"def fits():\n{body}") == []
+    assert functions_over(80, f"def long():\n{body}    pass\n") == ["long: 81"]
+    inner = "".join(f"    {line}\n" for line in f"async def inner():\n{body}    pass".splitlines())
+    assert functions_over(80, f"class C:\n{inner}") == ["inner: 81"]
 
 
 # what parameters are called that are objects of ours
