@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.launch.doctor.preflight import faults, unreachable
 from paceline.launch.hosts import Way
+from paceline.link.net.route import is_loopback
 
 IN_THE_WAY, SLOW, NOTED = range(3)
 GIB = 1 << 30
@@ -74,8 +75,8 @@ def _in_the_way(mine: Told, told: Told, way: Way) -> Iterator[str]:
 def _of_one(told: Told) -> Iterator[tuple[int, str]]:
     own = told["own_name"]
     name, address = own["name"], own.get("address", "")
-    if address and _is_loopback(address) and name != "localhost":
-        outside = [one for card in told["cards"].values() for one in card["addresses"] if not _is_loopback(one)]
+    if address and is_loopback(address) and name != "localhost":
+        outside = [one for card in told["cards"].values() for one in card["addresses"] if not is_loopback(one)]
         better = f", such as {outside[0]}" if outside else ""
         yield (
             SLOW,
@@ -129,7 +130,7 @@ def meeting(hosts: Mapping[str, Told]) -> Iterator[Finding]:
         yield Finding(IN_THE_WAY, first, words)
     for name, told in hosts.items() if asked and not _is_number(asked) else ():
         at = told.get("place", {}).get("meeting", "")
-        if at and _is_loopback(at) and asked != "localhost":
+        if at and is_loopback(at) and asked != "localhost":
             yield Finding(
                 IN_THE_WAY,
                 name,
@@ -219,10 +220,6 @@ def _card(told: Told) -> dict[str, Any]:
     address = told.get("place", {}).get("address", "").partition("%")[0]
     found = ({"name": name, **card} for name, card in told["cards"].items() if address in card["addresses"])
     return next(found, {})
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def _is_number(address: str) -> bool:

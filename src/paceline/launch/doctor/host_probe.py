@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from paceline.engine.node.cgroup_limits import read
 from paceline.launch.machine import survey
 
 SIOCGIFADDR = 0x8915
@@ -55,7 +56,7 @@ print(json.dumps({
 def tell(folder: str) -> dict[str, Any]:
     """Processor, memory, disk, limits, interfaces, and what its own name leads to. *Units*: bytes; -1 is no limit."""
     machine = survey()
-    low, high = map(int, _read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
+    low, high = map(int, read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -72,7 +73,7 @@ def tell(folder: str) -> dict[str, Any]:
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         "infiniband": Path("/sys/class/infiniband").is_dir(),
-        "driver": driver(_read("/proc/driver/nvidia/version")),
+        "driver": driver(read("/proc/driver/nvidia/version")),
         "ports": [low, high],
         "free_ports": high - low + 1 - len({port for port in _ports() if low <= port <= high}),
         "cards": cards(),
@@ -85,15 +86,15 @@ def cards() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
-        speed = _read(folder / "speed")
+        speed = read(folder / "speed")
         found[name] = {
             "addresses": _ipv4(name),
-            "mtu": int(_read(folder / "mtu") or 0),
+            "mtu": int(read(folder / "mtu") or 0),
             "speed_mbit": max(0, int(speed)) if speed.lstrip("-").isdigit() else 0,
-            "half_duplex": _read(folder / "duplex") == "half",
+            "half_duplex": read(folder / "duplex") == "half",
             "wireless": (folder / "wireless").exists(),
         }
-    for line in _read("/proc/net/if_inet6").splitlines():
+    for line in read("/proc/net/if_inet6").splitlines():
         digits, *_, name = line.split()
         if name in found:
             found[name]["addresses"].append(str(ipaddress.IPv6Address(int(digits, 16))))
@@ -159,7 +160,7 @@ def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
 
 def _ports() -> list[int]:
     """Of this machine's, those of TCP that something uses."""
-    lines = (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()
+    lines = (read("/proc/net/tcp") + "\n" + read("/proc/net/tcp6")).splitlines()
     ends = (line.split()[1] for line in lines if ":" in line)  # local addresses, as 0100007F:1F90
     return [int(end.rpartition(":")[2], 16) for end in ends]
 
@@ -174,7 +175,7 @@ def _ipv4(name: str) -> list[str]:
 
 
 def _free_memory_bytes() -> int:
-    for line in _read("/proc/meminfo").splitlines():
+    for line in read("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     return 0
@@ -185,10 +186,3 @@ def _space(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _read(path: str | Path) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:  # an interface that is down has no speed
-        return ""
