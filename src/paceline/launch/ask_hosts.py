@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from paceline.launch.child_processes import end_with
 from paceline.launch.hosts import Host, Way
 from paceline.launch.output import shown
 
 MARK = "paceline-measured"
 GRACE_S = 25.0  # to end every node
-PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,6 @@ class RemoteQuery:
         reached += ["--address", self.address] if self.address and hosts[0].name == self.first else []
         command = [sys.executable, "-m", "paceline", "run", "-H", names, *reached, *options]
         command += ["-m", "paceline.planner.measure.node_agent", json.dumps(what)]
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(143)
-
         own = {name: value for name, value in os.environ.items() if name != "PACELINE_ENGINE"}  # it is said, or none
         asking = subprocess.Popen(
             command,
@@ -57,7 +47,7 @@ class RemoteQuery:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, safe beside threads
+            preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - one system call, safe beside threads
         )
         try:
             output, errors = asking.communicate(timeout=limit_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import selectors
 import signal
@@ -14,6 +15,9 @@ from types import FrameType
 from typing import Any
 
 MAX_BYTES = 1 << 18  # that are kept of what a program says
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildProcesses:
@@ -49,6 +53,13 @@ class ChildProcesses:
             # one more on the way out would take the exit code away
             left = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
             signal.signal(signal.SIGTERM, signal.SIG_IGN if left else self._before)
+
+
+def end_with(parent: int) -> None:
+    """In a process just forked: the end of its parent ends it by SIGTERM, also where that has come already."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(143)
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

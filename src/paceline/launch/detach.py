@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -27,15 +26,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.launch.child_processes import end_with
 from paceline.report.log import log
 
 VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
 RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
 KEPT = 20  # runs that have ended, and can still be looked at
 POLL_S = 0.05
-PR_SET_PDEATHSIG = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _mine: list[Path] = []
 
 
@@ -252,12 +250,10 @@ def _keep(folder: Path, output: int, lock: int) -> None:
         os.set_inheritable(lock, True)
         keeper, launcher = os.getpid(), os.fork()
         if not launcher:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() == keeper:
-                os.environ[VARIABLE] = str(folder)
-                os.environ.setdefault("PYTHONUNBUFFERED", "1")  # who follows it reads what was printed just now
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-            os._exit(143)
+            end_with(keeper)
+            os.environ[VARIABLE] = str(folder)
+            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # who follows it reads what was printed just now
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(launcher, number))
         (folder / "pid").write_text(str(launcher))

@@ -9,7 +9,6 @@ nothing, and its line stays open for a quarter of an hour.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -21,6 +20,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, BinaryIO
+
+from paceline.launch.child_processes import end_with
 
 MAX_LAST_BYTES = 2000  # bytes of `last`
 LONGEST = 64 << 20  # of a line, which then is cut
@@ -127,15 +128,12 @@ class Lines:
         self._held = []
 
 
-PR_SET_PDEATHSIG = 1
 POLL_S = 0.02
 MAX_BYTES = 1 << 24  # of each stream, that are kept for who does not read
 PART_BYTES = 1 << 16
 STOPPED_S = 5.0  # without a byte read, before the oldest are given up
 LINGER_S = 10.0  # at the end, for who reads nothing
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def through(run: Callable[[], int]) -> int:
@@ -152,9 +150,7 @@ def through(run: Callable[[], int]) -> int:
     if not child:
         code = 70
         try:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:
-                os._exit(143)
+            end_with(parent)
             for number, (source, sink) in pipes.items():
                 os.dup2(sink, number)
                 os.close(source)

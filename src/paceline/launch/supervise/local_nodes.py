@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from paceline.launch.child_processes import end_with
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.restart_policy import Fault, fault
 
-PR_SET_PDEATHSIG = 1
 # a node trains and has all state, started as a joining node and not admitted yet, has ended, has failed
 HOLDS, JOINS, DONE, FAILED = "holds", "joins", "done", "failed"
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -48,12 +45,6 @@ class Team:
         self.command, self.sizes, self.reports, self.closed = command, sizes, reports, closed
         self.environment: dict[str, str] = {}
         self.children: list[Child] = []
-        self._parent = os.getpid()
-
-    def _die_with_parent(self) -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != self._parent:
-            os._exit(143)
 
     def begin(self, node: int, more: Mapping[str, str] | None = None) -> None:
         """All processes of a node; with ``more`` variables, as a joining node."""
@@ -68,7 +59,7 @@ class Team:
                 env=mine,
                 stdin=subprocess.DEVNULL if self.closed else None,  # a script must not read what is the launcher's
                 stdout=quiet,
-                preexec_fn=self._die_with_parent,  # noqa: PLW1509 - this process has no threads
+                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - this process has no threads
                 start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
             )
             self.children.append(Child(node, process, bool(more)))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 
-GRACE_S = 3.0
-PR_SET_PDEATHSIG = 1
+from paceline.launch.child_processes import end_with
 
-_libc = ctypes.CDLL(None, use_errno=True)
+GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -28,13 +26,6 @@ class ProcessResult:
 
 def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProcessResult:
     """What it prints is swallowed; the last line of its errors is kept. Ctrl-C here ends it, too."""
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(143)
-
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command,
@@ -42,7 +33,7 @@ def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, safe beside threads
+            preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - one system call, safe beside threads
         )
         try:
             code: int | None = child.wait(limit_s)
