@@ -16,6 +16,7 @@ from paceline.planner.candidates import JobFacts
 from paceline.planner.choose import Candidate, choose, equal, speedup
 from paceline.planner.measure import fresh_process, trial
 from paceline.planner.measure.trial import Trial, merge
+from paceline.planner.plan_tables import plan_table
 
 pytestmark = pytest.mark.long
 
@@ -131,7 +132,7 @@ def test_rows_of_processes_say_how_the_optimizer_is_divided(division):
     plan_ = planner.Plan("processes:2", rows=choose([SEQUENTIAL, PROCESSES], facts=JobFacts(division=division))[2])
     assert [row.optimizer for row in plan_.rows] == ["", division]
     assert planner.Plan.from_toml(plan_.to_toml()).rows == plan_.rows
-    assert division in "".join(map(str, planner.table(plan_).columns[-2]._cells))
+    assert division in "".join(map(str, plan_table(plan_).columns[-2]._cells))
 
 
 def test_noise_is_no_merit():

@@ -31,8 +31,9 @@ from paceline.planner.cluster import sums_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
 from paceline.planner.measure.network import Pair, Wires, measure, slope, turns
-from paceline.planner.measure.pairs import Between, between, pair_table
+from paceline.planner.measure.pairs import Between, between
 from paceline.planner.plan_file import Plan
+from paceline.planner.plan_tables import pair_table
 from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
 from paceline_bench.cluster.namespaces import bits_per_s
 from waiting import VirtualTime

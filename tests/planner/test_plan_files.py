@@ -8,7 +8,8 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.planner.plan_file import Plan, Row, table
+from paceline.planner.plan_file import Plan, Row
+from paceline.planner.plan_tables import plan_table
 
 FULL = Plan(
     "threads:2+channels_last",
@@ -92,17 +93,17 @@ def test_no_file_is_told_by_name(tmp_path):
 
 def test_the_table_shows_prediction_beside_measurement_and_leaves_empty_columns_out():
     page = Console(file=io.StringIO(), width=60, soft_wrap=True)
-    page.print(table(FULL))
+    page.print(plan_table(FULL))
     said = page.file.getvalue()
     assert "~0.5200 ± 0.0100" in said, "an extrapolated row is marked"
     for word in ("predicted", "0.2500", "0.2600", "2.00x", "1024 MiB", "exact, local BN", "<- chosen", "out of memory"):
         assert word in said
     page = Console(file=io.StringIO(), width=200)
-    page.print(table(Plan("sequential", rows=(Row("sequential", reason="chosen"),))))
+    page.print(plan_table(Plan("sequential", rows=(Row("sequential", reason="chosen"),))))
     assert "memory" not in page.file.getvalue()
 
 
 def test_an_error_that_looks_like_markup_is_shown_as_it_is():
     page = Console(file=io.StringIO(), width=60, soft_wrap=True)
-    page.print(table(Plan("sequential", rows=(Row("sequential", reason="failed: of the form name[:k][/inner]"),))))
+    page.print(plan_table(Plan("sequential", rows=(Row("sequential", reason="failed: of the form name[:k][/inner]"),))))
     assert "name[:k][/inner]" in page.file.getvalue()

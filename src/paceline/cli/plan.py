@@ -33,9 +33,9 @@ from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import Host, Way, parse
 from paceline.launch.output import shown
 from paceline.planner import planner as planning
-from paceline.planner.measure.pairs import pair_table
+from paceline.planner.plan_tables import pair_table, team_table
 from paceline.planner.planner import Plan
-from paceline.planner.teams import WhatIf, forms_told, team_table
+from paceline.planner.teams import WhatIf, forms_told
 from paceline.train.settings import Settings
 
 MAX_LISTED = 64  # numbers of nodes, each with lines of its own

@@ -36,6 +36,7 @@ from paceline.link.net.tls_mesh import check as check_encryption
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
 from paceline.planner.candidates import ROUNDED, split
+from paceline.planner.plan_tables import plan_table
 from paceline.planner.planner import Plan
 from paceline.train.settings import Settings
 
@@ -76,7 +77,7 @@ def ready(
 def show(made: Plan, which: str = "all") -> None:
     rows = [row for row in made.rows if which == "all" or row.measured_s is not None or row in made.rows[:1]]
     screen = console if console.is_terminal else Console(highlight=False, width=160)
-    screen.print(planning.table(dataclasses.replace(made, rows=tuple(rows))))
+    screen.print(plan_table(dataclasses.replace(made, rows=tuple(rows))))
     if others := len(made.rows) - len(rows):
         console.print(f"{others} others were not tried; `paceline plan` measures them too")
     console.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)})")

@@ -20,15 +20,12 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.planner.candidates import split
 from paceline.planner.measure.pairs import Between
 from paceline.planner.teams import Team
 from paceline.registry import THREADS
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 VERSION = 1
 CHOSEN, TIE = "chosen", "equal within the spread"
@@ -186,38 +183,3 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-
-
-def table(plan: Plan) -> Table:
-    """For a terminal: one line per row, the reason last. Columns without a single value are left out."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else form.format(value)
-
-    def measured(row: Row) -> str:
-        if row.measured_s is None:
-            return ""
-        about = "~" if row.extrapolated else ""
-        return f"{about}{row.measured_s:.4f} ± {row.spread_s or 0:.4f}"
-
-    columns = {
-        "candidate": [row.engine for row in plan.rows],
-        "predicted s": [number(row.predicted_s, "{:.4f}") for row in plan.rows],
-        "s/step": [measured(row) for row in plan.rows],
-        "samples/s": [number(row.per_s, "{:.0f}") for row in plan.rows],
-        "speedup": [number(row.speedup, "{:.2f}x") for row in plan.rows],
-        "memory": [number(row.peak_bytes and row.peak_bytes / 2**20, "{:.0f} MiB") for row in plan.rows],
-        "fidelity": [row.fidelity for row in plan.rows],
-        "optimizer": [row.optimizer for row in plan.rows],
-        "": ["<- chosen" if row.reason == CHOSEN else row.reason for row in plan.rows],
-    }
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = Table(*kept, box=None, pad_edge=False)
-    for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
-    # never cut short: on a narrow terminal a long line is better than half a name
-    drawn.width = Console(width=1000).measure(drawn).maximum
-    return drawn

@@ -19,10 +19,10 @@ from paceline.planner.cost_model import predicted_s
 from paceline.planner.measure.profile import Profile, take
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
-from paceline.planner.plan_file import Plan, Row, table
+from paceline.planner.plan_file import Plan, Row
 from paceline.registry import BASELINE, REPRODUCIBLE, SHARES
 
-__all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store", "table"]
+__all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", "make", "promise", "store"]
 
 MIN_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
 PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0

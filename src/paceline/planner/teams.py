@@ -19,10 +19,6 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 WORTH = 1.05  # times as fast, or one machine less is better
 SAME = 0.03  # closer than this to the best, fewer machines win
@@ -149,48 +145,6 @@ def forms_told(teams: Sequence[Team]) -> list[str]:
             told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MAX_LAYERS])]
             before = team.factors
     return told
-
-
-def team_table(teams: Sequence[Team]) -> Table:
-    """For a terminal: one line per team, the reason last. Columns without a single value are left out."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    def number(value: float | None, form: str, times: float = 1.0) -> str:
-        return "" if value is None else form.format(value * times)
-
-    def measured(team: Team) -> str:
-        return "" if team.measured_s is None else f"{team.measured_s:.4f} ± {team.spread_s or 0:.4f}"
-
-    columns = {
-        "nodes": [str(team.nodes) for team in teams],
-        "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
-        "engine": [_once(team.engines) for team in teams],
-        "link": [team.link for team in teams],
-        "predicted s": [number(team.predicted_s, "{:.4f}") for team in teams],
-        "s/step": [measured(team) for team in teams],
-        "samples/s": [number(team.per_s, "{:.1f}") for team in teams],
-        "speedup": [number(team.predicted_speedup, "{:.2f}x") for team in teams],
-        "measured": [number(team.measured_speedup, "{:.2f}x") for team in teams],
-        "efficiency": [number(team.efficiency, "{:.0%}") for team in teams],
-        "MB sent": [number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
-        "exposed ms": [number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
-        "as factors": [team.factors for team in teams],
-        "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
-    }
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = Table(*kept, box=None, pad_edge=False)
-    for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
-    drawn.width = Console(width=1000).measure(drawn).maximum
-    return drawn
-
-
-def _once(engines: str) -> str:
-    """Equal rows are said once."""
-    rows = engines.split(",")
-    return rows[0] if len(set(rows)) == 1 else engines
 
 
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}

@@ -22,8 +22,6 @@ from paceline.planner.diagnose.loss_kind import Said
 from paceline.planner.diagnose.subject import Subject, parts_of
 from paceline.step.run_state import RunState
 
-Spans = Sequence[tuple[int, int]]
-
 
 class Comparison(StepObserver):
     """Of a training that is compared with another one. Raises SystemExit, in every process, after the last step."""

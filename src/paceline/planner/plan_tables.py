@@ -1,0 +1,97 @@
+"""A plan on a terminal: its rows, its teams and its pairs of hosts, each as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from paceline.planner.measure.pairs import Between
+from paceline.planner.plan_file import CHOSEN, Plan, Row
+from paceline.planner.teams import Team
+
+MAX_SHOWN = 15  # of six hosts; all are in the plan
+
+
+def plan_table(plan: Plan) -> Table:
+    """One line per row, the reason last."""
+
+    def measured(row: Row) -> str:
+        if row.measured_s is None:
+            return ""
+        about = "~" if row.extrapolated else ""
+        return f"{about}{row.measured_s:.4f} ± {row.spread_s or 0:.4f}"
+
+    columns = {
+        "candidate": [row.engine for row in plan.rows],
+        "predicted s": [_number(row.predicted_s, "{:.4f}") for row in plan.rows],
+        "s/step": [measured(row) for row in plan.rows],
+        "samples/s": [_number(row.per_s, "{:.0f}") for row in plan.rows],
+        "speedup": [_number(row.speedup, "{:.2f}x") for row in plan.rows],
+        "memory": [_number(row.peak_bytes, "{:.0f} MiB", 2**-20) for row in plan.rows],
+        "fidelity": [row.fidelity for row in plan.rows],
+        "optimizer": [row.optimizer for row in plan.rows],
+        "": ["<- chosen" if row.reason == CHOSEN else row.reason for row in plan.rows],
+    }
+    return _drawn(columns)
+
+
+def team_table(teams: Sequence[Team]) -> Table:
+    """One line per team, the reason last."""
+
+    def measured(team: Team) -> str:
+        return "" if team.measured_s is None else f"{team.measured_s:.4f} ± {team.spread_s or 0:.4f}"
+
+    columns = {
+        "nodes": [str(team.nodes) for team in teams],
+        "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
+        "engine": [_once(team.engines) for team in teams],
+        "link": [team.link for team in teams],
+        "predicted s": [_number(team.predicted_s, "{:.4f}") for team in teams],
+        "s/step": [measured(team) for team in teams],
+        "samples/s": [_number(team.per_s, "{:.1f}") for team in teams],
+        "speedup": [_number(team.predicted_speedup, "{:.2f}x") for team in teams],
+        "measured": [_number(team.measured_speedup, "{:.2f}x") for team in teams],
+        "efficiency": [_number(team.efficiency, "{:.0%}") for team in teams],
+        "MB sent": [_number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
+        "exposed ms": [_number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
+        "as factors": [team.factors for team in teams],
+        "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
+    }
+    return _drawn(columns)
+
+
+def _once(engines: str) -> str:
+    """Equal rows are said once."""
+    rows = engines.split(",")
+    return rows[0] if len(set(rows)) == 1 else engines
+
+
+def pair_table(pairs: Sequence[Between]) -> Table:
+    """One line per pair, the slowest first where they are too many to be shown."""
+    num_pairs = len(pairs)
+    if num_pairs > MAX_SHOWN:
+        pairs = sorted(pairs, key=lambda pair: pair.bytes_per_s)[:MAX_SHOWN]
+    title = f"the slowest {MAX_SHOWN} of {num_pairs} pairs; the plan has all" if num_pairs > MAX_SHOWN else None
+    drawn = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
+    for pair in pairs:
+        cells = pair.one, pair.other, f"{pair.latency_s * 1e3:.2f}", f"{pair.bytes_per_s / 1e6:.1f}"
+        drawn.add_row(*map(Text, cells))
+    return drawn
+
+
+def _number(value: float | None, form: str, times: float = 1.0) -> str:
+    return "" if value is None else form.format(value * times)
+
+
+def _drawn(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Columns without a single value are left out."""
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    drawn = Table(*kept, box=None, pad_edge=False)
+    for cells in zip(*kept.values(), strict=True):
+        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
+    # never cut short: on a narrow terminal a long line is better than half a name
+    drawn.width = Console(width=1000).measure(drawn).maximum
+    return drawn
