@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.data.load_balance import wanted
+from paceline.planner.plan_file import write_whole
 from paceline.registry import CODEC, EXCHANGE, MODEL, MODEL_OF_SAMPLE
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
@@ -130,16 +130,9 @@ class Settings:
                 )
 
     def write(self, run: Path) -> None:
-        run.mkdir(parents=True, exist_ok=True)
-        path = run / "settings.json"
-        if path.exists() and path.read_text() == self.to_json() + "\n":
-            return
-        aside = path.with_name(f"settings.{os.getpid()}.part")
-        try:
-            aside.write_text(self.to_json() + "\n")
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        path, text = run / "settings.json", self.to_json() + "\n"
+        if not path.exists() or path.read_text() != text:
+            write_whole(path, text)
 
     @classmethod
     def read(cls, run: Path) -> Settings:
