@@ -86,17 +86,19 @@ def on_parameters(
             pieces.append(through([scale * grad for grad in part]))
             rest()
         for name, one, *many in zip(named, whole, *pieces, strict=True):
-            given = [each for each in many if each is not None]
-            if one is None or not given:
-                continue
-            if far(one, sum(given, start=torch.zeros_like(one)), NEAR):
+            if not _adds_up(one, many):
                 found.add(name)
     return {"names": sorted(found), "updates": sorted(updates)} if found or updates else {}
 
 
+def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
+    """Where there is a gradient of both."""
+    given = [each for each in parts if each is not None]
+    return whole is None or not given or not far(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
+
+
 def _own(parameter: Tensor) -> bool:
-    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return any(not _is_ours(hook) for table in tables if table for hook in table.values())
+    return any(not _is_ours(hook) for table in _of_parameter(parameter) for hook in table.values())
 
 
 def inside(
@@ -114,8 +116,7 @@ def inside(
             whole = pull(None, scale)
             pieces = [pull(part, scale) for part in parts]
             for (name, _), one, *many in zip(model.named_parameters(), whole, *pieces, strict=True):
-                given = [each for each in many if each is not None]
-                if one is not None and given and far(one, sum(given, start=torch.zeros_like(one)), NEAR):
+                if not _adds_up(one, many):
                     names.add(name)
         return sorted(names)
 
