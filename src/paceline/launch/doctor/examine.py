@@ -268,13 +268,13 @@ def _clock(visit: RemoteSession, end: float) -> dict[str, float]:
     return {"skew_s": skew_s, "skew_error_s": best_s / 2}
 
 
-def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+def rounds(names: Sequence[T]) -> list[list[tuple[T, T]]]:
     """Every pair once, in rounds in which nobody has two: all but one sit in a circle that turns."""
-    seats = [*names, *([""] if len(names) % 2 else [])]
+    seats: list[T | None] = [*names, *([None] if len(names) % 2 else [])]
     turns = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        turns.append([(one, other) for one, other in pairs if one and other])
+        turns.append([(one, other) for one, other in pairs if one is not None and other is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return turns

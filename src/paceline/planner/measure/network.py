@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.contract import Link
+from paceline.launch.doctor.examine import rounds
 from paceline.planner.cluster_model import NetworkModel, Sums, ring
 
 DEADLINE_S = 20.0
@@ -99,13 +100,13 @@ def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 def measure(link: Link) -> Wires:
     """Called by every rank at once. The result is the same on all. Raises LinkError."""
     start = time.perf_counter()
-    rounds = list(turns(link.size))
+    schedule = list(turns(link.size))
     found = torch.zeros(link.size, link.size, 2, dtype=torch.float64)
-    for together in rounds:
+    for together in schedule:
         _meet(link)
         for one, other in together:
             if link.rank in (one, other):
-                _pair(link, one, other, BUDGET_S / len(rounds), found)
+                _pair(link, one, other, BUDGET_S / len(schedule), found)
     link.sum(found, "sharing what was measured").wait(DEADLINE_S)
     pairs = tuple(
         Pair(one, other, float(found[one, other, 0]), float(min(found[one, other, 1], found[other, one, 1])))
@@ -118,16 +119,9 @@ def measure(link: Link) -> Wires:
 
 
 def turns(size: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of ranks, in rounds in which nobody is in two of them.
-
-    One rank stays in its place and the others move around a table, with an empty chair where their number is odd.
-    """
-    seats: list[int | None] = [*range(size), *([None] if size % 2 else [])]
-    for _ in range(len(seats) - 1):
-        halves = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
-        if pairs := [(min(a, b), max(a, b)) for a, b in halves if a is not None and b is not None]:
-            yield pairs
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+    """All pairs of ranks, the lower first, in rounds in which nobody is in two of them."""
+    for pairs in filter(None, rounds(range(size))):
+        yield [(min(pair), max(pair)) for pair in pairs]
 
 
 def _meet(link: Link) -> None:
