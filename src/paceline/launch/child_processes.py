@@ -70,7 +70,7 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def hear(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
-    """What it says on stdout and stderr until it has ended; of each, the last MOST_BYTES. Raises TimeoutError."""
+    """What it says on stdout and stderr until it has ended; of each, the last MAX_BYTES. Raises TimeoutError."""
     end = time.monotonic() + limit_s
     said: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
     with selectors.DefaultSelector() as eyes:

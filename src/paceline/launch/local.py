@@ -126,7 +126,7 @@ def start(
     """Runs ``command`` as all processes of ``num_nodes`` nodes, or of ``node`` alone, here. Returns an exit code.
 
     The first process that fails decides it; the others get GRACE_S to end by themselves. Ctrl-C and SIGTERM are
-    passed on, and then there is little hurry: within PATIENCE_S a long step ends and a checkpoint is saved. A second
+    passed on, and then there is little hurry: within TIMEOUT_S a long step ends and a checkpoint is saved. A second
     one makes that GRACE_S.
 
     engine      a row, or "" for what each process chooses by itself

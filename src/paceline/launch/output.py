@@ -140,7 +140,7 @@ def through(run: Callable[[], int]) -> int:
     """Calls ``run`` in a child, whose stdout and stderr come out of this process's. Returns its exit code.
 
     What is written until its end comes out, and nothing later. Where nobody reads any more, it goes nowhere, so that a
-    run whose launcher is gone can save in peace; for who does not read for a while, the last MOST_BYTES are kept, and
+    run whose launcher is gone can save in peace; for who does not read for a while, the last MAX_BYTES are kept, and
     at the end for LINGER_S. Signals are passed on; the child ends when this process does.
     """
     sys.stdout.flush()
@@ -186,7 +186,7 @@ class Sink:
 
     @property
     def takes(self) -> bool:
-        """More than MOST_BYTES, and then without the oldest, where nobody has read for long."""
+        """More than MAX_BYTES, and then without the oldest, where nobody has read for long."""
         return len(self.waits) < MAX_BYTES or time.monotonic() - self._moved_s > STOPPED_S
 
     def put(self, data: bytes) -> None:

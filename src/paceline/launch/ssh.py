@@ -136,7 +136,7 @@ def start(
 
     ``meeting``: what `check` found; None: what ``orders`` say was started, and its launcher was killed. With
     ``result`` all output goes to stderr, but for a JSON object in the first host's last line. Ctrl-C and SIGTERM are
-    passed on to every process of every node, once, which then have PATIENCE_S, or START_S where nothing has started
+    passed on to every process of every node, once, which then have TIMEOUT_S, or START_S where nothing has started
     yet; a second one gives them GRACE_S, as a node's failure does. Where nobody reads the output any more, that is a
     SIGTERM. ``restarts``: how often all nodes are started again, from the newest checkpoint, once ``orders.meet`` says
     where.

@@ -1,6 +1,6 @@
 """What this process is at: said by the thread that trains, read by others at any time for those who wait for it.
 
-A wait may last as long as ten recent steps, but LEAST_S in any case and MOST_S at most, before people are told of it.
+A wait may last as long as ten recent steps, but MIN_S in any case and MAX_S at most, before people are told of it.
 
 Words for a wait that lasts too long: who waits, where, for what, who is not there, and what that one is at.
 """

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 STAMP = 1_000_000_000  # seconds
 TIMEOUT_S = 60  # without a byte; then the sender is gone, and the lock with this process
 KEPT = 6  # folders that stay; what is in use stays besides
-PART = 1 << 16  # what PATIENCE_S is for
+PART = 1 << 16  # what TIMEOUT_S is for
 SPARE_BYTES = 16 << 20  # of a disk
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.launch.supervise.local_nodes import FAILED, Team
 from paceline.report.log import log
 
-RETURNS = 3  # of one node, as long as it does not live for PEACE_S in between
+RETURNS = 3  # of one node, as long as it does not live for STABLE_AFTER_S in between
 STABLE_AFTER_S = 3600.0  # longer than it waits to be taken in
 RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
 

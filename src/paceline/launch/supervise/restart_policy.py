@@ -15,7 +15,7 @@ from typing import Any
 from paceline.launch.signals import RESUME_CODE
 from paceline.report.log import log
 
-RESTARTS = 3  # of a run, as long as it does not train for PEACE_S in between
+RESTARTS = 3  # of a run, as long as it does not train for STABLE_AFTER_S in between
 STABLE_AFTER_S = 3600.0
 RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
 # of what an error says, these differ from start to start: addresses, ports, process ids, free bytes
