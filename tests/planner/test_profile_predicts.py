@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -27,10 +28,12 @@ from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
 from paceline.planner.cost_model import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
 from paceline.planner.measure import profile_job as looking
+from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
 from paceline.planner.measure.layers import LayerTimer, part
 from paceline.planner.measure.profile import Profile, Setting, lines, take
-from paceline.planner.measure.profiler import ProfiledStep, _Examination, _lines
+from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Examination, _lines
+from paceline.planner.measure.update_timing import MAX_PASSES
 from paceline.planner.step_model import Ways
 
 NAP_S = 0.005
@@ -401,25 +404,82 @@ class Few(nn.Linear):
 """
 
 
+UNSPENT = """
+import time, types
+from paceline.planner.measure import profiler
+begun = time.monotonic() + 60
+profiler.time = types.SimpleNamespace(monotonic=lambda: begun, perf_counter=time.perf_counter, time=time.time)
+"""
+
+
 def test_a_command_is_profiled_without_taking_a_step(tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
-    machine = survey()
+    """A busy machine leaves no setting out: the budget's clock stands still. Nothing is held against seconds."""
+    (tmp_path / "job.py").write_text(UNSPENT + JOB)
+    machine, start = survey(), time.monotonic()
     profile, _ = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
+    whole_s = time.monotonic() - start
     assert not (tmp_path / "log").exists()
     assert profile.facts.rows == 64
     assert profile.steps == 20
+    assert profile.num_calls == 3
     assert f"{machine.cores}/fused" in profile.update_s
     assert not profile.facts.images
     assert profile.facts.weight_bytes == 4 * (256 * 512 + 512 + 512 * 10 + 10)
     assert profile.facts.state_bytes == 2 * profile.facts.gradient_bytes
     assert profile.fingerprint == plan_cache.fingerprint(own_job(), "exact", INPUTS)
-    for row in ("sequential", f"threads:{machine.cores}"):
-        assert 1e-4 < predicted_s(row, profile, machine.cores) < 1
+    # all that was timed passed between the beginning and the end
+    found = [profile.whole_s, *profile.layers_s.values(), *profile.update_s.values()]
+    assert min(found) > 0
+    assert profile.start_s + profile.input_s + sum(found) < whole_s
+    # one core takes the step that was timed whole, with as many rows as that had, or more in proportion at most
+    base_rows = int(profile.base.split("/")[1])
+    passes_s = predicted_s("sequential", profile, machine.cores) - profile.update_s["1"] - profile.input_s - STEP_S
+    assert 0.999 < passes_s / profile.whole_s < 1.001 * 64 / base_rows
+    # several cores take it as many times faster as their layers were
+    per_layer = profile.whole_s / profile.layers_s[profile.base]
+    row, update_s = f"threads:{machine.cores}", profile.update_s[f"{machine.cores}"]
+    rest_s = update_s + profile.input_s + STEP_S
     if machine.cores > 1:
-        assert 1e-4 < predicted_s(f"processes:{machine.cores}", profile, machine.cores) < 1
-        assert profile.copy_per_s > 1e8
-        assert 0 < profile.message_s < 0.1
-    assert dataclasses.asdict(profile)["spent_s"] < 20
+        layers_s = profile.layers_s[f"{machine.cores}/64/1//0"]
+        assert predicted_s(row, profile, machine.cores) == pytest.approx(layers_s * per_layer + rest_s)
+        layers_s = profile.layers_s[f"1/{-(-64 // machine.cores)}/{machine.cores}//0"]
+        processes_s = predicted_s(f"processes:{machine.cores}", profile, machine.cores)
+        assert processes_s > layers_s * per_layer + update_s + MESSAGES * profile.message_s + STEP_S
+        assert 0 < 2 * PINGS * profile.message_s < whole_s
+        assert 4 * COPY_BYTES / profile.copy_per_s < whole_s  # half of the copies took the median at least
+
+
+def test_settings_are_timed_until_the_budget_is_spent(monkeypatch):
+    """Of a batch that cannot be cut: one thread is timed in any case, two while there is time."""
+
+    def timed(seconds_per_look):
+        looks = itertools.count()
+        clock = SimpleNamespace(
+            monotonic=lambda: seconds_per_look * next(looks), perf_counter=time.perf_counter, time=time.time
+        )
+        monkeypatch.setattr(profiler, "time", clock)
+        job = examined(Mean(4, 3), (torch.randn(5, 16, 4), torch.arange(16) % 3), cuts=False)
+        return set(_Examination(job, 2, "exact", 0.1).profile(0.0).layers_s)
+
+    one, two = {"1/16/1//1", "1/16/1/bf16/1"}, {"2/16/1//1", "2/16/1/bf16/1"}
+    assert timed(0.0) == one | two
+    assert timed(0.2) == one
+
+
+@pytest.mark.parametrize(
+    ("once_s", "count", "spent_s"), [(0.001, MAX_PASSES, 0.008), (0.25, 2, 0.75), (1.0, 1, 2.0), (5.0, 1, 5.0)]
+)
+def test_a_part_is_timed_as_often_as_its_second_allows(monkeypatch, once_s, count, spent_s):
+    """Besides the first time, which warms up and counts where another would take far too long."""
+    now = 0.0
+
+    def once():
+        nonlocal now
+        now += once_s
+
+    monkeypatch.setattr(update_timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert len(update_timing.passes(once, 1.0)) == count
+    assert now == pytest.approx(spent_s)
 
 
 @pytest.mark.parametrize(
