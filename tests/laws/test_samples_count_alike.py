@@ -372,3 +372,42 @@ def test_a_measurement_that_is_ended_leaves_no_folder(tmp_path):
         plan.kill()
         plan.wait()
     assert not list(place.glob("paceline-*"))
+
+
+STRUCK = """
+import os, shutil, signal, sys, tempfile
+from paceline.cli import main
+
+make, remove = tempfile.mkdtemp, shutil.rmtree
+
+def strike():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def made(*words, **named):
+    path = make(*words, **named)
+    strike()
+    return path
+
+def removed(*words, **named):
+    strike()
+    remove(*words, **named)
+
+if sys.argv.pop(1) == "made":
+    tempfile.mkdtemp = made
+else:
+    shutil.rmtree = removed
+main()
+"""
+
+
+@pytest.mark.parametrize("when", ["made", "removed"])
+def test_a_signal_that_comes_while_a_folder_is_made_or_removed_leaves_none(tmp_path, when):
+    """Story: SIGTERM came between the making of a measurement's folder and the note that it is to be removed."""
+    (tmp_path / "job.py").write_text("")
+    place = tmp_path / "tmp"
+    place.mkdir()
+    where = {**os.environ, "TMPDIR": str(place), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = [sys.executable, "-c", STRUCK, when, "plan", str(tmp_path / "job.py")]
+    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 143, done.stderr
+    assert not list(place.glob("paceline-*"))

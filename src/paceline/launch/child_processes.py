@@ -8,9 +8,10 @@ import os
 import selectors
 import signal
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -60,6 +61,40 @@ def end_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(143)
+
+
+class ScratchFolder(tempfile.TemporaryDirectory[str]):
+    """A folder for what programs answer, which a signal that raises does not leave behind: it waits meanwhile.
+
+    Python's own knows how to remove the folder some time after there is one, and forgets it before it has gone.
+    """
+
+    def __init__(self, prefix: str = "paceline-"):
+        with _held():
+            super().__init__(prefix=prefix)
+
+    def cleanup(self) -> None:
+        with _held():
+            super().cleanup()
+
+
+@contextlib.contextmanager
+def _held() -> Iterator[None]:
+    """Signals that have a handler come at the end. In other threads there is nothing to hold: none runs in them."""
+    before: dict[int, Any] = {}
+    noted: list[int] = []
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if callable(handler := signal.getsignal(each)):
+                    before[each] = handler
+                    signal.signal(each, lambda number, _: noted.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in noted:
+            signal.raise_signal(number)
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.launch.ask_hosts import RemoteQuery
+from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.hosts import Host
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
@@ -148,7 +148,7 @@ def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[st
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
     limit_s = TRIAL_LIMIT_S + 20 * trial_s
     asked |= {"timed_s": trial_s, "limit_s": limit_s}
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with ScratchFolder() as folder:
         ways = Path(folder) / "plan.toml"
         Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
         options = ["--plan", str(ways), "--shares", shares]

@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from paceline.environment import FORMERLY
 from paceline.launch import local, ssh
+from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
@@ -66,7 +66,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
     """None on a launcher's ranks other than 0. Raises ValueError when a run failed, or was too short."""
     if nodes < 1:
         raise ValueError(f"--nodes must be at least 1, got {nodes}")
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
+    with ScratchFolder(PREFIX) as folder:
         many, one = Path(folder) / MANY, Path(folder) / ONE
         told = _told(many, steps, dtype)
         if "RANK" in os.environ:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from paceline.environment import LaunchEnvironment
 from paceline.launch.ask_hosts import MARK
+from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import survey
 from paceline.launch.supervise import trained_alone
 from paceline.planner import planner as planning
@@ -93,7 +93,7 @@ def measure_trial(
 ) -> dict[str, Any] | None:
     """A few steps of all nodes; ``times`` the job's global batch. The first process of all has the answer."""
     node = LaunchEnvironment.of_environment().node
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
         told = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s), "PACELINE_TRIAL_TIMES": str(times)}
         ended = fresh_process.run_in_process(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
 from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
@@ -86,7 +86,7 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
     Raises ValueError where the command itself fails: no row would fare better.
     """
     begun = time.time()
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with ScratchFolder() as folder:
         form = Path(folder) / "profile.json"
         form.write_text(json.dumps({"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": begun}))
         ended = fresh_process.run_in_process(
@@ -111,7 +111,7 @@ def lines(
 
     ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with ScratchFolder() as folder:
         form = Path(folder) / "profile.json"
         form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}))
         command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]

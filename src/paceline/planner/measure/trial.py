@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.child_processes import ScratchFolder
 from paceline.planner.measure import fresh_process
 from paceline.planner.measure.stopwatch import FEWEST_STEPS, MIN_STEPS, TIMED_S
 
@@ -48,7 +48,7 @@ def measure(
 
     ``shrinks``: from parts of each batch, for steps too long to be waited for; one process only.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
         told = {
             "PACELINE_TRIAL": str(report),
