@@ -14,8 +14,11 @@ from safetensors.torch import load_file
 from cluster import Cluster
 from machines import needs_cluster
 from paceline import registry
+from paceline.cli import prepare
 from paceline.report.record import read
+from paceline.train import run
 from paceline.train.models import alexnet
+from paceline.train.settings import Settings
 
 pytestmark = pytest.mark.long
 
@@ -179,3 +182,15 @@ def test_commands_begin_without_torch():
     words = "import sys, paceline.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("asked", "checked"), [({}, False), ({"data": "photos"}, True), ({"batch_size": 8}, True)])
+def test_only_what_was_asked_for_is_checked_before_anything_is_measured(asked, checked, monkeypatch):
+    """Story: where nothing was asked for, `paceline train` imported torch for that, once more than it trains."""
+    done = []
+    monkeypatch.setattr(run, "check", lambda settings: done.append("checked"))
+    monkeypatch.setattr(run, "sources", lambda settings: done.append("read"))
+    monkeypatch.setattr(prepare.planning, "cached", lambda *_: (None, ""))
+    monkeypatch.setattr(prepare.planning, "make", lambda *_, **__: done.append("measured"))
+    prepare.ready(["-m", "paceline.train.run"], "auto", "exact", Settings(**asked), quiet=True)
+    assert done == ["checked", "read", "measured"][0 if checked else 2 :]

@@ -60,7 +60,7 @@ def ready(
     if stale:
         screen.print(f"{stale}; measuring again")
     if made is None:
-        if settings:
+        if settings and settings != Settings():  # in what nobody has asked for nothing is wrong; torch takes seconds
             from paceline.train.run import check, sources
 
             check(settings)
