@@ -10,18 +10,24 @@ import stat
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from test_survivors import cut
 
-from paceline.contract import Joiner, LinkError
-from paceline.elastic import joiner
-from paceline.elastic.joiner import JoiningLink
+from paceline.contract import Joiner, LinkError, Membership, View, pack_frames
+from paceline.data.load_balance import Limits
+from paceline.elastic import joiner, reconfigure
+from paceline.elastic.fault_tolerant import NUMBERS, FaultTolerantControl
+from paceline.elastic.joiner import JoinClient, JoiningLink
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.environment import LaunchEnvironment
+from paceline.exchange.flow.control import Control
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
+from paceline.link import memory, tls
 from paceline.link import gloo as plain
-from paceline.link import tls
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import JoinTicket
 from waiting import until
@@ -301,3 +307,83 @@ def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkey
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"):
         LaunchEnvironment.of_environment()
+
+
+# no vote before it holds the state
+
+
+def test_a_restarted_process_has_no_vote_until_it_holds_the_state_where_a_part_is_cut_off(team, monkeypatch):
+    """Of four nodes one has failed and was started again. It asks rank 0, which is cut off from the other two that hold
+    the state: with a vote of the fourth its part would be as large as theirs, and train on as well."""
+    monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
+    monkeypatch.setenv("PACELINE_WAIT", "1")
+    members, ticket = team(3)
+    asking = Asking(ticket, node="3", began=0)
+    (name,) = until(members[0].waiting)
+    cut(members, [[0], [1, 2]])
+    who = Joiner(name, "host3", turn=members[0].waiting()[name]["turn"])
+    found = admit(members, [who])
+    assert "the larger part of a run continues" in found[0]
+    assert found[1] == found[2] == (1, [1, 2], [])
+    assert asking.told is None
+    assert not asking.error
+
+
+def test_a_restarted_process_does_not_continue_alone_when_all_that_held_the_state_have_ended(team, monkeypatch):
+    monkeypatch.setattr(joiner, "OVER_S", 0.5)
+    members, ticket = team(2)
+    asking = Asking(ticket, node="2", began=0)
+    until(members[0].waiting)
+    for each in members:
+        each.point.close()
+    asking.join(30.0)
+    assert asking.told is None
+    assert "none of those who trained answers any more; the run has ended" in asking.error
+
+
+class Handover(Membership):
+    """A node that is taken in beside two others; to meet again would be to vote."""
+
+    def __init__(self, others):
+        self.link, self.others, self.asked = memory.world(1)[0], others, 0
+
+    def reconfigure(self, admits=()):
+        self.asked += 1
+        assert self.asked == 1, "it takes part in who continues, and holds no state"
+        links = memory.world(3)
+        self.link = links[2]
+        self.others(links)
+        return View(self.link, (0, 1), (Joiner("2-again", "host2"),))
+
+
+@pytest.mark.parametrize("heard", [0, 1])
+def test_a_restarted_process_has_no_vote_while_it_is_handed_the_state(heard):
+    """It is a member already when those who hold the state end: before they have compared how far all are, or before
+    their last message."""
+
+    def end(links):
+        for link in links[:2]:
+            if heard:
+                link.all_gather(torch.frombuffer(bytearray(pack_frames([NUMBERS.pack(7, 1), b""])), dtype=torch.uint8))
+            link.close()
+
+    class Given:
+        def take(self):
+            raise LinkError("rank 0 is lost")
+
+        def request(self, *_):
+            return {"position": [0, 0, 0]}
+
+    members = Handover(end)
+    control = FaultTolerantControl(Control(members), [])
+    run = SimpleNamespace(
+        control=control,
+        engine=None,
+        world=SimpleNamespace(local_size=1),
+        limits=Limits((1, 1), (8, 8)),
+        cursor=SimpleNamespace(began=0, facts={}),
+    )
+    coming = JoinClient(run, Given(), {}, lambda: None)
+    with pytest.raises(LinkError, match="rank 0 is lost" if heard else "has left"):
+        coming.enter(1)
+    assert members.asked == 1

@@ -173,3 +173,38 @@ def test_a_process_that_may_not_continue_says_so_by_its_exit_code(capsys):
         assert said.startswith("paceline: cut off")
         assert ("exit code 75: resume from the newest checkpoint" in said) == resumes
         assert raised is None or raised.value.code == RESUME_CODE == 75
+
+
+# a process that was started again: a new life, with a name of its own
+
+
+@pytest.mark.parametrize("size", range(2, 5))
+def test_a_restarted_process_has_no_vote_until_it_holds_the_state(size):
+    """Whatever rank 0 has seen of the others: where new lives of those that ended come to its rendezvous, it finds of
+    each member what it finds without them. They are members once they were taken in, in the generation after."""
+    members, decisions = [f"{rank}-first" for rank in range(size)], set()
+    for hows in itertools.product((HERE, SILENT, GONE), repeat=size - 1):
+        seen = dict(zip(members[1:], hows, strict=True))
+        again = [f"{member[0]}-second" for member, how in seen.items() if how == GONE]
+        for answers in itertools.product((False, True), repeat=size - 1):
+            came = [member for member, comes in zip(seen, answers, strict=True) if comes and seen[member] == HERE]
+            alone, beside = (
+                Roll().after(seen | dict.fromkeys(more, HERE), [*came, *more], 1.0) for more in ((), again)
+            )
+            one, other = (
+                [CAME, *(roll.found(member, [*came, *more], 9.0, 1.0) for member in members[1:])]
+                for roll, more in ((alone, ()), (beside, again))
+            )
+            assert one == other
+            decisions.add(decide(other).verdict)
+    assert decisions == {Verdict.GO_ON, Verdict.WAIT}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("minimum", SIZES)
+def test_where_no_member_has_come_nobody_continues(size, minimum):
+    """All who held the state have ended, or are silent: whoever is there was started again, and asks."""
+    for hows in itertools.product([how for how in Found if how is not CAME], repeat=size):
+        decision = decide(hows, minimum)
+        assert not decision.quorum
+        assert decision.verdict is not Verdict.GO_ON
