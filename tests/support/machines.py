@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,27 @@ class Machines(hosts.Machines):
 
     def __init__(self, num_nodes: int, rate: str | None = None):
         super().__init__(num_nodes, rate, [HERE])
+
+    def fail_power(self, node: int) -> None:
+        """Nothing is left of what ran there. All of it stands still first, so that none sees another end."""
+        inside = ["ip", "netns", "pids", self.cluster.name(node)]
+        pids = subprocess.run(inside, check=True, capture_output=True, text=True, timeout=20).stdout.split()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), number)
+
+    def move(self, node: int, address: str) -> None:
+        """It has another address from now on, under which its name is known and its sshd listens. Its cable is in."""
+        name, before, others = self.cluster.name(node), self.cluster.address(node), self.cluster.address
+        do("ip", "-n", name, "addr", "del", f"{before}/24", "dev", "e0")
+        do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "e0")
+        do("ip", "link", "set", f"{self.cluster.mark}v{node}", "up")
+        self.cluster.address = lambda one: address if one == node else others(one)  # type: ignore[method-assign]
+        nodes = range(self.cluster.num_nodes)
+        self._write_client(nodes)
+        self._write_node(node, nodes)
+        self._serve(node)
 
 
 @contextlib.contextmanager

@@ -73,8 +73,7 @@ class Machines:
         self._write_client(nodes)
         for node in nodes:
             self._write_node(node, nodes)
-            start = f"mount --bind {self.folder}/hosts{node} /etc/hosts && exec {SSHD} -D -f {self.folder}/sshd{node}"
-            self.cluster.start(node, ["sh", "-c", start], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            self._serve(node)
         self.ssh = f"ssh -F {self.folder / 'config'}"
         end = time.monotonic() + ANSWER_S
         for node in nodes:
@@ -83,6 +82,10 @@ class Machines:
                 if time.monotonic() > end:
                     raise ValueError(f"the sshd of node{node} does not answer: {tried.stderr.strip()}")
                 time.sleep(0.05)
+
+    def _serve(self, node: int) -> None:
+        start = f"mount --bind {self.folder}/hosts{node} /etc/hosts && exec {SSHD} -D -f {self.folder}/sshd{node}"
+        self.cluster.start(node, ["sh", "-c", start], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def _write_client(self, nodes: Sequence[int]) -> None:
         key = " ".join((self.folder / "host.pub").read_text().split()[:2])
