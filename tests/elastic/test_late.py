@@ -26,8 +26,8 @@ from paceline.environment import LaunchEnvironment
 from paceline.exchange.flow.control import Control
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
-from paceline.link import memory, tls
 from paceline.link import gloo as plain
+from paceline.link import memory, tls
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import JoinTicket
 from waiting import until

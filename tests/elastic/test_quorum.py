@@ -183,13 +183,13 @@ def test_a_restarted_process_has_no_vote_until_it_holds_the_state(size):
     """Whatever rank 0 has seen of the others: where new lives of those that ended come to its rendezvous, it finds of
     each member what it finds without them. They are members once they were taken in, in the generation after."""
     members, decisions = [f"{rank}-first" for rank in range(size)], set()
-    for hows in itertools.product((HERE, SILENT, GONE), repeat=size - 1):
+    for hows in itertools.product((ALIVE, UNREACHABLE, DEAD), repeat=size - 1):
         seen = dict(zip(members[1:], hows, strict=True))
-        again = [f"{member[0]}-second" for member, how in seen.items() if how == GONE]
+        again = [f"{member[0]}-second" for member, how in seen.items() if how == DEAD]
         for answers in itertools.product((False, True), repeat=size - 1):
-            came = [member for member, comes in zip(seen, answers, strict=True) if comes and seen[member] == HERE]
+            came = [member for member, comes in zip(seen, answers, strict=True) if comes and seen[member] == ALIVE]
             alone, beside = (
-                Roll().after(seen | dict.fromkeys(more, HERE), [*came, *more], 1.0) for more in ((), again)
+                Roll().after(seen | dict.fromkeys(more, ALIVE), [*came, *more], 1.0) for more in ((), again)
             )
             one, other = (
                 [CAME, *(roll.found(member, [*came, *more], 9.0, 1.0) for member in members[1:])]
@@ -197,7 +197,7 @@ def test_a_restarted_process_has_no_vote_until_it_holds_the_state(size):
             )
             assert one == other
             decisions.add(decide(other).verdict)
-    assert decisions == {Verdict.GO_ON, Verdict.WAIT}
+    assert decisions == {QuorumVerdict.GO_ON, QuorumVerdict.WAIT}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -207,4 +207,4 @@ def test_where_no_member_has_come_nobody_continues(size, minimum):
     for hows in itertools.product([how for how in Found if how is not CAME], repeat=size):
         decision = decide(hows, minimum)
         assert not decision.quorum
-        assert decision.verdict is not Verdict.GO_ON
+        assert decision.verdict is not QuorumVerdict.GO_ON
