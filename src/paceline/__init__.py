@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.report import log as _log  # noqa: F401 - what a script changes of the logger after this import stays so
 
 if TYPE_CHECKING:
-    from paceline.contract import LinkError
+    from paceline.errors import LinkError
     from paceline.launch.signals import Stopped
     from paceline.pace import Pace
     from paceline.session import join
@@ -17,8 +17,8 @@ __version__ = "0.2.0"
 def __getattr__(name: str) -> Any:
     # the command line starts at once: torch is imported by whoever computes
     if name in __all__:
-        from paceline import contract, pace, session
+        from paceline import errors, pace, session
         from paceline.launch import signals
 
-        return next(getattr(home, name) for home in (session, pace, contract, signals) if hasattr(home, name))
+        return next(getattr(home, name) for home in (session, pace, errors, signals) if hasattr(home, name))
     raise AttributeError(f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}")

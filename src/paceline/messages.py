@@ -1,55 +1,17 @@
-"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it.
-
-Sums whose order is fixed: those of a binary tree over shares 0 to n, whoever has added up which part of it.
-
-A span (low, high) of the tree is split at the largest power of two: (0, 6) into (0, 4) and (4, 6).
-"""
+"""What rooms hand each other in a step: what is sent, how all vote on it, what came of it."""
 
 from __future__ import annotations
 
 import enum
 import itertools
-import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from paceline.errors import CheckpointError, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
-
-__all__ = [
-    "DENSE",
-    "FACTORS",
-    "FIDELITY",
-    "Bucket",
-    "CheckpointError",
-    "CommCost",
-    "Decision",
-    "Gradient",
-    "Joiner",
-    "LinkError",
-    "NeverStepped",
-    "NoGradient",
-    "NotFinite",
-    "PendingGradient",
-    "RowRange",
-    "Span",
-    "StepOutcome",
-    "Target",
-    "UnlikeOptions",
-    "Update",
-    "UpdateRule",
-    "ViewChange",
-    "Vote",
-    "add_up",
-    "pack_frames",
-    "spans",
-    "unpack_frames",
-]
 
 FIDELITY = ("exact", "rounded", "approximate")
 DENSE, FACTORS = "dense", "factors"
@@ -334,48 +296,6 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class Joiner:
-    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes.
-
-    ``turn``: which of its questions asks for it.
-    """
-
-    name: str
-    host: str
-    size: int = 1
-    least: int = 1
-    most: int = 1
-    turn: int = 0
-
-
-@dataclass(frozen=True)
-class ViewChange:
-    """Other nodes from now on. ``previous_ranks``, ``rows``: the rank that each of the old ones had before, and its
-    rows.
-
-    ``joined``: the new ones, whose ranks are the last.
-    """
-
-    generation: int
-    previous_ranks: tuple[int, ...]
-    rows: tuple[int, ...]
-    lost: tuple[str, ...]  # by host
-    seconds: float  # from the broken operation, or the end of a step, to the new link
-    why: str
-    joined: tuple[Joiner, ...] = ()
-
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> ViewChange:
-        said: dict[str, Any] = json.loads(data)
-        said["joined"] = [Joiner(**each) for each in said["joined"]]
-        said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
-        return cls(**said)
-
-
-@dataclass(frozen=True)
 class UpdateRule:
     """How agreed sums become an update. Normalised once: gradient = scale * sum."""
 
@@ -441,38 +361,3 @@ def unpack_frames(words: bytes) -> list[bytes]:
         parts.append(words[4 : 4 + length])
         words = words[4 + length :]
     return parts
-
-
-Span = tuple[int, int]
-
-
-def _halves(low: int, high: int) -> tuple[Span, Span]:
-    middle = low + (1 << ((high - low - 1).bit_length() - 1))
-    return (low, middle), (middle, high)
-
-
-def add_up(span: Span, sums: dict[Span, Tensor]) -> Tensor | None:
-    """The sum over a span of the tree, made of ``sums`` and taken from it, in their memory.
-
-    None where a part is missing: then ``sums`` holds what there is, added up as far as it goes.
-    """
-    if span in sums:
-        return sums.pop(span)
-    if span[1] - span[0] < 2:
-        return None
-    halves = _halves(*span)
-    left, right = (add_up(half, sums) for half in halves)
-    if left is not None and right is not None:
-        return left.add_(right)
-    sums.update({half: part for half, part in zip(halves, (left, right), strict=True) if part is not None})
-    return None
-
-
-def spans(whole: Span, first: int, last: int) -> list[Span]:
-    """The largest spans of the tree over ``whole`` that lie within first to last: what `add_up` leaves of these."""
-    if first <= whole[0] and whole[1] <= last:
-        return [whole] if first < last else []
-    if whole[1] <= first or last <= whole[0] or whole[1] - whole[0] < 2:
-        return []
-    left, right = _halves(*whole)
-    return spans(left, first, last) + spans(right, first, last)

@@ -10,17 +10,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from paceline import contract
+from paceline import contract, messages, transport
 from paceline.checkpoint import auto_resume
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.export import export
-from paceline.contract import GlobalBatch, LinkError
+from paceline.contract import GlobalBatch
 from paceline.data.batches import Batch, Given
 from paceline.data.batches import batches as global_batches
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute import batch as batches_
 from paceline.engine.compute.evaluate import evaluate
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import Stopped
@@ -56,7 +57,7 @@ class Pace:
     # what a script may read
 
     @property
-    def link(self) -> contract.Link | None:
+    def link(self) -> transport.Link | None:
         """To other nodes, of local rank 0."""
         return self.run.link if self.training.linked else None
 
@@ -77,7 +78,7 @@ class Pace:
         return self.run.exchange
 
     @property
-    def control(self) -> contract.Control:
+    def control(self) -> transport.Control:
         return self.run.control
 
     @property
@@ -93,7 +94,7 @@ class Pace:
         return self.run.leader
 
     @property
-    def agreement(self) -> contract.StepOutcome:
+    def agreement(self) -> messages.StepOutcome:
         """Of the last step."""
         return self.run.last
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline import contract
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.saver import FAILED, Saver
-from paceline.contract import GlobalBatch, LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
+from paceline.contract import GlobalBatch
 from paceline.elastic.admission import Admission
 from paceline.elastic.joiner import JoinClient
 from paceline.elastic.membership import Members
@@ -24,6 +24,7 @@ from paceline.elastic.start import start
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, UnlikeOptions
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
@@ -33,7 +34,7 @@ from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import EquivalenceRun
 from paceline.planner.measure.stopwatch import Stopwatch
 from paceline.registry import BASELINE, module
-from paceline.report import trace
+from paceline.report import step_observer, trace
 from paceline.report.host_health import HostHealth
 from paceline.report.log import log
 from paceline.report.status_server import StatusServer, stacks, status
@@ -149,11 +150,11 @@ class Training:
             log.info(text)
             run.record.write("hint", text=text)
 
-    def _observers(self, several: bool, form: Path | None) -> list[contract.StepObserver]:
+    def _observers(self, several: bool, form: Path | None) -> list[step_observer.StepObserver]:
         """Each is told of a step before the next one."""
         run, job, engine = self.run, self.run.job, self.run.engine
         together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
-        found: list[contract.StepObserver] = [self.steps]
+        found: list[step_observer.StepObserver] = [self.steps]
         if self.admission:
             found.append(self.admission)
         if self.admission and not together:

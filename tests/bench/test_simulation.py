@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from paceline.contract import LinkError
 from paceline.elastic.quorum import Found, decide
+from paceline.errors import LinkError
 from paceline.link.memory import Members
 from paceline_bench.simulated.__main__ import main
 from paceline_bench.simulated.fault_link import CLASSES, LONG, PARTITION, Net

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.contract import Decision as Outcome
-from paceline.contract import LinkError, StepOutcome, Vote
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.elastic.quorum import Found, QuorumDecision, QuorumVerdict, Roll
+from paceline.errors import LinkError
 from paceline.exchange import allreduce
 from paceline.exchange.flow.control import Control, counted
+from paceline.messages import Decision as Outcome
+from paceline.messages import StepOutcome, Vote
 from paceline.step.rebalance import Rebalance
 from paceline_bench.simulated import assembly
 from paceline_bench.simulated.fault_link import DEATH, DELAY, PARTITION, STALL

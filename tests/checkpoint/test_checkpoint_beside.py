@@ -21,7 +21,7 @@ from launching import environment
 from paceline.checkpoint import async_writer, atomic_write
 from paceline.checkpoint.async_writer import StagingBuffers
 from paceline.checkpoint.checkpoint import CheckpointError, read_newest
-from paceline.contract import NotFinite
+from paceline.errors import NotFinite
 from paceline.report import record
 
 

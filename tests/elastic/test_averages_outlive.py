@@ -15,15 +15,16 @@ from torch.nn import functional as F
 import ranks
 from nodes import OPTIMIZERS, Rank, build, gap, rows
 from paceline.checkpoint import checkpoint
-from paceline.contract import ViewChange, Vote
 from paceline.data.batches import batches
 from paceline.data.sampler import Assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.engine.sequential import Engine
 from paceline.exchange.flow.control import Control
 from paceline.exchange.local_sgd import Exchange
+from paceline.messages import Vote
 from paceline.report.record import read
 from paceline.step.redeal import Redeal
+from paceline.transport import ViewChange
 
 BATCH, PERIOD, VICTIM = 24, 2, 1
 DATA = [rows(BATCH, seed) for seed in range(4)]

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from paceline.contract import LinkError
 from paceline.elastic import bulk_channel, state_transfer
 from paceline.elastic.bulk_channel import MAX_STRANGERS, BulkServer, reach
+from paceline.errors import LinkError
 from paceline.link.net.auth import EncryptionKey
 from waiting import until
 

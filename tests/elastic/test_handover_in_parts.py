@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.contract import StepObserver
 from paceline.elastic import state_transfer
 from paceline.elastic.catch_up import CatchUp
+from paceline.report.step_observer import StepObserver
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),

@@ -16,13 +16,13 @@ import pytest
 import torch
 from test_survivors import cut
 
-from paceline.contract import Joiner, LinkError, Membership, View, pack_frames
 from paceline.data.load_balance import Limits
 from paceline.elastic import joiner, reconfigure
 from paceline.elastic.fault_tolerant import NUMBERS, FaultTolerantControl
 from paceline.elastic.joiner import JoinClient, JoiningLink
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError
 from paceline.exchange.flow.control import Control
 from paceline.launch import local
 from paceline.launch.supervise import node_restarts
@@ -30,6 +30,8 @@ from paceline.link import gloo as plain
 from paceline.link import memory, tls
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import JoinTicket
+from paceline.messages import pack_frames
+from paceline.transport import Joiner, Membership, View
 from waiting import until
 
 SECRET = b"of this run"

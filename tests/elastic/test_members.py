@@ -13,9 +13,9 @@ import torch
 import paceline
 import ranks
 from nodes import OPTIMIZERS, build
-from paceline import contract
+from paceline import transport
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import Codec, Control, LinkError, Membership, ViewChange
+from paceline.contract import Codec
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
 from paceline.elastic import consistency, reconfigure, roles
@@ -24,6 +24,7 @@ from paceline.elastic.quorum import ALIVE, UNREACHABLE
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.engine.sequential import Engine
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
@@ -33,6 +34,7 @@ from paceline.link.net.store_server import RendezvousStore
 from paceline.registry import parse
 from paceline.report.activity import Activity
 from paceline.step.run_state import RunState
+from paceline.transport import Control, Membership, ViewChange
 
 SECRET = b"of this run"
 
@@ -194,7 +196,7 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
 
 
 def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
-    class Other(contract.Link):
+    class Other(transport.Link):
         size = 2
 
     with pytest.raises(ValueError, match="ends with the first node that it loses"):

@@ -12,10 +12,10 @@ import ranks
 from launching import launch
 from paceline.checkpoint import codec_state, run_state
 from paceline.checkpoint.checkpoint import read_newest
-from paceline.contract import DENSE, FACTORS, Bucket
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.control import Control
 from paceline.link.memory import Members
+from paceline.messages import DENSE, FACTORS, Bucket
 from paceline.registry import names, parse
 from scripts import owed
 

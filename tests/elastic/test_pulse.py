@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paceline.contract import LinkError
 from paceline.elastic.heartbeat import Heartbeat
+from paceline.errors import LinkError
 from paceline.report.activity import Activity
 
 

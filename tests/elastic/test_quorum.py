@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from paceline import session
-from paceline.contract import LinkError
 from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumVerdict, Roll, decide
+from paceline.errors import LinkError
 from paceline.launch.signals import RESUME_CODE
 
 CAME, EXPECTED, AHEAD = Found.CAME, Found.EXPECTED, Found.AHEAD

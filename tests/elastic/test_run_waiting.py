@@ -16,10 +16,10 @@ from test_returned import Samples, batches, check
 import ranks
 from nodes import OPTIMIZERS, Normed, build, gap, reference
 from paceline.checkpoint import checkpoint
-from paceline.contract import Control
 from paceline.elastic import below_minimum
 from paceline.environment import wait_s
 from paceline.launch.signals import HANGUP
+from paceline.transport import Control
 from relaunching import Run
 
 # all leave in the same round

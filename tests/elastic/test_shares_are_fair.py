@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from paceline.contract import Vote
 from paceline.data.load_balance import LoadBalancer, fair_shares, wanted
 from paceline.data.sampler import Assignment, deal
+from paceline.messages import Vote
 from paceline.train.settings import Settings
 
 DICE = random.Random(5)

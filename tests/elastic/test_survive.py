@@ -7,16 +7,16 @@ import torch
 
 import ranks
 from nodes import IN, OPTIMIZERS, Normed, Plain, Rank, build, gap, reference, rows
-from paceline import contract
+from paceline import transport
 from paceline.checkpoint import codec_state, transfer
 from paceline.checkpoint.checkpoint import CheckpointError, read, write
 from paceline.checkpoint.transfer import CheckpointTransfer, Others
-from paceline.contract import LinkError
 from paceline.data.load_balance import Limits
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.engine.compute.evaluate import evaluate
 from paceline.engine.sequential import Engine
+from paceline.errors import LinkError
 from paceline.exchange import allreduce
 from paceline.exchange.flow.control import Control
 from paceline.link import memory
@@ -44,7 +44,7 @@ class Fate:
             return (generation, rank, number) in self.deaths
 
 
-class Mortal(contract.Link):
+class Mortal(transport.Link):
     """A memory link whose ranks die as ``fate`` says."""
 
     def __init__(self, link, fate):
@@ -92,7 +92,7 @@ class Mortal(contract.Link):
         return self.link.cost(operation, num_bytes)
 
 
-class Mortals(contract.Membership):
+class Mortals(transport.Membership):
     def __init__(self, link, fate):
         self.members, self.fate = memory.Members(link), fate
         self.link = Mortal(link, fate)
@@ -102,10 +102,10 @@ class Mortals(contract.Membership):
             raise Killed  # in one thread; another may have seen the death first, as a loss like anybody's
         view = self.members.reconfigure()
         self.link = Mortal(view.link, self.fate)
-        return contract.View(self.link, view.previous)
+        return transport.View(self.link, view.previous)
 
 
-class Heard(contract.Handle):
+class Heard(transport.Handle):
     def __init__(self, link, handle):
         self.link, self.handle = link, handle
 
@@ -358,12 +358,12 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
 def test_who_enters_takes_part_in_all_that_the_others_do():
     """Also where one of these has not heard the end of the operation before: all others make sure that it has now."""
 
-    class Same(contract.Membership):
+    class Same(transport.Membership):
         def __init__(self, link):
             self.link = link
 
         def reconfigure(self, admits=()):
-            return contract.View(self.link, (0, 1))
+            return transport.View(self.link, (0, 1))
 
     def work(link):
         surviving = FaultTolerantControl(Control(Same(link)), [])

@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 
-from paceline.contract import LinkError
 from paceline.elastic import reconfigure
 from paceline.elastic.membership import alone
 from paceline.elastic.quorum import ALIVE, UNREACHABLE, Found, decide
 from paceline.elastic.reconfigure import REFUSED, MemberAddress, Reconfiguration
+from paceline.errors import LinkError
 from paceline.link.net.store_server import RendezvousStore
 from paceline.report.activity import BACK_S
 

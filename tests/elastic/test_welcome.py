@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.contract import LinkError
 from paceline.elastic import consistency, state_transfer
 from paceline.elastic.admission import IN_VAIN, MAX_VAIN, Admission
+from paceline.errors import LinkError
 from waiting import until
 
 

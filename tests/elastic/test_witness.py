@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from paceline.contract import LinkError
 from paceline.elastic import failure_detector as witness_
 from paceline.elastic.failure_detector import ConnectionFailureDetector
+from paceline.errors import LinkError
 from paceline.link.net.store_client import StoreClient
 from paceline.link.net.store_server import RendezvousStore
 from waiting import until

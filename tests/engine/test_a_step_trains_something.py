@@ -11,7 +11,7 @@ import launching
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Normed, Rank, Whole, build, gap, rows
-from paceline.contract import LinkError, NoGradient
+from paceline.errors import LinkError, NoGradient
 
 ENGINES = ["sequential", "threads:2", "replicas:2", "reproducible:4"]
 NO_GRAD = "does not require grad, or no trainable parameter is part of it"

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import Rank, build, gap, reference, rows
-from paceline.contract import LinkError
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.engine.node.local_group import LocalGroup, LocalGroupError
 from paceline.engine.replicas import Engine as Replicas
+from paceline.errors import LinkError
 from paceline.link.memory import world
 
 HERE = Path(__file__).parents[1] / "support"

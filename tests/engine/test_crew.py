@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.contract import LinkError
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.engine.compute.input_snapshot import solidify
 from paceline.engine.node import local_group as crews
 from paceline.engine.node.local_control import FollowerControl, LeaderControl
 from paceline.engine.node.local_group import LocalGroup, LocalGroupError
 from paceline.engine.node.shared_memory import SharedBuffers
+from paceline.errors import LinkError
 from paceline.exchange.flow.control import Control
 from paceline.link import memory
 

@@ -9,11 +9,12 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import MODELS, OPTIMIZERS, Plain, Rank, Whole, build, gap, reference, rows
-from paceline import contract
-from paceline.contract import DENSE, NotFinite
+from paceline import transport
 from paceline.engine.node.optimizer_shards import splits
+from paceline.errors import NotFinite
 from paceline.exchange.allreduce import Exchange
 from paceline.link import memory
+from paceline.messages import DENSE
 
 BATCHES = [rows(24, seed) for seed in range(5)]
 
@@ -130,7 +131,7 @@ class Stack(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-class Gated(contract.Handle):
+class Gated(transport.Handle):
     def __init__(self, handle, gate):
         self.handle, self.gate = handle, gate
 

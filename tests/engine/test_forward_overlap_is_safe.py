@@ -11,9 +11,10 @@ from torch import nn
 import paceline
 import ranks
 from nodes import Rank, Whole, build, gap, reference, rows
-from paceline.contract import DENSE, NotFinite
+from paceline.errors import NotFinite
 from paceline.exchange.allreduce import Exchange
 from paceline.link import memory
+from paceline.messages import DENSE
 
 BATCHES = [rows(24, seed) for seed in range(5)]
 OPEN_S = 0.3  # in which a gate opens by itself: that alone decides what a mistake would read

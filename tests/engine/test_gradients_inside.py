@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, gap, reference, rows
 from nodes import Whole as Batch
-from paceline.contract import FACTORS
 from paceline.exchange.allreduce import Exchange
+from paceline.messages import FACTORS
 
 BATCHES = [rows(24, seed) for seed in range(4)]
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Rank, gap
-from paceline.contract import GlobalBatch, NoGradient
+from paceline.contract import GlobalBatch
+from paceline.errors import NoGradient
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import HIDDEN, IN, MODELS, OUT, Plain, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS
 from paceline.engine.compute.optimizer_step import optimizer_takes_factors
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
+from paceline.messages import DENSE, FACTORS
 
 BATCHES = [rows(24, seed) for seed in range(4)] + [rows(7, 4)]
 SGD = {

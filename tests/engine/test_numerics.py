@@ -12,8 +12,8 @@ import cases
 import paceline
 from launching import launch
 from nodes import gap
-from paceline.contract import Decision
 from paceline.engine.compute import precision
+from paceline.messages import Decision
 
 ROWS = 32
 

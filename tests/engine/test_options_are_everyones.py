@@ -7,8 +7,8 @@ from torch import nn
 import ranks
 from launching import launch, small
 from nodes import OPTIMIZERS, Rank, build, gap, rows
-from paceline.contract import UnlikeOptions
 from paceline.engine.checks.optimizer_options import Options
+from paceline.errors import UnlikeOptions
 from paceline.link.net.metered import MeteredLink
 from paceline.messages import Vote
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline
-from paceline.contract import UpdateRule
 from paceline.engine.compute import matmul
 from paceline.engine.compute.optimizer_step import Factored, finish
+from paceline.messages import UpdateRule
 
 OUT, IN, ROWS = 1024, 1024, 6
 

@@ -9,16 +9,17 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, reference, rows
-from paceline import contract
-from paceline.contract import DENSE, FACTORS, LinkError, NotFinite, Vote
+from paceline import contract, messages
 from paceline.elastic.consistency import compare
 from paceline.elastic.membership import connect
 from paceline.engine.compute.batch import judged
 from paceline.engine.sequential import Engine
+from paceline.errors import LinkError, NotFinite
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.launch.local import free_port
 from paceline.link import gloo
+from paceline.messages import DENSE, FACTORS, Vote
 from paceline.registry import parse
 
 BATCHES = [rows(24, seed) for seed in range(5)]
@@ -201,7 +202,7 @@ def test_what_the_nodes_must_have_alike_is_compared(what):
             engine.numerics = engine.numerics.parse(["fp16"])
         engine.open(mine.model, mine.optimizer, mine.loss)
         if link.rank and what == "layers to send as factors":
-            engine.buckets = [contract.Bucket(s.index, s.names, s.shapes) for s in engine.buckets]
+            engine.buckets = [messages.Bucket(s.index, s.names, s.shapes) for s in engine.buckets]
         compare(link, mine, engine, Exchange(), parse("codec", "none"))
 
     if not what:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 import ranks
-from paceline import contract
-from paceline.contract import DENSE, FACTORS, ViewChange
+from paceline import transport
 from paceline.engine.node.local_control import FollowerControl, LeaderControl
 from paceline.engine.node.local_exchange import LocalFollower, LocalLeader
+from paceline.messages import DENSE, FACTORS
 from paceline.report.activity import Activity
+from paceline.transport import ViewChange
 
 
 class Crew:
@@ -40,7 +41,7 @@ class Crew:
         self.all_gather_bytes(b"", what)
 
 
-class Control(contract.Control):
+class Control(transport.Control):
     """Its next operation finds a node lost, and then the exchange has other forms."""
 
     tolerates_loss, rank, size, generation = True, 0, 3, 0

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Plain, Rank, Whole, build, rows
-from paceline.contract import DENSE, FACTORS, Decision
 from paceline.engine import emulated, sequential
 from paceline.engine.compute.timeline import Timeline, record
 from paceline.engine.emulated import Engine
 from paceline.exchange.flow import cost_model
 from paceline.exchange.flow.cost_model import multiplication
+from paceline.messages import DENSE, FACTORS, Decision
 from paceline.registry import parse
 
 ROWS, NODES = 6, 8

@@ -10,11 +10,11 @@ from torch.utils.module_tracker import ModuleTracker
 
 import ranks
 from nodes import HIDDEN, IN, OPTIMIZERS, OUT, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS
 from paceline.engine.compute.gradient_hooks import ALONE_BYTES, Backward
 from paceline.engine.compute.optimizer_step import Factored, separate
 from paceline.engine.sequential import Engine
 from paceline.link.memory import world
+from paceline.messages import DENSE, FACTORS
 
 EXACT = 1e-12  # float64, a few steps: only the order of additions differs
 TIMES = 3  # words of a row

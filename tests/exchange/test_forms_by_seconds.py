@@ -8,7 +8,6 @@ import torch
 
 import ranks
 from nodes import HIDDEN, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Handle, Link, Vote
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow import send_order
 from paceline.exchange.flow.autotuner import MIN_STEPS_IN_A_ROW
@@ -29,7 +28,9 @@ from paceline.link.gloo import Link as TorchLink
 from paceline.link.mpi import Link as MpiLink
 from paceline.link.net.collective_override import CollectiveOverride
 from paceline.link.net.collective_run import Collective, names
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Vote
 from paceline.registry import parse
+from paceline.transport import Handle, Link
 
 LAYER = Bucket(0, ("fc.weight",), ((4096, 9216),), linear=True)
 FLOPS = [1e-12 * 1.25**i for i in range(30)]  # seconds for each

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 import ranks
 from nodes import HIDDEN, IN, OUT, Plain, Rank, build, rows
 from paceline.codec.lossless import HEAD, SLOW_S, WHOLE, fits, joined, pack, unpack
-from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, Vote
 from paceline.exchange.allreduce import Exchange
 from paceline.exchange.flow.autotuner import QUICK_S, Autotuner
 from paceline.exchange.flow.control import Control
 from paceline.exchange.flow.wire_rates import SPAN
 from paceline.link.memory import Members
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, Vote
 from paceline.registry import parse
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import ranks
 from nodes import MODELS, OPTIMIZERS, Plain, Rank, Whole, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS
 from paceline.data import sampler
 from paceline.data.batches import batches
 from paceline.data.load_balance import LoadBalancer
@@ -19,6 +18,7 @@ from paceline.engine.replicas import Engine as Replicas
 from paceline.environment import LaunchEnvironment
 from paceline.job import Job
 from paceline.link import gloo, memory
+from paceline.messages import DENSE, FACTORS
 from paceline.report.record import Record, read
 
 WHOLE = [rows(32, seed) for seed in range(4)]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from paceline.contract import Bucket
+from paceline.messages import Bucket
 from paceline.registry import names, parse
 
 # How a codec is written, where its bare name is not all there is to try.

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from paceline.contract import Bucket
+from paceline.messages import Bucket
 from paceline.registry import find, names, parse
 
 OPTIONS = {"topk": ":keep=0.1"}

@@ -19,8 +19,9 @@ import mpirun
 import ranks
 from launching import environment
 from needs import want
-from paceline.contract import LinkError
+from paceline import transport
 from paceline.elastic.membership import connect, detect
+from paceline.errors import LinkError
 from paceline.launch.local import free_port
 from paceline.registry import find, module, names
 from paceline.report.activity import Activity
@@ -454,7 +455,6 @@ if __name__ == "__main__":
 
 def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
     """Story: a wait expired, the operation ended, and its success was told as the loss of a peer."""
-    from paceline import contract
     from paceline.link.gloo import _Handle
 
     class Work:
@@ -469,5 +469,5 @@ def test_an_operation_that_ends_in_the_moment_its_wait_expires_has_ended_well():
             return True
 
     work = Work()
-    assert _Handle(contract.Link(), work, "sum", lambda: "the sum").wait() == "the sum"
+    assert _Handle(transport.Link(), work, "sum", lambda: "the sum").wait() == "the sum"
     assert work.waits == 2

@@ -6,8 +6,9 @@ import torch
 import paceline
 import ranks
 from nodes import OPTIMIZERS, Rank, Whole, build, rows
-from paceline.contract import Decision, StepObserver
 from paceline.exchange.allreduce import Exchange
+from paceline.messages import Decision
+from paceline.report.step_observer import StepObserver
 
 BATCHES = [rows(24, seed) for seed in range(3)]
 BEGIN, TRY, END = ["takes", "reads"], ["offering", "votes"], ["applies", "applied", "updated", "ends"]

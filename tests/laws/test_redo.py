@@ -9,7 +9,6 @@ import torch
 
 import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Bucket, Decision, Vote
 from paceline.data import batches, sampler
 from paceline.data.sampler import Assignment
 from paceline.engine.compute import rng
@@ -17,6 +16,7 @@ from paceline.environment import LaunchEnvironment
 from paceline.exchange import allreduce
 from paceline.exchange.flow.autotuner import Autotuner
 from paceline.link import memory
+from paceline.messages import DENSE, FACTORS, Bucket, Decision, Vote
 from paceline.registry import parse
 
 BATCHES = [rows(24, seed) for seed in range(12)]

@@ -14,8 +14,8 @@ import ranks
 from nodes import OPTIMIZERS, Conv, Plain, Rank, build, gap, reference, rows
 from paceline.data.sampler import Assignment
 from paceline.engine.reproducible import Engine
+from paceline.exchange.flow.tree_sums import add_up, spans
 from paceline.link.memory import world
-from paceline.messages import add_up, spans
 from paceline.planner.choose import insisted
 from paceline.planner.plan_file import Row
 from paceline.registry import parse

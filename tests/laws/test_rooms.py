@@ -15,7 +15,7 @@ ROOT = Path(paceline.__file__).parent
 
 # Rooms and files of the root, lowest first: each may import itself and what stands before it.
 ROOMS = (
-    *("errors", "messages", "contract", "registry", "environment", "job"),
+    *("errors", "messages", "transport", "contract", "registry", "environment", "job"),
     *("codec", "data", "report", "exchange", "link", "engine"),
     *("step", "checkpoint", "launch", "elastic", "planner"),
     *("training", "pace", "session", "train", "", "cli", "__main__"),

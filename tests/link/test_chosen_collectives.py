@@ -15,7 +15,7 @@ from test_links_add_up import LAWS, LIMIT_S, everyone, pattern, same
 import paceline
 import ranks
 from launching import environment
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.launch import local
 from paceline.link.net.collective_override import CollectiveOverride, agree_on
 from paceline.link.net.collective_run import Collective

@@ -11,7 +11,7 @@ import torch
 from test_links_add_up import LIMIT_S, everyone, pattern, same
 
 import ranks
-from paceline import contract
+from paceline import transport
 from paceline.link.collectives import double_tree
 from paceline.link.net.collective_rounds import Message, packed
 from paceline.link.net.collective_run import Collective, Traffic, names, seconds
@@ -53,7 +53,7 @@ class Meter:
         self.begins = {}
 
 
-class Metered(contract.Link):
+class Metered(transport.Link):
     """A link whose messages are counted, and timed by a clock of its own: a message is one tick of both its ends."""
 
     def __init__(self, link, meter):
@@ -82,7 +82,7 @@ class Metered(contract.Link):
         return Timed(self, handle, key)
 
 
-class Timed(contract.Handle):
+class Timed(transport.Handle):
     def __init__(self, link, handle, key):
         self.link, self.handle, self.key = link, handle, key
 

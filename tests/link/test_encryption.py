@@ -20,8 +20,8 @@ from test_meeting_strangers import Tap
 import launching
 from paceline import session
 from paceline.cli.prepare import hide
-from paceline.contract import LinkError
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError
 from paceline.launch.local import free_port
 from paceline.link import tls
 from paceline.link.net import auth, tls_mesh

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from paceline.contract import LinkError
 from paceline.engine.node.local_group import LocalGroup
+from paceline.errors import LinkError
 from paceline.launch.local import free_port
 from paceline.link.net import rendezvous, route
 from paceline.link.net.auth import HEADER, MAX_BYTES

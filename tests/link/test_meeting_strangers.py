@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link.net import store_server
 from paceline.link.net.auth import (
     GUEST,

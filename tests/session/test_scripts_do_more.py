@@ -13,15 +13,16 @@ import launching
 import paceline
 import ranks
 from nodes import IN, OPTIMIZERS, OUT, WIDE, Rank, Sometimes, Whole, build, gap, reference, rows
-from paceline.contract import FACTORS, NoGradient
 from paceline.data.batches import Given
 from paceline.data.sampler import Assignment
 from paceline.elastic.consistency import compare
 from paceline.engine.compute.precision import Numerics
 from paceline.engine.sequential import Engine
+from paceline.errors import NoGradient
 from paceline.exchange.allreduce import Exchange
 from paceline.job import Job
 from paceline.link.memory import world
+from paceline.messages import FACTORS
 from paceline.registry import parse
 from paceline.step import buffer_broadcast
 

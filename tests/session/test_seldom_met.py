@@ -12,13 +12,13 @@ from torch.nn import functional as F
 import paceline
 import ranks
 from nodes import IN, Rank, Whole, build, gap, reference, rows
-from paceline.contract import DENSE, FACTORS, Bucket, Gradient, Vote
 from paceline.engine import reproducible
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute.gradient_hooks import Backward
 from paceline.engine.node.local_exchange import LocalLeader
 from paceline.exchange.allreduce import Exchange
 from paceline.link.memory import world
+from paceline.messages import DENSE, FACTORS, Bucket, Gradient, Vote
 from paceline.registry import parse
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline import contract
-from paceline.contract import Exchange, GlobalBatch, Link
+from paceline import contract, messages, transport
+from paceline.contract import Exchange, GlobalBatch
 from paceline.data.sampler import Assignment
 from paceline.engine.sequential import Engine
 from paceline.environment import LaunchEnvironment
@@ -20,6 +20,7 @@ from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
 from paceline.registry import parse
+from paceline.report import step_observer
 from paceline.report.record import Record
 from paceline.report.step_record import StepRecord
 from paceline.step.forward_state_sync import ForwardStateSync
@@ -27,6 +28,7 @@ from paceline.step.rebalance import Rebalance
 from paceline.step.run_state import RunState
 from paceline.step.step import step
 from paceline.train.lars import LARS
+from paceline.transport import Link
 
 IN, HIDDEN, OUT = 96, 128, 3  # 96 x 128 in float64 is large enough to travel as factors
 WIDE = 256
@@ -168,13 +170,13 @@ class Whole(GlobalBatch):
         return tuple(part[mine.start : mine.stop] for part in self.data) if mine else None
 
 
-class Rejoins(contract.StepObserver):
+class Rejoins(step_observer.StepObserver):
     """Before a step is computed again, ``rejoin`` is called."""
 
     def __init__(self, run: RunState, rejoin: Callable[[RunState], None]):
         self.run, self.rejoin = run, rejoin
 
-    def again(self, step: int, outcome: contract.StepOutcome) -> None:
+    def again(self, step: int, outcome: messages.StepOutcome) -> None:
         self.rejoin(self.run)
 
 
@@ -197,8 +199,8 @@ class Rank:
         batch_norm: str = "local",
         buffers: str = "own",
         record: Record | None = None,
-        members: contract.Membership | None = None,
-        control: contract.Control | None = None,
+        members: transport.Membership | None = None,
+        control: transport.Control | None = None,
     ):
         self.model = copy.deepcopy(model)
         self.optimizer = optimizer(self.model.parameters())
@@ -236,7 +238,7 @@ class Rank:
             self.run.observers.append(self.moved)
         self.run.observers.append(Rebalance(self.run))
 
-    def step(self, batch: Any) -> contract.StepOutcome:
+    def step(self, batch: Any) -> messages.StepOutcome:
         return step(self.run, batch)
 
     def train(self, batches: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import cases
 import paceline
-from paceline.contract import Decision
+from paceline.messages import Decision
 
 ROWS, COUNT, CLIP = 21, 64, 0.05
 dice = torch.Generator().manual_seed(4)

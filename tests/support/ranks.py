@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.contract import LinkError
+from paceline.errors import LinkError
 from paceline.link import memory
 
 DEADLINE_S = 90.0

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from paceline.checkpoint.state_tree import pack, unpack
 from paceline.checkpoint.tensor_file import as_bytes
-from paceline.contract import Codec, Control, Link, LinkError
+from paceline.contract import Codec
 from paceline.engine.compute.batch import mapped
+from paceline.errors import LinkError
+from paceline.transport import Control, Link
 
 MAX_LOSSES = 16  # while they are brought together, before something else is to blame
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
+from paceline import contract, messages
 
 
 class Codec(contract.Codec):
@@ -27,7 +27,7 @@ class Codec(contract.Codec):
         self.fidelity, self.sums, self.wire = inner.fidelity, inner.sums, inner.wire
         self.takes_over, self.has_residual = inner.takes_over, True
 
-    def init(self, bucket: contract.Bucket, rank: int, seed: int) -> Any:
+    def init(self, bucket: messages.Bucket, rank: int, seed: int) -> Any:
         return None, self.inner.init(bucket, rank, seed)
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:

@@ -26,7 +26,7 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline import contract
+from paceline import transport
 
 HEAD = struct.Struct("<BQQ")
 PLAIN, WHOLE, SPARSE = range(3)
@@ -122,10 +122,10 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, full)), *first.shape[1:]), first.stride())
 
 
-class Added(contract.Handle):
+class Added(transport.Handle):
     """What ``then`` makes of everyone's numbers, rank after rank."""
 
-    def __init__(self, handle: contract.Handle, then: Callable[[list[Tensor]], Any]):
+    def __init__(self, handle: transport.Handle, then: Callable[[list[Tensor]], Any]):
         self.handle, self.then = handle, then
 
     def done(self) -> bool:
@@ -143,7 +143,7 @@ class Gathered(Added):
 
     def __init__(
         self,
-        handle: contract.Handle,
+        handle: transport.Handle,
         rank: int,
         mine: Tensor,
         then: Callable[[list[Tensor]], Any],

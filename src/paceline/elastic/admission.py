@@ -19,24 +19,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import (
-    GlobalBatch,
-    JoinDesk,
-    Joiner,
-    LinkError,
-    StepObserver,
-    StepOutcome,
-    UpdateRule,
-    ViewChange,
-    Vote,
-)
+from paceline.contract import GlobalBatch
 from paceline.elastic import state_transfer
 from paceline.elastic.below_minimum import Door, enough, wait
 from paceline.elastic.catch_up import CatchUp
 from paceline.elastic.consistency import unlike
 from paceline.environment import wait_s
+from paceline.errors import LinkError
+from paceline.messages import StepOutcome, UpdateRule, Vote
 from paceline.report.log import log
+from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
+from paceline.transport import JoinDesk, Joiner, ViewChange
 
 MAX_VAIN = 2  # times that all meet to take the same one in
 IN_VAIN = f"all met to take it in, {MAX_VAIN} times, and it did not come; look at the network, and start it again"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from paceline.contract import Control, Engine, ViewChange
+from paceline.contract import Engine
 from paceline.data.load_balance import Limits, LoadBalancer, fair_shares
 from paceline.data.sampler import Assignment
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.environment import LaunchEnvironment
 from paceline.job import Job
+from paceline.transport import Control, ViewChange
 
 MIN_ROWS = 2  # rows, where batches are normalised
 

@@ -16,9 +16,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Control
 from paceline.elastic.quorum import Found, QuorumVerdict, decide
 from paceline.launch.signals import HANGUP
+from paceline.transport import Control
 
 POLL_S = 0.1  # between two rounds in which there is nothing to do
 SHORT_S = 0.005  # while state is being sent

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Channel, Gradient, JoinDesk, LinkError, StepOutcome, Update, UpdateRule
 from paceline.elastic import state_transfer
 from paceline.engine.compute.batch import mapped
+from paceline.errors import LinkError
+from paceline.messages import Gradient, StepOutcome, Update, UpdateRule
 from paceline.step.run_state import RunState
+from paceline.transport import Channel, JoinDesk
 
 MAX_BEHIND = 1  # messages that are not sent yet, of who may be taken in
 MAX_COPIES = 3  # as much as these may wait to be sent, or be sent after the copy itself

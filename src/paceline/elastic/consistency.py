@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from paceline import contract
+from paceline import contract, transport
 from paceline.data.encoded_images import Pictures
 from paceline.engine.checks.optimizer_options import OWN
 from paceline.engine.compute.precision import PRECISION
@@ -50,7 +50,7 @@ def facts(job: Job, engine: contract.Engine, exchange: contract.Exchange, codec:
 
 
 def compare(
-    link: contract.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
+    link: transport.Link, job: Job, engine: contract.Engine, exchange: contract.Exchange, codec: contract.Codec
 ) -> None:
     """Raises ValueError, on every node, naming what the nodes were given differently."""
     given = facts(job, engine, exchange, codec)
@@ -101,7 +101,7 @@ def unlike(mine: Mapping[str, Any], everyone: Sequence[Mapping[str, Any]]) -> st
     return ""
 
 
-def compare_data(control: contract.Control, mine: Mapping[str, Any]) -> None:
+def compare_data(control: transport.Control, mine: Mapping[str, Any]) -> None:
     """Every process must call it, with its `data_facts`. Raises ValueError, in all, where they differ."""
     everyone = [json.loads(words) for words in control.all_gather(json.dumps(mine).encode()) if words]
     # each looks at what somebody says, also where it has nothing of the kind
@@ -143,7 +143,7 @@ def _digest(fact: Any) -> bytes:
     return hashlib.sha256(repr(fact).encode()).digest()
 
 
-def thin(link: contract.Link, engine: contract.Engine) -> torch.dtype | None:
+def thin(link: transport.Link, engine: contract.Engine) -> torch.dtype | None:
     """The 16-bit type in which every node computes, if there is one: factors lose nothing by it on the wire."""
     precision = engine.precision
     mine = torch.tensor([list(PRECISION).index(precision)], dtype=torch.uint8)

@@ -26,16 +26,18 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import Decision, Joiner, Link, LinkError, StepOutcome, Tally, Target, ViewChange, Vote
+from paceline import messages, transport
+from paceline.errors import LinkError
 from paceline.exchange.flow.control import Control, counted
+from paceline.messages import Decision, StepOutcome, Tally, Target, Vote
+from paceline.transport import Joiner, Link, ViewChange
 
 NUMBERS = struct.Struct("<qq")
 NEW = -1  # of who has taken part in nothing yet
 Result = TypeVar("Result")
 
 
-class FaultTolerantControl(contract.Control):
+class FaultTolerantControl(transport.Control):
     """``control`` of members who may change. ``follow``: each is given every new link, on every node alike."""
 
     tolerates_loss = True
@@ -75,14 +77,14 @@ class FaultTolerantControl(contract.Control):
 
     def _vote(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         def ended(votes: bytes) -> StepOutcome:
-            return finish(counted(contract.unpack_frames(votes)))
+            return finish(counted(messages.unpack_frames(votes)))
 
         try:
             outcome = self.control.vote(vote, finish)
         except LinkError as error:
             return self._again(error, ended) or self._redo()
         if self.size > 1:
-            self._end(contract.pack_frames(self.control.ballots))
+            self._end(messages.pack_frames(self.control.ballots))
             self._all_know()
         else:
             self._end(b"")
@@ -111,7 +113,7 @@ class FaultTolerantControl(contract.Control):
         return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.control.all_reduce(values)))))
 
     def all_gather(self, *words: bytes) -> list[bytes]:
-        return contract.unpack_frames(self._surely(lambda: contract.pack_frames(self.control.all_gather(*words))))
+        return messages.unpack_frames(self._surely(lambda: messages.pack_frames(self.control.all_gather(*words))))
 
     def _surely(self, operation: Callable[[], bytes]) -> bytes:
         while True:
@@ -198,10 +200,10 @@ class FaultTolerantControl(contract.Control):
 
     def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
         """Each one's (operations that have ended, what the last one gave, rows)."""
-        mine = contract.pack_frames([NUMBERS.pack(turn, rows), self.last_result])
+        mine = messages.pack_frames([NUMBERS.pack(turn, rows), self.last_result])
         words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         everyone = self.members.link.all_gather(words, "comparing how far all are").wait()
-        said = [contract.unpack_frames(bytes(part.numpy())) for part in everyone]
+        said = [messages.unpack_frames(bytes(part.numpy())) for part in everyone]
         numbers = [NUMBERS.unpack(head) for head, _ in said]
         return [(turn, result, rows) for (turn, rows), (_, result) in zip(numbers, said, strict=True)]
 

@@ -23,11 +23,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from paceline.contract import LinkError, boottime_s
+from paceline.errors import LinkError
 from paceline.link.net.auth import GUEST, SERVER, SIZE, MessageAuthenticator, mac, same
 from paceline.link.net.framing import MAX_BYTES, Words
 from paceline.report import activity
 from paceline.report.activity import MIN_S, Activity
+from paceline.transport import boottime_s
 
 BEAT_S = 1.0
 POLL_S = 0.1  # how soon the end of this process is noticed

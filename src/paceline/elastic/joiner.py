@@ -30,8 +30,7 @@ from typing import Any
 
 import torch
 
-from paceline import contract
-from paceline.contract import Joiner, LinkError
+from paceline import transport
 from paceline.elastic import state_transfer
 from paceline.elastic.bulk_channel import BulkChannel, reach
 from paceline.elastic.catch_up import follow
@@ -39,6 +38,7 @@ from paceline.elastic.membership import Joined
 from paceline.elastic.quorum import ALIVE, UNREACHABLE
 from paceline.elastic.reconfigure import ANSWER, GUEST, JOIN_S, MEMBERS, NEW, TURN_S, MemberAddress, Reconfiguration
 from paceline.environment import wait_s
+from paceline.errors import LinkError
 from paceline.link.gloo import Link
 from paceline.link.net import route
 from paceline.link.net.auth import EncryptionKey, secret_of_environment
@@ -48,6 +48,7 @@ from paceline.link.net.ticket import JoinTicket
 from paceline.report.activity import BACK_S, Activity
 from paceline.report.log import log
 from paceline.step.run_state import RunState
+from paceline.transport import Joiner
 
 TIMEOUT_S = 1800.0  # for members who are alive and do not answer before their step has ended
 POLL_S, LONG_POLL_S = 0.02, 0.2
@@ -215,7 +216,7 @@ class JoiningLink:
             self._bulk.close()
         self._line = self._bulk = None
 
-    def join(self, detect: contract.Detect, activity: Activity) -> Joined:
+    def join(self, detect: transport.Detect, activity: Activity) -> Joined:
         """With what the last answer said: everyone, this one included."""
         decided, members = self._told["decided"], self._told["members"]
         host = MemberAddress.read(members[0].encode())

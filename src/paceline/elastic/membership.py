@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline import contract
-from paceline.contract import JoinDesk, Joiner, Link, LinkError, View
+from paceline import transport
 from paceline.elastic.heartbeat import Heartbeat
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
+from paceline.errors import LinkError
 from paceline.link import gloo
 from paceline.link.net.collective_override import agree_on, override
 from paceline.link.net.metered import MeteredLink
@@ -24,6 +24,7 @@ from paceline.link.net.rendezvous import Unreached
 from paceline.link.net.store_server import RendezvousStore
 from paceline.registry import ALONE, find, module
 from paceline.report.activity import BACK_S, Activity
+from paceline.transport import JoinDesk, Joiner, Link, View
 
 MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
 
@@ -38,7 +39,7 @@ class Joined:
     guests: tuple[Joiner, ...]
 
 
-def detect(activity: Activity) -> contract.Detect:
+def detect(activity: Activity) -> transport.Detect:
     """By a heartbeat, which also tells the others what this process is at."""
     return lambda rank, size, board, address, secret, alert: Heartbeat(
         rank, size, board, address, secret, activity, alert
@@ -60,12 +61,12 @@ def alone() -> Members:
     return Members(module("link", ALONE).world(1)[0], Activity())
 
 
-def joining(activity: Activity, collective: str, join: Callable[[contract.Detect, Activity], Joined]) -> Members:
+def joining(activity: Activity, collective: str, join: Callable[[transport.Detect, Activity], Joined]) -> Members:
     """Of a node that comes late, which is alone until it is taken in; ``join`` waits for that."""
     return Members(module("link", ALONE).world(1)[0], activity, collective, join)
 
 
-class Members(contract.Membership):
+class Members(transport.Membership):
     """``link``, given: of the first members. ``collective``: by which all add up, where it is not the link's own.
 
     ``join``: of a node that comes late, waits until it is taken in.
@@ -76,7 +77,7 @@ class Members(contract.Membership):
         link: Link,
         activity: Activity,
         collective: str = "",
-        join: Callable[[contract.Detect, Activity], Joined] | None = None,
+        join: Callable[[transport.Detect, Activity], Joined] | None = None,
     ):
         self.activity, self._collective, self._join = activity, collective, join
         self.expects_joiners = join is not None
@@ -144,7 +145,7 @@ class Members(contract.Membership):
     def assert_still_member(self, since: float) -> None:
         link = self.bare
         if isinstance(link, gloo.Link) and link.detector and not link.detector.still_member(since):
-            raise link.lost("making sure that the others are still there", contract.boottime_s() - since, None)
+            raise link.lost("making sure that the others are still there", transport.boottime_s() - since, None)
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
         return self.bare.detector.peer_status() if self.bare.detector else {}

@@ -26,14 +26,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.contract import JoinDesk, Joiner, LinkError
 from paceline.elastic.bulk_channel import BulkChannel, BulkServer
 from paceline.elastic.failure_detector import HANG_UP_S, ConnectionFailureDetector
 from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumDecision, QuorumVerdict, Roll, decide
 from paceline.environment import wait_s
+from paceline.errors import LinkError
 from paceline.link.net.store_client import StoreClient, connect
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import publish
+from paceline.transport import JoinDesk, Joiner
 
 GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
 GENERATION = "generation"  # of the members that are told

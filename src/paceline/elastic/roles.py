@@ -6,13 +6,13 @@ import dataclasses
 from typing import Protocol
 
 from paceline.checkpoint.run_folder import RunFolder
-from paceline.contract import ViewChange
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
 from paceline.elastic import assignment
 from paceline.elastic.below_minimum import enough
 from paceline.report.log import log
 from paceline.step.run_state import RunState
+from paceline.transport import ViewChange
 
 
 class Notes(Protocol):

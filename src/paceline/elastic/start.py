@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline import contract
-from paceline.contract import Codec, Engine, Exchange, ViewChange
+from paceline import transport
+from paceline.contract import Codec, Engine, Exchange
 from paceline.elastic import assignment
 from paceline.elastic.consistency import compare, digests, facts, thin
 from paceline.elastic.fault_tolerant import FaultTolerantControl
@@ -19,6 +19,7 @@ from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.step import buffer_broadcast
 from paceline.step.run_state import RunState
+from paceline.transport import ViewChange
 
 
 @dataclass
@@ -60,7 +61,7 @@ def start(
     exchange.multiply, exchange.num_multipliers = engine.multiply, world.local_size
     surviving: FaultTolerantControl | None = None
     plain = Control(members, votes=exchange.consensus == "step")
-    own: contract.Control = plain
+    own: transport.Control = plain
     if world.min_nodes:
         members.stand_by(world.min_nodes)
         surviving = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
@@ -122,7 +123,7 @@ def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
 
 
 def _spread(
-    job: Job, engine: Engine, own: contract.Control, control: contract.Control, world: LaunchEnvironment
+    job: Job, engine: Engine, own: transport.Control, control: transport.Control, world: LaunchEnvironment
 ) -> None:
     """Rank 0's weights and buffers, and marks by which all see that they stay who they are."""
     control.broadcast(engine.weights)

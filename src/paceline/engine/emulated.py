@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import DENSE, FACTORS, Gradient, Update, Vote
+from paceline import contract, transport
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.timeline import Timeline
+from paceline.messages import DENSE, FACTORS, Gradient, Update, Vote
 from paceline.registry import ONE_PROCESS
 
 
@@ -135,7 +135,7 @@ class Engine(contract.Engine):
     def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> NoReturn:
         raise ValueError(f"engine 'emulated' emulates whole steps: backward() and update() need {ONE_PROCESS}")
 
-    def sync_norm(self, link: contract.Link | None) -> NoReturn:
+    def sync_norm(self, link: transport.Link | None) -> NoReturn:
         raise ValueError("engine 'emulated' replays no sums within forward; use batch_norm='local'")
 
     def snapshot(self) -> None:

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import Gradient, RowRange, Update
+from paceline import contract, transport
 from paceline.engine import sequential
 from paceline.engine.compute import targets
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
@@ -34,6 +33,7 @@ from paceline.engine.node.local_exchange import LocalFollower, LocalLeader
 from paceline.engine.node.local_group import LocalGroup
 from paceline.engine.node.optimizer_shards import OptimizerShards
 from paceline.engine.node.shared_memory import SharedBuffers
+from paceline.messages import Gradient, RowRange, Update
 from paceline.registry import THREADS
 
 
@@ -113,14 +113,14 @@ class Engine(sequential.Engine):
     def pids(self) -> tuple[int, ...]:
         return os.getpid(), *self.local_group.pids.values()
 
-    def sync_norm(self, link: contract.Link | None) -> None:
+    def sync_norm(self, link: transport.Link | None) -> None:
         local_group = LocalGroup(*self.local_place, f"{self.local_group.name}-norm")
         local_group.failure_detector = self.local_group.failure_detector
         self._sum_norms(InStepReduce(local_group, link))
 
     def local_exchange(
-        self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
-    ) -> tuple[contract.Exchange, contract.Control]:
+        self, exchange: contract.Exchange, control: transport.Control, alone: bool, activity: transport.Waits
+    ) -> tuple[contract.Exchange, transport.Control]:
         self.alone, self.may_retry, (rank, _) = alone, control.tolerates_loss, self.local_place
         self.local_group.failure_detector.activity = activity
         # else it waits for who waits itself

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import contract
-from paceline.contract import Gradient, Share, Vote
+from paceline import transport
+from paceline.contract import Share
 from paceline.engine import sequential
 from paceline.engine.compute.batch import filled
 from paceline.engine.compute.rng import ThreadRng, seeds
@@ -35,6 +35,7 @@ from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import InStepReduce, ThreadReduce
 from paceline.engine.node.local_group import LocalGroupError
+from paceline.messages import Gradient, Vote
 from paceline.registry import PROCESSES, THREADS
 
 
@@ -133,7 +134,7 @@ class Engine(sequential.Engine):
         vote.constant = vote.trains_nothing
         return vote
 
-    def sync_norm(self, link: contract.Link | None) -> None:
+    def sync_norm(self, link: transport.Link | None) -> None:
         everyone = InStepReduce(None, link)
         self._circle.beyond, self._around = everyone.total, everyone.step
         for i, one in enumerate([self, *self.twins]):

@@ -22,14 +22,15 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import Bucket, Gradient, Share, Vote
+from paceline import transport
+from paceline.contract import Share
 from paceline.engine import sequential
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
 from paceline.engine.compute.batch import count, divisible, filled
 from paceline.engine.node import affinity
-from paceline.messages import Span, add_up
+from paceline.exchange.flow.tree_sums import Span, add_up
+from paceline.messages import Bucket, Gradient, Vote
 from paceline.registry import SHARES, THREADS
 
 MAX_SHARES = 256  # are whole numbers in every type that a gradient may have
@@ -123,7 +124,7 @@ class Engine(sequential.Engine):
             f"shares; use step(batch), or an engine that is not reproducible over nodes, such as {THREADS}:2"
         )
 
-    def sync_norm(self, link: contract.Link | None) -> None:
+    def sync_norm(self, link: transport.Link | None) -> None:
         raise ValueError(
             "batch_norm='sync' is over the whole global batch, and engine 'reproducible' computes it share by share; "
             "use 'local'"

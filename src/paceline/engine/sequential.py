@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import FACTORS, Gradient, NoGradient, RowRange, Share, Update, Vote
+from paceline import contract, transport
+from paceline.contract import Share
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
@@ -52,6 +52,8 @@ from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.row_ranges import cut
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node.in_step_reduce import InStepReduce
+from paceline.errors import NoGradient
+from paceline.messages import FACTORS, Gradient, RowRange, Update, Vote
 
 HASH_VALUES = 1 << 12  # at least, of each step
 AUXILIARY = (
@@ -128,8 +130,8 @@ class Engine(contract.Engine):
         return dense(self.model)
 
     def local_exchange(
-        self, exchange: contract.Exchange, control: contract.Control, alone: bool, activity: contract.Waits
-    ) -> tuple[contract.Exchange, contract.Control]:
+        self, exchange: contract.Exchange, control: transport.Control, alone: bool, activity: transport.Waits
+    ) -> tuple[contract.Exchange, transport.Control]:
         self.may_retry = control.tolerates_loss
         self.backward.watch(early=not alone)
         if alone:
@@ -404,10 +406,10 @@ class Engine(contract.Engine):
                 whole["state"][self.optimizer_index[name]] = its
         self.optimizer.load_state_dict(whole)
 
-    def sync_norm(self, link: contract.Link | None) -> None:
+    def sync_norm(self, link: transport.Link | None) -> None:
         self._sum_norms(InStepReduce(None, link))
 
-    def reopen(self, link: contract.Link | None) -> None:
+    def reopen(self, link: transport.Link | None) -> None:
         for everyone in dict.fromkeys(everyone for _, everyone in self._norms):
             everyone.reopen(link)
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
+from paceline import contract, messages, transport
 from paceline.codec.lossless import MIN_BYTES, Added, Gathered, fits, joined, pack
-from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
 from paceline.exchange.flow.autotuner import ASKED, PACKED, Autotuner
 from paceline.exchange.flow.cost_model import choose, cost_of, dense_cost, factor_cost
 from paceline.exchange.flow.send_queue import InFlight, SendQueue, StepSends
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Vote
 
 
 class Exchange(contract.Exchange):
@@ -46,7 +46,7 @@ class Exchange(contract.Exchange):
     def open(
         self,
         buckets: Sequence[Bucket],
-        link: contract.Link,
+        link: transport.Link,
         codec: contract.Codec,
         rows: int = 1,
         seed: int = 0,
@@ -124,7 +124,7 @@ class Exchange(contract.Exchange):
         begin_s = self.link.threads.now()
         return InFlight(gradients, self._lane.all_gather(payload, what), begin_s, pending, lengths)
 
-    def _gather(self, both: Tensor, what: str, flight: StepSends) -> tuple[contract.Handle, float]:
+    def _gather(self, both: Tensor, what: str, flight: StepSends) -> tuple[transport.Handle, float]:
         """(the gather, when it began)."""
         now = self.link.threads.now
         if not flight.packed or not fits(both):
@@ -136,7 +136,7 @@ class Exchange(contract.Exchange):
             handle, self.link.rank, both.reshape(-1), lambda parts: [part.view(-1, width) for part in parts], now
         ), begin_s
 
-    def _sum(self, payload: Tensor, what: str, flight: StepSends, own: torch.dtype) -> tuple[contract.Handle, float]:
+    def _sum(self, payload: Tensor, what: str, flight: StepSends, own: torch.dtype) -> tuple[transport.Handle, float]:
         """(the sum, when it began). Among two a gather sends no more, so it can be packed, and what was rounded for the
         wire is added in the gradient's own type; among more it would send more."""
         now, mine, own = self.link.threads.now, self.link.rank, own.to_real()  # a codec may send both parts of a number
@@ -213,7 +213,7 @@ class Exchange(contract.Exchange):
             return self._alone(merged)
         flight, later, got = self._flight, self.overlap == "forward", self._got
         self._got = []
-        coming: list[contract.PendingGradient] = [
+        coming: list[messages.PendingGradient] = [
             _PendingGradient(self, flight, self.buckets[i], merged) for group in flight.groups for i in group
         ]
         most = [max(vote.rows[bucket.index] for vote in votes) for bucket in self.buckets]
@@ -273,7 +273,7 @@ class Exchange(contract.Exchange):
         elif "owing" in state:
             self.choice.keep_dense(state["owing"])
 
-    def rebuild(self, link: contract.Link) -> None:
+    def rebuild(self, link: transport.Link) -> None:
         self.close()
         self.link = link
         self.choice.anew(link.size, link.cost)
@@ -284,7 +284,7 @@ class Exchange(contract.Exchange):
             self._flow.close()
 
 
-class _PendingGradient(contract.PendingGradient):
+class _PendingGradient(messages.PendingGradient):
     def __init__(self, exchange: Exchange, flight: StepSends, bucket: Bucket, vote: Vote):
         self.exchange, self.flight, self.bucket, self.vote = exchange, flight, bucket, vote
 

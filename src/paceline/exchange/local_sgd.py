@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
+from paceline import contract, transport
 from paceline.exchange.flow.cost_model import cost_of, dense_cost
+from paceline.messages import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
 SAID = struct.Struct("<dBdd")
@@ -39,7 +39,7 @@ class Exchange(contract.Exchange):
     def open(
         self,
         buckets: Sequence[Bucket],
-        link: contract.Link,
+        link: transport.Link,
         codec: contract.Codec,
         rows: int = 1,
         seed: int = 0,
@@ -112,5 +112,5 @@ class Exchange(contract.Exchange):
         self.step, self.samples = state["step"], state["samples"]
         self._forget()
 
-    def rebuild(self, link: contract.Link) -> None:
+    def rebuild(self, link: transport.Link) -> None:
         self.link = link

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import DENSE, Bucket, CommCost, Gradient, Vote
 from paceline.exchange import allreduce
 from paceline.exchange.flow.cost_model import cost_of, gathered
 from paceline.exchange.flow.send_queue import InFlight, StepSends
-from paceline.messages import Span, add_up, spans
+from paceline.exchange.flow.tree_sums import Span, add_up, spans
+from paceline.messages import DENSE, Bucket, CommCost, Gradient, Vote
 
 HEAD = 3  # values before the sums: how many shares there are, the first and the last + 1 that are here
 

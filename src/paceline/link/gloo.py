@@ -21,14 +21,16 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import CommCost, Detect, FailureDetector, LinkError, Waits
+from paceline import transport
+from paceline.errors import LinkError
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, shut_after, watched
 from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
 from paceline.link.net.store_client import StoreClient
 from paceline.link.net.works import TIMEOUT_S, All, Done, Patient, Promise, Then, first_line, outlive
+from paceline.messages import CommCost
+from paceline.transport import Detect, FailureDetector, Waits
 
 dist: Any = torch.distributed  # its stubs leave out what we use
 
@@ -40,7 +42,7 @@ LEFT_S = 30.0  # in which what a peer sent before it left has arrived
 QUIET_S = 0.05  # in which gloo's threads let go of the last tensors, which takes Python's lock
 
 
-class Link(contract.Link):
+class Link(transport.Link):
     """One node's end. Every rank names the same ``host``:``port``, which rank 0 serves (or torchrun's agent does).
 
     ``detect``: makes what notices a lost rank; without it an operation ends at its own deadline. ``members``: of all
@@ -173,13 +175,13 @@ class Link(contract.Link):
         self.sent_bytes += int(self.cost(kind, num_bytes).bytes)
         return _Handle(self, work, what, result)
 
-    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+    def sum(self, tensor: Tensor, what: str = "sum") -> transport.Handle:
         return self._reduce("sum", tensor, dist.ReduceOp.SUM, what)
 
-    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+    def max(self, tensor: Tensor, what: str = "max") -> transport.Handle:
         return self._reduce("max", tensor, dist.ReduceOp.MAX, what)
 
-    def _reduce(self, kind: str, tensor: Tensor, operation: Any, what: str) -> contract.Handle:
+    def _reduce(self, kind: str, tensor: Tensor, operation: Any, what: str) -> transport.Handle:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         if not tensor.numel():
@@ -198,7 +200,7 @@ class Link(contract.Link):
         except RuntimeError as error:
             raise self.lost(what, 0.0, error) from error
 
-    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         tensor = tensor.contiguous()
         rows = [len(tensor)] * self.size
         if not even:
@@ -225,12 +227,12 @@ class Link(contract.Link):
             return Done(parts)
         return self._handle(All(works), "all-gather", tensor.nbytes, what, lambda: parts)
 
-    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
         whole = tensor.clone()
         mine = whole.chunk(self.size)[self.rank]
         return Then(self.sum(whole, what), mine.clone)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         work = self._start(partial(self._broadcast, tensor, root), what)
         return self._handle(work, "broadcast", tensor.nbytes, what, lambda: tensor)
 
@@ -239,12 +241,12 @@ class Link(contract.Link):
         options.rootRank = root
         return self._group.broadcast([tensor], options)
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         what = f"send to rank {peer}"
         work = self._start(lambda: Patient(self._group.send([tensor], peer, tag)), what)
         return self._handle(work, "send", tensor.nbytes, what, lambda: tensor)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         what = f"receive from rank {peer}"
         work = self._start(lambda: Patient(self._group.recv([tensor], peer, tag)), what)
         return self._handle(work, "recv", tensor.nbytes, what, lambda: tensor)
@@ -291,7 +293,7 @@ class Link(contract.Link):
         time.sleep(QUIET_S)
 
 
-class _Handle(contract.Handle):
+class _Handle(transport.Handle):
     def __init__(self, link: Link, work: Any, what: str, result: Callable[[], Any]):
         self.link, self.work, self.what, self.result = link, work, what, result
 

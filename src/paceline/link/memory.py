@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import CommCost, LinkError
+from paceline import transport
+from paceline.errors import LinkError
+from paceline.messages import CommCost
 
 TIMEOUT_S = 60.0
 
@@ -32,9 +33,9 @@ class Hub:
 
     patience_s = TIMEOUT_S
 
-    def __init__(self, size: int, ids: Sequence[int] = (), threads: contract.Threads | None = None):
+    def __init__(self, size: int, ids: Sequence[int] = (), threads: transport.Threads | None = None):
         self.size, self.ids = size, tuple(ids or range(size))
-        self.threads = threads or contract.Threads()
+        self.threads = threads or transport.Threads()
         self.changed = [self.threads.Condition() for _ in range(size)]  # what this rank was sent, or knows
         self.meeting = self.threads.Condition()
         self.inbox: dict[tuple[int, Key], dict[int, tuple[str, Tensor]]] = {}  # by receiver and message: by sender
@@ -42,7 +43,7 @@ class Hub:
         self.leaving: set[int] = set()  # to meet
         self.came: set[int] = set()
         self.next: Hub | None = None
-        self.came_late: tuple[contract.Joiner, ...] = ()  # the last of its ranks, which were none in the one before
+        self.came_late: tuple[transport.Joiner, ...] = ()  # the last of its ranks, which were none in the one before
 
     def deliver(self, sender: int, lane: str, put: Callable[[int], None], receivers: Sequence[int]) -> None:
         """Calls ``put(receiver)`` for each, of whom the sender may be one."""
@@ -69,7 +70,7 @@ class Hub:
         """Its training is over: the others need not wait for it any more."""
         self.kill(rank, "has left")
 
-    def meet(self, rank: int, admits: Sequence[contract.Joiner] = ()) -> tuple[Hub, int]:
+    def meet(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[Hub, int]:
         """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
         or patience ends. Raises LinkError for who comes later."""
         self.leaving.add(rank)
@@ -91,7 +92,7 @@ class Hub:
         return all(each in self.came or each in dead for each in range(self.size))
 
 
-class _Handle(contract.Handle):
+class _Handle(transport.Handle):
     def __init__(self, link: Link, key: Key, senders: Sequence[int], take: Callable[[list[tuple[str, Tensor]]], Any]):
         self.link, self.place, self.senders, self._take = link, (link.rank, key), senders, take
         self.taken, self.result = False, None
@@ -124,7 +125,7 @@ class _Handle(contract.Handle):
         return self.result
 
 
-class Link(contract.Link):
+class Link(transport.Link):
     """One rank's end. ``world(3)`` makes three that belong together."""
 
     networked = False
@@ -167,19 +168,19 @@ class Link(contract.Link):
 
         return _Handle(self, key, senders, take)
 
-    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+    def sum(self, tensor: Tensor, what: str = "sum") -> transport.Handle:
         return self._collective("sum", tensor, lambda parts: tensor.copy_(_added(parts)))
 
-    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+    def max(self, tensor: Tensor, what: str = "max") -> transport.Handle:
         return self._collective("max", tensor, lambda parts: tensor.copy_(torch.stack(parts).amax(0)))
 
-    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         return self._collective("all-gather", tensor, lambda parts: [part.clone() for part in parts])
 
-    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
         return self._collective("reduce-scatter", tensor, lambda parts: _added(parts).chunk(self.size)[self.rank])
 
-    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         return self._collective("broadcast", tensor, lambda parts: tensor.copy_(parts[0]), (root,))
 
     def _number(self, way: str) -> Key:
@@ -187,12 +188,12 @@ class Link(contract.Link):
         number = self._counts[way] = self._counts.get(way, -1) + 1
         return f"{self.name}: {way}", number
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         self._post(self._number(f"{self.rank} to {peer}, tag {tag}"), "send", tensor, (peer,))
         self.sent_bytes += tensor.numel() * tensor.itemsize
         return _Handle(self, ("", 0), (), lambda _: tensor)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         key = self._number(f"{peer} to {self.rank}, tag {tag}")
         return _Handle(self, key, (peer,), lambda parts: tensor.copy_(parts[0][1]))
 
@@ -207,7 +208,7 @@ class Link(contract.Link):
             self.hub.leave(self.rank)
 
 
-class Members(contract.Membership):
+class Members(transport.Membership):
     """Who is left of a hub. ``link``: of the present generation."""
 
     def __init__(self, link: Link):
@@ -216,12 +217,12 @@ class Members(contract.Membership):
     def stand_by(self, least: int = 1) -> None:
         pass
 
-    def reconfigure(self, admits: Sequence[contract.Joiner] = ()) -> contract.View:
+    def reconfigure(self, admits: Sequence[transport.Joiner] = ()) -> transport.View:
         before = self.link.hub
         hub, rank = before.meet(self.link.rank, admits)
         self.link = Link(hub, rank, self.link.generation + 1)
         previous = tuple(before.ids.index(each) for each in hub.ids if each in before.ids)
-        return contract.View(self.link, previous, hub.came_late)
+        return transport.View(self.link, previous, hub.came_late)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

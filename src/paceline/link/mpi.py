@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import CommCost, Detect, FailureDetector, LinkError, Waits
+from paceline import transport
+from paceline.errors import LinkError
 from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
 from paceline.link.net.mpi_progress import Flight, library
 from paceline.link.net.route import is_loopback
+from paceline.messages import CommCost
 from paceline.registry import LINK
+from paceline.transport import Detect, FailureDetector, Waits
 
 JOIN_S = 60.0
 TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
@@ -38,7 +40,7 @@ LEFT_S = 8.0  # in which what a peer sent before it left has arrived
 NAME_BYTES = 1024
 
 
-class Link(contract.Link):
+class Link(transport.Link):
     """One node's end. mpirun must have started one process per node, rank ``rank`` of ``size``.
 
     ``host``: rank 0's address for the heartbeat; where it is empty or leads home, the routing table says. The port is
@@ -116,7 +118,7 @@ class Link(contract.Link):
 
     def _fly(
         self, kind: str, num_bytes: int, what: str, start: Callable[[], Any], result: Callable[[], Any], *kept: Any
-    ) -> contract.Handle:
+    ) -> transport.Handle:
         try:
             request = start()
         except self._library.mpi.Exception as error:
@@ -137,13 +139,13 @@ class Link(contract.Link):
         count = tensor.numel() if num_values is None else num_values
         return [place, count, kind or self._library.widths[tensor.itemsize]]
 
-    def sum(self, tensor: Tensor, what: str = "sum") -> contract.Handle:
+    def sum(self, tensor: Tensor, what: str = "sum") -> transport.Handle:
         return self._reduce("sum", tensor, what)
 
-    def max(self, tensor: Tensor, what: str = "max") -> contract.Handle:
+    def max(self, tensor: Tensor, what: str = "max") -> transport.Handle:
         return self._reduce("max", tensor, what)
 
-    def _reduce(self, kind: str, tensor: Tensor, what: str) -> contract.Handle:
+    def _reduce(self, kind: str, tensor: Tensor, what: str) -> transport.Handle:
         operation, dtype = self._library.operation(kind, tensor.dtype), self._library.types[tensor.dtype]
         into = self._memory(tensor, kind=dtype)
         if not tensor.numel():
@@ -154,7 +156,7 @@ class Link(contract.Link):
         start = partial(self._comm.Iallreduce, out, into, operation)
         return self._fly(kind, tensor.nbytes, what, start, lambda: tensor, mine, tensor)
 
-    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> contract.Handle:
+    def all_gather(self, tensor: Tensor, what: str = "all-gather", even: bool = False) -> transport.Handle:
         tensor = tensor.detach().contiguous()
         rows = [len(tensor)] * self.size
         if not even:
@@ -172,7 +174,7 @@ class Link(contract.Link):
             start = partial(self._comm.Iallgatherv, out, self._memory(whole, [part.numel() for part in parts]))
         return self._fly("all-gather", tensor.nbytes, what, start, lambda: parts, tensor, whole)
 
-    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> contract.Handle:
+    def reduce_scatter(self, tensor: Tensor, what: str = "reduce-scatter") -> transport.Handle:
         operation, dtype = self._library.operation("sum", tensor.dtype), self._library.types[tensor.dtype]
         tensor = tensor.detach().contiguous()
         # (size * n, ...) -> (n, ...)
@@ -183,17 +185,17 @@ class Link(contract.Link):
         start = partial(self._comm.Ireduce_scatter_block, out, into, operation)
         return self._fly("reduce-scatter", tensor.nbytes, what, start, lambda: mine, tensor, mine)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> contract.Handle:
+    def broadcast(self, tensor: Tensor, root: int = 0, what: str = "broadcast") -> transport.Handle:
         start = partial(self._comm.Ibcast, self._memory(tensor), root)
         if not tensor.numel():
             return _Handle(self, what, lambda: tensor)
         return self._fly("broadcast", tensor.nbytes, what, start, lambda: tensor, tensor)
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         start = partial(self._comm.Isend, self._memory(tensor), peer, tag)
         return self._fly("send", tensor.nbytes, f"send to rank {peer}", start, lambda: tensor, tensor)
 
-    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> contract.Handle:
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> transport.Handle:
         start = partial(self._comm.Irecv, self._memory(tensor), peer, tag)
         return self._fly("recv", tensor.nbytes, f"receive from rank {peer}", start, lambda: tensor, tensor)
 
@@ -241,7 +243,7 @@ class Link(contract.Link):
         self._library.unclosed.discard(self)
 
 
-class _Handle(contract.Handle):
+class _Handle(transport.Handle):
     """``flight``: None where there was nothing to move."""
 
     def __init__(self, link: Link, what: str, result: Callable[[], Any], flight: Flight | None = None):

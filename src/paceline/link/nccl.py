@@ -18,10 +18,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from paceline.contract import Detect, Waits
 from paceline.link import gloo as plain
 from paceline.link.net.works import TIMEOUT_S
 from paceline.registry import LINK
+from paceline.transport import Detect, Waits
 
 POLL_S = 5e-5  # a step's messages are some: the host looks often
 

@@ -26,7 +26,7 @@ from paceline.environment import LaunchEnvironment
 from paceline.report.activity import Activity
 
 if TYPE_CHECKING:
-    from paceline.contract import Membership
+    from paceline.transport import Membership
 
 PREFIX = "paceline-live-"
 LIMIT_S, SOON_S = 3.0, 1.0

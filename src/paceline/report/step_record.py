@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
-from paceline.contract import Control, Engine, Exchange, StepObserver, StepOutcome, StepSummary
+from paceline.contract import Engine, Exchange
+from paceline.messages import StepOutcome
 from paceline.report.record import Record
+from paceline.report.step_observer import StepObserver, StepSummary
+from paceline.transport import Control
 
 
 class StepRecord(StepObserver):

@@ -26,12 +26,15 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.contract import Control, Engine, Exchange, GlobalBatch, Gradient, Handle, StepObserver, StepSummary, Vote
+from paceline.contract import Engine, Exchange, GlobalBatch
 from paceline.environment import LaunchEnvironment
 from paceline.job import Job
+from paceline.messages import Gradient, Vote
 from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Activity
 from paceline.report.log import log
 from paceline.report.record import Record
+from paceline.report.step_observer import StepObserver, StepSummary
+from paceline.transport import Control, Handle
 
 VARIABLE, NAME = "PACELINE_TRACE", "trace.json"
 NUM_STEPS = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.contract import Update
+from paceline.messages import Update
 from paceline.report import activity
 from paceline.step.run_state import RunState
 

@@ -10,9 +10,11 @@ import json
 
 import torch
 
-from paceline.contract import Control, Engine, pack_frames, unpack_frames
+from paceline.contract import Engine
 from paceline.engine.compute.input_snapshot import sparse
 from paceline.exchange.flow import broadcast
+from paceline.messages import pack_frames, unpack_frames
+from paceline.transport import Control
 
 
 def spread(model: torch.nn.Module, engine: Engine, control: Control) -> None:

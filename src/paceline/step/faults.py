@@ -9,7 +9,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Control, Decision, Engine, NoGradient, NotFinite, StepOutcome, UnlikeOptions, Vote
+from paceline.contract import Engine
+from paceline.errors import NoGradient, NotFinite, UnlikeOptions
+from paceline.messages import Decision, StepOutcome, Vote
+from paceline.transport import Control
 
 
 def refuse(outcome: StepOutcome, engine: Engine, control: Control, together: bool, who: str, step: int) -> None:

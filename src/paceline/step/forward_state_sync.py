@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Decision, GlobalBatch, StepObserver, StepOutcome, Vote, pack_frames, unpack_frames
+from paceline.contract import GlobalBatch
 from paceline.engine.compute.forward_state import Moving
+from paceline.messages import Decision, StepOutcome, Vote, pack_frames, unpack_frames
 from paceline.report.log import log
+from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
 
 HERE = b"1"

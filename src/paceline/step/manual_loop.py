@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.contract import GlobalBatch, Share, Vote
+from paceline.contract import GlobalBatch, Share
 from paceline.data.batches import Given
 from paceline.engine.checks.loss_graph import refuse_scaled
 from paceline.engine.compute.batch import mapped, samples
+from paceline.messages import Vote
 from paceline.step.run_state import RunState
 from paceline.step.step import ComputeGradient
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from paceline.contract import GlobalBatch, StepObserver, StepOutcome, StepSummary
+from paceline.contract import GlobalBatch
 from paceline.data.load_balance import Reassignment
+from paceline.messages import StepOutcome
+from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.report.stragglers import Stragglers
 from paceline.step.run_state import RunState
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from paceline.contract import GlobalBatch, StepObserver, ViewChange, Vote
+from paceline.contract import GlobalBatch
 from paceline.data.batches import Batch
 from paceline.data.sampler import Assignment
 from paceline.data.sources import Window
+from paceline.messages import Vote
 from paceline.report.log import log
+from paceline.report.step_observer import StepObserver
 from paceline.step.manual_loop import ConsumedBatch
 from paceline.step.run_state import RunState
+from paceline.transport import ViewChange
 
 
 @dataclass

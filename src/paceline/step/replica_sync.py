@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import StepObserver, StepOutcome, Target, Update
 from paceline.engine.compute.row_ranges import Part, cut
 from paceline.engine.compute.targets import read, states
 from paceline.engine.node.optimizer_shards import SLICES, division
+from paceline.messages import StepOutcome, Target, Update
 from paceline.report.activity import REPAIR
 from paceline.report.log import log
+from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
 
 PERIOD = 256  # steps in which everything has gone round

@@ -6,26 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import (
-    Codec,
-    Control,
-    Decision,
-    Engine,
-    Exchange,
-    Link,
-    Membership,
-    NotFinite,
-    StepObserver,
-    StepOutcome,
-)
+from paceline.contract import Codec, Engine, Exchange
 from paceline.data.batches import Cursor
 from paceline.data.load_balance import Limits, LoadBalancer
 from paceline.data.sampler import Assignment
 from paceline.engine.compute.precision import Scaler
 from paceline.environment import LaunchEnvironment
+from paceline.errors import NotFinite
 from paceline.job import Job
+from paceline.messages import Decision, StepOutcome
 from paceline.report.activity import Activity
 from paceline.report.record import Record
+from paceline.report.step_observer import StepObserver
+from paceline.transport import Control, Link, Membership
 
 
 @dataclass

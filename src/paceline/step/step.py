@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.contract import Decision, GlobalBatch, Gradient, LinkError, NotFinite, StepOutcome, StepSummary, Vote
+from paceline.contract import GlobalBatch
+from paceline.errors import LinkError, NotFinite
+from paceline.messages import Decision, Gradient, StepOutcome, Vote
 from paceline.report import activity
+from paceline.report.step_observer import StepSummary
 from paceline.step.average import average
 from paceline.step.run_state import RunState
 from paceline.step.update import update

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contract import Decision, GlobalBatch, NotFinite, StepOutcome, Update, UpdateRule
+from paceline.contract import GlobalBatch
+from paceline.errors import NotFinite
+from paceline.messages import Decision, StepOutcome, Update, UpdateRule
 from paceline.report import activity
 from paceline.step import faults
 from paceline.step.run_state import RunState

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 from paceline import registry
-from paceline.contract import CheckpointError, LinkError, Vote
 from paceline.data import images, input_advice, sample
 from paceline.data.encoded_images import Pictures
+from paceline.errors import CheckpointError, LinkError
+from paceline.messages import Vote
 from paceline.pace import Pace
 from paceline.report.log import log
 from paceline.session import join

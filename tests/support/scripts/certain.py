@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.contract import LinkError, boottime_s
 from paceline.elastic.membership import connect
+from paceline.errors import LinkError
+from paceline.transport import boottime_s
 
 folder, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])

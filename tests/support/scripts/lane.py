@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.contract import LinkError
 from paceline.elastic.membership import connect
+from paceline.errors import LinkError
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])

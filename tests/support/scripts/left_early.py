@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from paceline.contract import LinkError
 from paceline.elastic.membership import connect
+from paceline.errors import LinkError
 from paceline.link import mpi
 
 mpi.LEFT_S = 0.5

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from nodes import MODELS, OPTIMIZERS, Wide, build, rows
-from paceline.contract import Decision
+from paceline.messages import Decision
 
 STEPS, BATCH = 5, 21  # 21 rows: no two processes have equally many
 

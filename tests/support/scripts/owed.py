@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from nodes import build, rows
-from paceline.contract import Bucket
+from paceline.messages import Bucket
 
 STEPS, MIDDLE, BATCH = 6, 3, 24
 

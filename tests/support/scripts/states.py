@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import paceline
 from nodes import build, rows
-from paceline.contract import LinkError
 from paceline.data.sampler import Assignment
+from paceline.errors import LinkError
 
 STEPS, BATCH = 4, 21
 

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 import paceline
 from paceline.checkpoint import checkpoint
-from paceline.contract import CheckpointError, ViewChange
 from paceline.data.sampler import permutation
+from paceline.errors import CheckpointError
+from paceline.transport import ViewChange
 from paceline_bench.chaos.journal import Journal
 
 INPUTS, HIDDEN, CLASSES = 96, 128, 3

@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.contract import Link
 from paceline.elastic.membership import connect
 from paceline.launch import local
 from paceline.launch.machine import survey
 from paceline.link.net.collective_run import Collective, names, seconds
 from paceline.planner.cluster_model import FRAME
 from paceline.planner.teams import rate as bits_per_s
+from paceline.transport import Link
 from paceline_bench.cluster.driver import Desk, drive
 from paceline_bench.cluster.namespaces import burst, check_delay, check_rate
 from paceline_bench.result import Finding, Show

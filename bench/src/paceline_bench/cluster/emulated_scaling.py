@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from paceline.contract import DENSE
 from paceline.engine.compute.timeline import Timeline, record
 from paceline.engine.sequential import Engine
+from paceline.messages import DENSE
 from paceline.planner.cluster_model import NetworkModel, predict
 from paceline.planner.measure import fresh_process
 from paceline.planner.step_model import StepModel

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.contract import Joiner, LinkError
 from paceline.elastic.quorum import ALIVE, Found, QuorumDecision, QuorumVerdict, Roll, decide
+from paceline.errors import LinkError
+from paceline.transport import Joiner
 from paceline_bench.simulated.virtual_time import Place, World
 
 SUSPECT_AFTER_S = 6.0  # without an answer, before a member counts as silent

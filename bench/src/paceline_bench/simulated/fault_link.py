@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paceline import contract
+from paceline import transport
 from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE
 from paceline.link import memory
 from paceline.link.memory import Link
@@ -131,7 +131,7 @@ class Net(World):
         parted = any(cut.felt and cut.touches(one) and cut.until > self.hub_of[one].since for cut in self.cuts)
         return parted or bool(self.doubtful.get(one))
 
-    def _found(self, ids: Sequence[int], joiners: Sequence[contract.Joiner] = ()) -> Hub:
+    def _found(self, ids: Sequence[int], joiners: Sequence[transport.Joiner] = ()) -> Hub:
         before = self.hub_of[ids[0]]
         all_ids = [*ids, *(int(joiner.name) for joiner in joiners)]
         hub = Hub(self, all_ids)
@@ -282,7 +282,7 @@ class Hub(memory.Hub):
 
     # those who are left
 
-    def meet(self, rank: int, admits: Sequence[contract.Joiner] = ()) -> tuple[memory.Hub, int]:
+    def meet(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[memory.Hub, int]:
         net, who = self.net, self.ids[rank]
         self.kill(rank, "has left for another generation")
         _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])

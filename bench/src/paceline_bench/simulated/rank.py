@@ -10,21 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Gradient, LinkError, StepObserver, StepOutcome, ViewChange, Vote
 from paceline.data import batches
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.environment import LaunchEnvironment
+from paceline.errors import LinkError
 from paceline.exchange import allreduce, ordered
 from paceline.exchange.flow.control import Control
 from paceline.job import Job
 from paceline.link.memory import Members
+from paceline.messages import Gradient, StepOutcome, Vote
+from paceline.report.step_observer import StepObserver
 from paceline.step.rebalance import Rebalance
 from paceline.step.replica_sync import ReplicaSync
 from paceline.step.run_state import RunState
 from paceline.step.step import step
+from paceline.transport import ViewChange
 from paceline_bench.simulated.fault_link import Net
 from paceline_bench.simulated.returns import Coming, Hall, Launcher, pack, unpack
 from paceline_bench.simulated.scenarios import APART, BATCH, CLIP, QUIET, Restless, checksum, given, take, windows

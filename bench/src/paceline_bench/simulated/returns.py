@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline import contract
-from paceline.contract import Joiner, LinkError
+from paceline import transport
 from paceline.elastic import below_minimum
 from paceline.elastic.quorum import ALIVE
+from paceline.errors import LinkError
 from paceline.link import memory
 from paceline.link.memory import Link, Members
+from paceline.transport import Joiner
 from paceline_bench.simulated.fault_link import Hub, Net
 
 RETURNS = 8  # of one node
@@ -87,11 +88,11 @@ class Coming(Members):
         asking.discard(self.who)
         return self.heir is not None
 
-    def reconfigure(self, admits: Sequence[Joiner] = ()) -> contract.View:
+    def reconfigure(self, admits: Sequence[Joiner] = ()) -> transport.View:
         if (heir := self.heir) is None:
             return super().reconfigure(admits)
         self.heir, self.link = None, Link(heir, heir.ids.index(self.who), heir.generation)
-        return contract.View(self.link, (), heir.came_late)
+        return transport.View(self.link, (), heir.came_late)
 
 
 class Hall(below_minimum.Door):

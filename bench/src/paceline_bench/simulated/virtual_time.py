@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from paceline import contract
+from paceline import transport
 
 STUCK_S = 60.0  # of real time: whoever computes longer than this without waiting is lost
 
@@ -68,7 +68,7 @@ class Task:
 Place = list[Task]  # who waits there
 
 
-class World(contract.Threads):
+class World(transport.Threads):
     """Virtual time, and whose turn it is. To be used as `contract.Threads` by all that runs in it."""
 
     def __init__(self, seed: int = 0):

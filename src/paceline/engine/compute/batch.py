@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import Vote
 from paceline.engine.compute.loss_divisor import Means, Seen, refuse, refuse_part
+from paceline.messages import Vote
 from paceline.registry import BASELINE, PROCESSES, THREADS
 
 

@@ -28,19 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.contract import (
-    Bucket,
-    Engine,
-    Exchange,
-    LinkError,
-    NotFinite,
-    PendingGradient,
-    Update,
-    UpdateRule,
-)
+from paceline.contract import Engine, Exchange
 from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
+from paceline.errors import LinkError, NotFinite
 from paceline.job import Job
+from paceline.messages import Bucket, PendingGradient, Update, UpdateRule
 from paceline.registry import EXCHANGE, ONE_PROCESS
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from paceline.contract import Control, Engine
+from paceline.contract import Engine
 from paceline.data import batches
 from paceline.data.sampler import Assignment
 from paceline.engine.compute.batch import counted, samples, target
+from paceline.transport import Control
 
 
 def evaluate(

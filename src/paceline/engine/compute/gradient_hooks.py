@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks
 
-from paceline.contract import FACTORS, Bucket, Gradient
 from paceline.engine.checks import loss_graph
 from paceline.engine.compute.matmul import has_own_forward
+from paceline.messages import FACTORS, Bucket, Gradient
 
 ALONE_BYTES = 1 << 20  # a parameter this large leaves by itself
 LINEAR_BYTES = 1 << 16  # so does a fully-connected weight this large, since it may leave as factors

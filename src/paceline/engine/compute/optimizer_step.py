@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import UpdateRule
 from paceline.engine.checks import own_steps
 from paceline.engine.compute import matmul
+from paceline.messages import UpdateRule
 
 BLOCK_VALUES = 1 << 19
 

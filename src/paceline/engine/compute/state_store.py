@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.contract import RowRange
+from paceline.messages import RowRange
 
 
 def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:

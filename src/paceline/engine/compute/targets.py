@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.contract import Target
+from paceline.messages import Target
 
 
 def read(tensor: Tensor, first: int, last: int) -> Tensor:

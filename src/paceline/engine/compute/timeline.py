@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline import contract
 from paceline.codec.lossless import MIN_BYTES, fits, pack
-from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Update, UpdateRule
 from paceline.engine.compute.gradient_hooks import Backward
+from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Update, UpdateRule
 
 FORMAT = 1
 WARM_UP = 2

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from paceline import contract
+from paceline import transport
 from paceline.engine.node.local_group import TIMEOUT_S, LocalGroup, LocalGroupError
 
 DOING = "adding up batch statistics"
@@ -30,7 +30,7 @@ DOING = "adding up batch statistics"
 class InStepReduce:
     """Sums over the processes of this node, and over the nodes through local rank 0's link."""
 
-    def __init__(self, local_group: LocalGroup | None = None, link: contract.Link | None = None):
+    def __init__(self, local_group: LocalGroup | None = None, link: transport.Link | None = None):
         self.local_group = local_group
         self.leads = local_group is None or local_group.rank == 0
         self._stale = False
@@ -39,10 +39,10 @@ class InStepReduce:
         self._inside = False
         self.waited_s = 0.0  # in all steps so far, for those who are slower
 
-    def _link(self, link: contract.Link | None) -> None:
+    def _link(self, link: transport.Link | None) -> None:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
 
-    def reopen(self, link: contract.Link | None) -> None:
+    def reopen(self, link: transport.Link | None) -> None:
         """From the next step on over this link; what a broken step has left in the lines of the node is dropped."""
         self._link(link)
         self._stale = True

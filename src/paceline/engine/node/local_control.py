@@ -13,29 +13,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import (
-    Joiner,
-    LinkError,
-    StepOutcome,
-    Tally,
-    Target,
-    ViewChange,
-    Vote,
-    pack_frames,
-    unpack_frames,
-)
+from paceline import transport
 from paceline.engine.node.local_exchange import LocalFollower, LocalLeader, letters
 from paceline.engine.node.local_group import LocalGroupError
+from paceline.errors import LinkError
+from paceline.messages import StepOutcome, Tally, Target, Vote, pack_frames, unpack_frames
+from paceline.transport import Joiner, ViewChange
 
 HANDING, ADDING, GATHERING, SPREADING, TAKING = "handing on", "adding up", "gathering words", "spreading", "taking in"
 AVERAGING, DUE = "averaging", b"due"
 
 
-class LeaderControl(contract.Control):
+class LeaderControl(transport.Control):
     """Local rank 0's. ``relay``: whose forms the crew is told after a loss."""
 
-    def __init__(self, control: contract.Control, relay: LocalLeader):
+    def __init__(self, control: transport.Control, relay: LocalLeader):
         self.control, self.relay, self.local_group, self.tolerates_loss = (
             control,
             relay,
@@ -155,10 +147,10 @@ class LeaderControl(contract.Control):
         self._say_place()
 
 
-class FollowerControl(contract.Control):
+class FollowerControl(transport.Control):
     """Another local rank's: all it knows comes from local rank 0."""
 
-    def __init__(self, control: contract.Control, relay: LocalFollower):
+    def __init__(self, control: transport.Control, relay: LocalFollower):
         self.relay, self.local_group, self.tolerates_loss = relay, relay.local_group, control.tolerates_loss
         self._hear_place()
 

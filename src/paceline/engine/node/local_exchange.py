@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Target, Vote
+from paceline import contract, messages, transport
 from paceline.engine.node.local_group import POLL_S, LocalGroup
 from paceline.engine.node.shared_memory import SharedBuffers
+from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOutcome, Tally, Target, Vote
 
 
 class _Relay(contract.Exchange):
@@ -70,7 +70,7 @@ class _Relay(contract.Exchange):
         """Those of which each process of the node has its own."""
         return [each for each in tensors if not self.places.hold(each)]
 
-    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> contract.CommCost:
+    def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> messages.CommCost:
         return self.exchange.cost(buckets, rows, size)
 
 
@@ -178,7 +178,7 @@ class LocalLeader(_Relay):
         self._forms = list(self.exchange.forms())
         self.share_forms()
 
-    def rebuild(self, link: contract.Link) -> None:
+    def rebuild(self, link: transport.Link) -> None:
         self.exchange.rebuild(link)
 
     def state(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.contract import Waits
 from paceline.environment import join_s
 from paceline.errors import LinkError
 from paceline.report.activity import Activity
+from paceline.transport import Waits
 
 TIMEOUT_S = 1800.0  # for a process that computes
 POLL_S = 1.0  # between two looks at one that is waited for

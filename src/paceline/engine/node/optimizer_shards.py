@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from paceline.contract import RowRange
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
 from paceline.engine.node.local_group import LocalGroup
+from paceline.messages import RowRange
 from paceline.registry import THREADS
 
 # torch.optim's optimizers of which any slice of a weight may be updated by itself

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.contract import Bucket, Gradient
 from paceline.engine.node.local_group import LocalGroup
+from paceline.messages import Bucket, Gradient
 
 LINE_BYTES = 64
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.lossless import SLOW_S
-from paceline.contract import DENSE, FACTORS, Bucket, Codec, CommCost, Vote
+from paceline.contract import Codec
 from paceline.exchange.flow import send_order
 from paceline.exchange.flow.cost_model import (
     CostFunction,
@@ -30,6 +30,7 @@ from paceline.exchange.flow.cost_model import (
     summed,
 )
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Vote
 
 ASKED = ("measured", "bytes", DENSE, FACTORS)
 PACKED = ("measured", "always", "never")

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.contract import Control, pack_frames, unpack_frames
+from paceline.messages import pack_frames, unpack_frames
+from paceline.transport import Control
 
 
 def plant(model: torch.nn.Module, control: Control, own: Control, assignment: tuple[int, int]) -> None:

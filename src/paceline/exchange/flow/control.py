@@ -12,14 +12,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline import contract
-from paceline.contract import CheckpointError, Membership, StepOutcome, Tally, Vote
+from paceline import messages, transport
+from paceline.errors import CheckpointError
+from paceline.messages import StepOutcome, Tally, Vote
+from paceline.transport import Membership
 
 # no network library knows all of torch's types, and who only copies need not: by the bytes of a number
 WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
-class Control(contract.Control):
+class Control(transport.Control):
     """Uses the link's own lane; gradients have another. ``votes``: replicas agree on every step."""
 
     def __init__(self, members: Membership, votes: bool = True):
@@ -56,7 +58,7 @@ class Control(contract.Control):
 
     def _make_sure(self) -> None:
         self.members.assert_still_member(self._certain_s)
-        self._certain_s = contract.boottime_s()
+        self._certain_s = transport.boottime_s()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         if self.size == 1:
@@ -67,10 +69,10 @@ class Control(contract.Control):
     def all_gather(self, *words: bytes) -> list[bytes]:
         if self.size == 1:
             return list(words)
-        mine = torch.frombuffer(bytearray(contract.pack_frames(words)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(messages.pack_frames(words)), dtype=torch.uint8)
         everyone = self.members.link.all_gather(mine, "gathering words").wait()
         self._make_sure()
-        return [word for part in everyone for word in contract.unpack_frames(bytes(part.numpy()))]
+        return [word for part in everyone for word in messages.unpack_frames(bytes(part.numpy()))]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self.size > 1:
@@ -95,7 +97,7 @@ DONE = b"done"
 Result = TypeVar("Result")
 
 
-def alone(control: contract.Control, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
+def alone(control: transport.Control, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
     """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
 
     Where all who were chosen are lost in doing so, those do it who are chosen then.

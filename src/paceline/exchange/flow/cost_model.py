@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.contract import DENSE, FACTORS, Bucket, CommCost, Link
+from paceline.messages import DENSE, FACTORS, Bucket, CommCost
+from paceline.transport import Link
 
 SAVES_S = 2e-3  # of a step: less is not worth another form
 SAVES = 0.2  # of what the layer costs

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.codec.lossless import Gathered
-from paceline.contract import Gradient, Handle, Threads
+from paceline.messages import Gradient
+from paceline.transport import Handle, Threads
 
 TIMEOUT_S = 2000.0  # longer than any link waits
 

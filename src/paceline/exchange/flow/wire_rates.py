@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from paceline.contract import CommCost
+from paceline.messages import CommCost
 
 SPAN = 5  # steps: a median over them follows a changed link after three
 LARGE_BYTES = 1 << 18

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.contract import CommCost, Handle, Link, LinkError
+from paceline.errors import LinkError
 from paceline.link.net.collective_run import Collective, names
+from paceline.messages import CommCost
+from paceline.transport import Handle, Link
 
 
 def agree_on(link: Link, name: str) -> None:

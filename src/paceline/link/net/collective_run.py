@@ -16,9 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from paceline.contract import CommCost, Link
 from paceline.link import collectives
 from paceline.link.net.collective_rounds import Message, Rounds, packed, there_and_back
+from paceline.messages import CommCost
+from paceline.transport import Link
 
 TAG = 0x5EED  # of messages that belong to a sum
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.contract import CommCost, Handle, Link
+from paceline.messages import CommCost
+from paceline.transport import Handle, Link
 
 
 @dataclass(frozen=True)

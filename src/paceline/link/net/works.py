@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from paceline import contract
+from paceline import transport
 
 TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 
@@ -77,7 +77,7 @@ class Promise:
         return self._made
 
 
-class Done(contract.Handle):
+class Done(transport.Handle):
     def __init__(self, result: Any):
         self.result = result
 
@@ -88,8 +88,8 @@ class Done(contract.Handle):
         return self.result
 
 
-class Then(contract.Handle):
-    def __init__(self, handle: contract.Handle, then: Callable[[], Any]):
+class Then(transport.Handle):
+    def __init__(self, handle: transport.Handle, then: Callable[[], Any]):
         self.handle, self.then = handle, then
 
     def done(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from paceline.contract import GlobalBatch, StepObserver, StepSummary
+from paceline.contract import GlobalBatch
 from paceline.engine.compute import batch as batches
 from paceline.engine.compute import rng
 from paceline.engine.compute.loss_divisor import Means, labels_of
@@ -20,6 +20,7 @@ from paceline.planner.diagnose.equivalence import EquivalenceRun, digests
 from paceline.planner.diagnose.experiments import examine
 from paceline.planner.diagnose.loss_kind import Said
 from paceline.planner.diagnose.subject import Subject, parts_of
+from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from paceline.contract import Link
 from paceline.launch.doctor.examine import rounds
 from paceline.planner.cluster_model import NetworkModel, Sums, ring
+from paceline.transport import Link
 
 DEADLINE_S = 20.0
 PINGS, FEW_PINGS, BALLS, SUMS = 10, 3, 2, 3

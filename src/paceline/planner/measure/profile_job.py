@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.contract import GlobalBatch, StepObserver, StepSummary
+from paceline.contract import GlobalBatch
 from paceline.data.batches import Batch, Given
 from paceline.engine.checks.norm_layers import over_batches
 from paceline.engine.compute import batch as batches_
@@ -17,6 +17,7 @@ from paceline.engine.compute import timeline
 from paceline.engine.compute.precision import PRECISION
 from paceline.engine.node.optimizer_shards import division
 from paceline.planner.measure import layers, profiler, stopwatch
+from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline import contract
-from paceline.contract import Gradient, Update, UpdateRule
+from paceline import contract, messages
+from paceline.messages import Gradient, Update, UpdateRule
 from paceline.planner.measure.layers import now, typical
 
 MAX_PASSES = 7
@@ -67,7 +67,7 @@ class Updates:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
 
-    def _piece(self, bucket: contract.Bucket, factors: bool) -> Gradient:
+    def _piece(self, bucket: messages.Bucket, factors: bool) -> Gradient:
         weight = self.parameters[bucket.names[0]]
         if factors and bucket.names[0] in self.factored():
             out_features, in_features = bucket.shapes[0]
