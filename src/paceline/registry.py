@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
+PROMISES = "contract.py", "transport.py"  # where these classes are promised
 PLACES = {"models": "train.models"}  # of rooms that lie inside of others
 FORMERLY = {  # what methods were called once: scripts, plans and checkpoints may say so, and mean today's
     "engine": {"virtual": "reproducible", "replay": "emulated"},
@@ -86,7 +87,7 @@ def says(room: str, name: str, trait: str) -> Any:
 
 @cache
 def _promises() -> str:
-    return Path(__file__).with_name("contract.py").read_text(encoding="utf-8")
+    return "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in PROMISES)
 
 
 @cache
@@ -95,8 +96,16 @@ def _said(text: str, kind: str) -> tuple[dict[str, Any], str]:
     with _PARSING:
         body = ast.parse(text).body
     known = {each.asname: each.name for node in body if isinstance(node, ast.ImportFrom) for each in node.names}
-    made = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == kind)
-    base = ast.unparse(made.bases[0]).partition(".")[0] if made.bases else ""
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    bases = [ast.unparse(base) for base in classes[kind].bases]
+    values: dict[str, Any] = {}
+    for made in [*(classes[base] for base in bases if base in classes), classes[kind]]:  # a promise is made of several
+        values |= _literals(made)
+    base = bases[0].partition(".")[0] if bases else ""
+    return values, known.get(base, base)
+
+
+def _literals(made: ast.ClassDef) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for node in made.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
@@ -107,7 +116,7 @@ def _said(text: str, kind: str) -> tuple[dict[str, Any], str]:
                     values |= zip(map(ast.unparse, target.elts), value, strict=True)
                 else:
                     values[ast.unparse(target)] = value
-    return values, known.get(base, base)
+    return values
 
 
 def module(room: str, name: str) -> Any:

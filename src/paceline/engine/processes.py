@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline import contract, transport
 from paceline.engine import sequential
-from paceline.engine.compute import targets
+from paceline.engine.compute import state_store
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
 from paceline.engine.node import affinity, cgroup_limits
 from paceline.engine.node.in_step_reduce import InStepReduce
@@ -137,7 +137,7 @@ class Engine(sequential.Engine):
         if update.gradients:
             applied, self.norm = self._apply(update)
         if self.local_place[0] == 0:
-            targets.write(update.targets, self.weights, self.optimizer)
+            state_store.write(update.targets, self.weights, self.optimizer)
         self.local_group.barrier("updating")
         return applied
 

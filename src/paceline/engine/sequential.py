@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -19,17 +19,18 @@ from torch import Tensor
 
 from paceline import contract, transport
 from paceline.contract import Share
+from paceline.engine.checks import not_finite
+from paceline.engine.checks.loss_graph import without_gradient
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
-from paceline.engine.compute import matmul, rng, state_store, targets
+from paceline.engine.compute import matmul, rng, state_store
 from paceline.engine.compute.batch import (
     call,
     counted,
     divisible,
     filled,
     judged,
-    leaves,
     mapped,
     samples,
     split,
@@ -43,8 +44,10 @@ from paceline.engine.compute.loss_divisor import Means, labels_of
 from paceline.engine.compute.optimizer_step import (
     Factored,
     finish,
+    laid_out_as,
     multiply,
     optimizer_takes_factors,
+    parameter_grads,
     refuse_closures,
     separate,
 )
@@ -52,7 +55,6 @@ from paceline.engine.compute.precision import Numerics
 from paceline.engine.compute.row_ranges import cut
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node.in_step_reduce import InStepReduce
-from paceline.errors import NoGradient
 from paceline.messages import FACTORS, Gradient, RowRange, Update, Vote
 
 HASH_VALUES = 1 << 12  # at least, of each step
@@ -180,7 +182,7 @@ class Engine(contract.Engine):
             vote.loss_sum += float(value.detach()) * times
             vote.weight += weight
             if self._norms and not value.requires_grad:  # the others wait for its part in the middle of backward
-                raise _without_gradient()
+                raise without_gradient()
             if vote.terms and tuple(terms) != self.terms:
                 raise ValueError(
                     f"the loss gave the parts {', '.join(terms)} of one micro-batch and {', '.join(self.terms)} of "
@@ -262,46 +264,11 @@ class Engine(contract.Engine):
         return self._options.compare(said)
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
-        found: list[str] = []
+        def losses() -> Iterator[Tensor]:
+            yield from (self._judged(some)[-1][0] for some in self._split(batch, self.accumulate))
 
-        def look(name: str, module: torch.nn.Module, output: Any) -> None:
-            if not found and not all(leaf.isfinite().all() for leaf in leaves(output) if leaf.is_floating_point()):
-                found.append(f"{name or 'the model'} ({type(module).__name__})")
-
-        hooks = [
-            module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
-            for name, module in self.model.named_modules()
-        ]
-        try:
-            if batch is None:
-                return ""
-            if self._is_finite(batch):
-                return self._bad_gradient(batch) if backward else ""
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not all(leaf.isfinite().all() for leaf in leaves(batch) if leaf.is_floating_point()):
-            return "the input itself"
-        for name, weight in self.model.named_parameters():
-            if not weight.isfinite().all():
-                return f"parameter {name!r} itself"
-        return f"the output of {found[0]}" if found else "the loss, of a finite output"
-
-    def _bad_gradient(self, batch: Any) -> str:
-        """The first parameter, from the loss on, whose gradient here is not finite."""
-        parameters = self.backward.parameters
-        for parameter in parameters.values():
-            parameter.grad = None
-        self._judged(batch)[-1][0].backward()  # type: ignore[no-untyped-call]
-        grads = [(name, parameters[name].grad) for name in self.names]
-        bad = next((name for name, grad in grads if grad is not None and not grad.isfinite().all()), "")
-        for parameter in parameters.values():
-            parameter.grad = None
-        return f"the gradient of {bad}" if bad else ""
-
-    @torch.no_grad()
-    def _is_finite(self, batch: Any) -> bool:
-        return all(math.isfinite(self._judged(some)[-1][0]) for some in self._split(batch, self.accumulate))
+        parameters = {name: self.backward.parameters[name] for name in self.names}
+        return not_finite.where(self.model, parameters, batch, losses, backward)
 
     def _hash(self) -> int:
         """A checksum of a part of the weights, another one each step: of all of them in HASH_STEPS steps or fewer."""
@@ -319,7 +286,7 @@ class Engine(contract.Engine):
             self.norm = None
         elif update.gradients:
             applied, self.norm = self._apply(update)
-        targets.write(update.targets, self.weights, self.optimizer)
+        state_store.write(update.targets, self.weights, self.optimizer)
         return applied
 
     def wait_pending(self) -> None:
@@ -338,9 +305,9 @@ class Engine(contract.Engine):
                         self.backward.parameters[name], gradient.output_grad, gradient.layer_input, dense, factored
                     )
                 continue
-            for name, grad in zip(gradient.bucket.names, _grads(gradient), strict=True):
+            for name, grad in zip(gradient.bucket.names, parameter_grads(gradient), strict=True):
                 parameter = self.backward.parameters[name]
-                parameter.grad = _like(parameter, grad) if used[name] else None
+                parameter.grad = laid_out_as(parameter, grad) if used[name] else None
                 dense.append(parameter)
         if (rule.scale != 1.0 or rule.clip is not None) and any(
             gradient.grads is not None for gradient in update.gradients
@@ -390,21 +357,10 @@ class Engine(contract.Engine):
         self.optimizer.load_state_dict(state)
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
-        states, weights = self.optimizer.state_dict()["state"], self.state()
-        return {
-            name: {key: state_store.cut(value, weights[name].shape, window) for key, value in states[number].items()}
-            for name, window in windows.items()
-            if (number := self.optimizer_index[name]) in states
-        }
+        return state_store.rows(self.optimizer, self.optimizer_index, self.state(), windows)
 
     def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
-        whole, weights = self.optimizer.state_dict(), self.state()
-        for name, window in windows.items():
-            mine, shape = whole["state"].pop(self.optimizer_index[name], {}), weights[name].shape
-            if name in states:
-                its = {key: state_store.put(mine.get(key), value, shape, window) for key, value in states[name].items()}
-                whole["state"][self.optimizer_index[name]] = its
-        self.optimizer.load_state_dict(whole)
+        state_store.take_rows(self.optimizer, self.optimizer_index, self.state(), states, windows)
 
     def sync_norm(self, link: transport.Link | None) -> None:
         self._sum_norms(InStepReduce(None, link))
@@ -432,29 +388,6 @@ class Engine(contract.Engine):
             everyone.close()
 
 
-def _without_gradient() -> NoGradient:
-    error = NoGradient(
-        "the loss does not require grad, and with batch_norm='sync' every process with rows takes part in backward: "
-        "look for torch.no_grad(), .detach() and .item() before it; where nothing counts, return 0 * output.sum()"
-    )
-    error.told = False  # type: ignore[attr-defined]
-    return error
-
-
 def num_held(optimizer: torch.optim.Optimizer) -> int:
     """How many parameters."""
     return sum(len(group["params"]) for group in optimizer.param_groups)
-
-
-def _grads(gradient: Gradient) -> Sequence[Tensor]:
-    """Each parameter's part, in its shape."""
-    if gradient.grads is not None:
-        return gradient.grads
-    assert gradient.flat is not None
-    parts = torch.split(gradient.flat, list(gradient.bucket.numels))
-    return [part.view(shape) for part, shape in zip(parts, gradient.bucket.shapes, strict=True)]
-
-
-def _like(parameter: Tensor, grad: Tensor) -> Tensor:
-    """In the parameter's own layout: fused optimizers walk through memory, whatever the strides."""
-    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine.compute.row_ranges import Part, cut
-from paceline.engine.compute.targets import read, states
+from paceline.engine.compute.state_store import read, states
 from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.messages import StepOutcome, Target, Update
 from paceline.report.activity import REPAIR

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.errors import NoGradient
+
 DEEP = 6  # operations between a loss and the scale that it was multiplied by
 REENTRANT = "CheckpointFunctionBackward"  # torch.utils.checkpoint with use_reentrant=True
 
@@ -60,3 +62,12 @@ def _saved(node: Any, name: str) -> Tensor | None:
     except RuntimeError:  # freed already
         return None
     return value if isinstance(value, Tensor) else None
+
+
+def without_gradient() -> NoGradient:
+    error = NoGradient(
+        "the loss does not require grad, and with batch_norm='sync' every process with rows takes part in backward: "
+        "look for torch.no_grad(), .detach() and .item() before it; where nothing counts, return 0 * output.sum()"
+    )
+    error.told = False  # type: ignore[attr-defined]
+    return error

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.engine.checks import own_steps
 from paceline.engine.compute import matmul
-from paceline.messages import UpdateRule
+from paceline.messages import Gradient, UpdateRule
 
 BLOCK_VALUES = 1 << 19
 
@@ -181,3 +181,17 @@ def _add_by_onednn(into: Tensor, left: Tensor, right: Tensor, keep: float, take:
         torch.add(product, into, alpha=keep, out=into)
     else:
         into.copy_(product)
+
+
+def parameter_grads(gradient: Gradient) -> Sequence[Tensor]:
+    """Each parameter's part, in its shape."""
+    if gradient.grads is not None:
+        return gradient.grads
+    assert gradient.flat is not None
+    parts = torch.split(gradient.flat, list(gradient.bucket.numels))
+    return [part.view(shape) for part, shape in zip(parts, gradient.bucket.shapes, strict=True)]
+
+
+def laid_out_as(parameter: Tensor, grad: Tensor) -> Tensor:
+    """In the parameter's own layout: fused optimizers walk through memory, whatever the strides."""
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)

@@ -1,17 +1,19 @@
-"""Some rows of a weight, and of what the optimizer keeps of it.
+"""Part of a weight, and of what the optimizer keeps of it, to be given to others and taken from them.
 
-What has the weight's shape is cut as the weight is; all else belongs to every row.
+By rows: what has the weight's shape is cut as the weight is; all else belongs to every row. By values: in the order of
+a contiguous tensor, whatever the memory's; a target and the reading of it are inverse.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.messages import RowRange
+from paceline.messages import RowRange, Target
 
 
 def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -48,3 +50,58 @@ def put(mine: Any, its: Any, shape: torch.Size, window: RowRange) -> Any:
         mine = torch.zeros(shape, dtype=its.dtype, device=its.device)
     mine[slice(*window)].copy_(its)
     return mine
+
+
+def rows(
+    optimizer: Optimizer, numbers: Mapping[str, int], weights: Mapping[str, Tensor], windows: Mapping[str, RowRange]
+) -> dict[str, dict[str, Any]]:
+    """What it keeps of these rows, by the weights' names. ``numbers``: as `numbered` says."""
+    states = optimizer.state_dict()["state"]
+    return {
+        name: {key: cut(value, weights[name].shape, window) for key, value in states[number].items()}
+        for name, window in windows.items()
+        if (number := numbers[name]) in states
+    }
+
+
+def take_rows(
+    optimizer: Optimizer,
+    numbers: Mapping[str, int],
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Any]],
+    windows: Mapping[str, RowRange],
+) -> None:
+    """The reverse of `rows`."""
+    whole = optimizer.state_dict()
+    for name, window in windows.items():
+        mine, shape = whole["state"].pop(numbers[name], {}), weights[name].shape
+        if name in states:
+            its = {key: put(mine.get(key), value, shape, window) for key, value in states[name].items()}
+            whole["state"][numbers[name]] = its
+    optimizer.load_state_dict(whole)
+
+
+def read(tensor: Tensor, first: int, last: int) -> Tensor:
+    """From ``first`` to ``last`` in the order of a contiguous tensor; a view of the tensor where it is contiguous."""
+    return tensor.detach().reshape(-1)[first:last]
+
+
+@torch.no_grad()
+def write(targets: Sequence[Target], weights: Sequence[Tensor], optimizer: Optimizer) -> None:
+    kept = states(weights, optimizer) if any(each.key for each in targets) else {}
+    for each in targets:
+        tensor = kept[each.weight][each.key] if each.key else weights[each.weight]
+        flat = tensor.reshape(-1)
+        flat[each.first : each.first + each.values.numel()] = each.values
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+
+def states(weights: Sequence[Tensor], optimizer: Optimizer) -> dict[int, Mapping[str, Tensor]]:
+    """What the optimizer keeps of each weight, which it holds as the same memory: tensors, by their names."""
+    places = {weight.data_ptr(): index for index, weight in enumerate(weights) if weight.numel()}
+    owned = [p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() in places]
+    return {
+        places[p.data_ptr()]: {k: v for k, v in sorted(optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)}
+        for p in owned
+    }
