@@ -77,15 +77,15 @@ def test_a_refused_step_that_is_not_taken_back(monkeypatch):
 
 def test_a_step_that_is_applied_before_it_is_agreed_on(monkeypatch):
     """Planted: whoever misses a vote counts its own alone."""
-    commit = Control.commit
+    ask = Control.vote
 
     def hasty(self, vote, finish):
         try:
-            return commit(self, vote, finish)
+            return ask(self, vote, finish)
         except LinkError:
             return finish(counted([vote.pack()]))
 
-    monkeypatch.setattr(Control, "commit", hasty)
+    monkeypatch.setattr(Control, "vote", hasty)
     assert found(struck(DEATH))
 
 

@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.elastic import consistency, state_transfer
-from paceline.elastic.admission import IN_VAIN, MAX_VAIN, Admission
+from paceline.elastic.admission import IN_VAIN, MAX_VAIN, OWN, Admission
 from paceline.errors import LinkError
 from waiting import until
 
@@ -232,7 +232,7 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
         monkeypatch.setattr(type(pace.run.members), "join_desk", door)
         welcome = admission(pace, {"files of paceline": "mine"})
-        welcome._own = own
+        welcome._refuses = OWN if own else ""
         until(lambda: welcome._look() or door.told)
         monkeypatch.undo()
     assert door.told["late"]["refused"].startswith(why)

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -173,7 +174,7 @@ def deaf():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_one_that_is_ended_leaves_neither_processes_nor_weights(number, deaf, tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "LIMIT_S", 2.0)
-    monkeypatch.setattr(verification.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     pid = tmp_path / "pid"
     script = f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"

@@ -182,7 +182,8 @@ def test_what_is_kept_or_evaluated_or_the_last_is_levelled_before(tmp_path, monk
     """Where an exchange lets the nodes' weights differ between two steps."""
     with joined(folder=tmp_path, scheduler=None) as pace:
         levelled = []
-        monkeypatch.setattr(pace.exchange, "level", lambda weights: levelled.append(len(weights)))
+        monkeypatch.setattr(pace.exchange, "consensus", "period", raising=False)
+        monkeypatch.setattr(pace.exchange, "average", lambda weights, now: levelled.append(now and len(weights)))
         counts = []
         for doing in (
             pace.save,
