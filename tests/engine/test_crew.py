@@ -208,6 +208,11 @@ def test_what_a_node_does_not_share_is_sent_to_its_processes():
         control.broadcast(
             [*model.buffers(), weight, torch.zeros(0), half := torch.full((2,), 1.5 + local_group.rank).half()]
         )
+        if local_group.rank:
+            with pytest.raises(ValueError, match="local rank 0 has 8 bytes of buffers and this process 12"):
+                control.broadcast([torch.zeros(3)])
+        else:
+            local_group.all_gather_bytes(control._with_news(bytes(8)), "spreading")
         return model.wide.tolist(), model.count.tolist(), half.tolist(), weight.mean().item()
 
     assert meet(2, work) == [([1.0] * 4, [0, 1, 2], [1.5, 1.5], 7.0)] * 2

@@ -193,7 +193,13 @@ class FollowerControl(transport.Control):
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         body, start = bytearray(self._hear(self.local_group.all_gather_bytes(b"", SPREADING)[0])), 0
-        for tensor in self.relay.apart(tensors):
+        apart = self.relay.apart(tensors)
+        if (own := sum(each.numel() * each.itemsize for each in apart)) != len(body):
+            raise ValueError(
+                f"local rank 0 has {len(body)} bytes of buffers and this process {own}; buffers keep number, shape and "
+                f"type in all processes of a node: register them before join()"
+            )
+        for tensor in apart:
             num_bytes = tensor.numel() * tensor.itemsize
             new = torch.frombuffer(body, dtype=torch.uint8, count=num_bytes, offset=start).clone()
             tensor.detach().copy_(new.view(tensor.dtype).view(tensor.shape))
