@@ -46,7 +46,8 @@ class GlobalBatch:
     """What all processes compute in one step. ``weight``: its number of rows, known before anybody computes.
 
     ``epoch``, ``step``, ``num_steps``: its place in the data, and the steps of its epoch, where they are known.
-    ``wait_s``: seconds for which its rows were waited for, so far. ``dealt``: whether seats say whose its rows are.
+    ``wait_s``: seconds for which its rows were waited for, so far. ``assigned``: whether an `Assignment` says whose its
+    rows are.
     ``num_local_samples``: how many `share` gave here, where that is known.
     """
 
@@ -60,7 +61,7 @@ class GlobalBatch:
     num_local_samples: int | None = None
 
     def share(self, assignment: Share) -> Any:
-        """The seat's rows, or None if it has none."""
+        """The rows of this assignment, or None if it has none."""
         raise NotImplementedError
 
 
@@ -75,9 +76,9 @@ class EngineTraits:
     environment: Mapping[str, str] = {}  # of its processes, where users have not said otherwise
     optimizer_takes_factors: bool = False  # the optimizer takes a layer's factors instead of its gradient
     num_virtual_shards: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
-    may_retry: bool = False  # a step may be computed again after its pieces have left
+    may_retry: bool = False  # a step may be computed again after its gradients have left
 
-    defers_updates: bool = False  # may begin the next step while pieces of the last are still coming
+    defers_updates: bool = False  # may begin the next step while gradients of the last are still coming
 
     divided: bool = False  # a global batch is computed in several parts, here or elsewhere
     accumulate: int = 1  # micro-batches that a share is computed in
@@ -203,7 +204,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
         raise NotImplementedError
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
-        """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered piece by piece."""
+        """Gradient of ``scale * loss_sum`` over ``batch`` (None: no rows), offered bucket by bucket."""
         raise NotImplementedError
 
     def collect_gradients(self, vote: Vote, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
@@ -219,7 +220,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
         raise NotImplementedError
 
     def wait_pending(self) -> None:
-        """Waits for pieces that are still coming, and applies them. Raises NotFinite, LinkError."""
+        """Waits for gradients that are still coming, and applies them. Raises NotFinite, LinkError."""
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         """Where in the forward pass over ``batch``, or backward, numbers first cease to be finite; empty if nowhere."""
@@ -291,7 +292,7 @@ class ExchangeTraits:
     fixed_order: bool = False  # sums are the same bits whoever has computed which share of a batch
     gathers: bool = False  # each rank's gradients go to all others, who add up by themselves
     factor_dtype: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
-    overlap = "backward"  # "forward": a step ends with the vote, and its pieces arrive during the next
+    overlap = "backward"  # "forward": a step ends with the vote, and its gradients arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
     # how a node adds a product to a gradient, (into, left, right), and the processes that share in it
     multiply: Callable[[Tensor, Tensor, Tensor], Any] = staticmethod(Tensor.addmm_)
@@ -327,11 +328,11 @@ class Exchange(ExchangeTraits):
         """Called before each gradient is computed."""
 
     def put(self, gradient: Gradient) -> None:
-        """Takes a piece, in any order; pieces leave in the order of their buckets."""
+        """Takes a gradient, in any order; they leave in the order of their buckets."""
         raise NotImplementedError
 
     def collect(self, vote: Vote) -> Vote:
-        """Waits until every piece of the step is here: who votes has them all. What this node votes."""
+        """Waits until every gradient of the step is here: who votes has them all. What this node votes."""
         raise NotImplementedError
 
     def finish(self, tally: Tally) -> StepOutcome:

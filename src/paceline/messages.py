@@ -269,7 +269,7 @@ class Tally:
 
 
 class PendingGradient:
-    """A piece that has been agreed on and may still be on its way."""
+    """A gradient that has been agreed on and may still be on its way."""
 
     bucket: Bucket
 
@@ -283,9 +283,9 @@ class PendingGradient:
 
 @dataclass
 class StepOutcome:
-    """What everyone holds after a vote: the verdict, all pieces in order, and all votes as one.
+    """What everyone holds after a vote: the decision, all gradients in order, and all votes as one.
 
-    ``pending``: instead of the pieces, where an update may wait for them; in the order in which they arrive.
+    ``pending``: instead of the gradients, where an update may wait for them; in the order in which they arrive.
     """
 
     decision: Decision

@@ -320,6 +320,8 @@ class Pace:
             kept = None if self.run.watched else self.training.saver.restore(run, fits)
         if self.training.admission and kept:
             self.training.admission.begin_again()
+        for each in self.run.observers if kept else ():
+            each.averaged()
         self.run.cursor.resumed = self.run.cursor.resumed or kept is not None
         return kept
 

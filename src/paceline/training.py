@@ -293,8 +293,8 @@ class Training:
 
     def heed(self) -> None:
         """Signals end this process also while it is cut off from the others."""
-        if porter := self.run.members.join_desk:
-            porter.glance = self._glance
+        if desk := self.run.members.join_desk:
+            desk.glance = self._glance
 
     def close(self, reason: str = "finished") -> None:
         """Leaves the others in peace. Called at the end of a ``with`` block; ``reason`` is for the record."""

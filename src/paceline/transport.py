@@ -276,7 +276,7 @@ class Control:
     on_view_change: Callable[[ViewChange], None] | None = None  # told of each loss before anything is done again
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
-        """The vote on a step, once all its pieces are here. ``finish`` is called where it came through, even if for
+        """The vote on a step, once all its gradients are here. ``finish`` is called where it came through, even if for
         others alone. RETRY where it came through for nobody."""
         raise NotImplementedError
 

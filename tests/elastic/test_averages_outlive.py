@@ -21,7 +21,8 @@ from paceline.elastic.fault_tolerant import FaultTolerantControl
 from paceline.engine.sequential import Engine
 from paceline.exchange.flow.control import Control
 from paceline.exchange.local_sgd import Exchange
-from paceline.messages import Vote
+from paceline.launch.signals import RESUME_CODE
+from paceline.messages import Decision, StepOutcome, Vote
 from paceline.report.record import read
 from paceline.step.redeal import Redeal
 from paceline.transport import ViewChange
@@ -121,6 +122,52 @@ def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
     assert [(batch.epoch, batch.ends_epoch) for batch in made[4:8]] == [(0, False), (0, True), (0, True), (1, False)]
     assert len(made) == 13
     assert run.cursor.again == []
+
+
+def test_a_step_that_is_computed_again_is_dealt_again_once_and_one_node_remembers_nothing():
+    (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
+    run.assignment = Assignment(0, 2)
+    redeal, lost = Redeal(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
+    made = list(batches(Samples(), BATCH, 1, 0, lambda: run.assignment))
+    redeal.takes(made[0], own=False)
+    redeal.votes(Vote())
+    redeal.again(0, StepOutcome(Decision.RETRY))
+    redeal.votes(Vote())
+    redeal.note(lost)
+    assert run.cursor.again == made[0].indices_of(Assignment(1, 2))
+    run.assignment = Assignment(0, 1)
+    redeal.takes(made[1], own=False)
+    redeal.votes(Vote())
+    assert redeal._used == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_dealt_again_are_as_random_as_whoever_reads_them(workers):
+    """With processes that read, a sample's own randomness is of the seed, the epoch and its number."""
+
+    class Noisy(Samples):
+        def __getitem__(self, i):
+            return self.x[i] + torch.randn(()), self.y[i]
+
+    def extra(state):
+        torch.manual_seed(state)
+        again = [5, 7]
+        *_, last = batches(Noisy(), BATCH, 1, 0, Assignment(), workers=workers, ahead=0, again=again)
+        return last.indices.tolist(), last.share(Assignment())[0]
+
+    (one, first), (other, second) = extra(1), extra(2)
+    assert one == other == [5, 7]
+    assert torch.equal(first, second) == bool(workers)
+
+
+@pytest.mark.dear
+def test_below_the_minimum_all_is_kept_for_a_resume(tmp_path):
+    done = launch(tmp_path, "1:9:forward", "periods", least=3)
+    assert done.returncode, done.stdout + done.stderr
+    assert f"exit code {RESUME_CODE}: resume the run from its newest checkpoint" in done.stderr
+    assert "may come back" not in done.stderr
+    assert "its exchange does not agree on every step, and takes nobody in between; saved" in done.stderr
+    assert checkpoint.read_newest(tmp_path).state["again"]
 
 
 @pytest.mark.dear("processes")

@@ -137,8 +137,8 @@ def _gone_on_with(asked: Settings, run: Path) -> Settings:
     """The settings of a run that is resumed. Raises ValueError where it was asked for anything else."""
     if other := asked.others_than("epochs", "json", "encrypt"):
         raise ValueError(
-            f"--resume goes on as the run was asked for; beside it --epochs, --plan, --encrypt, --json and how it "
-            f"is started (-H, --send, --detach ...) may be given, not {', '.join(other)}"
+            f"--resume continues a run with its own settings: only --epochs, --plan, --encrypt, --json and how it is "
+            f"started (-H, --send, --detach ...) may be given with it, not {', '.join(other)}"
         )
     kept = Settings.read(run)
     epochs, encrypt = asked.epochs or kept.epochs, asked.encrypt or kept.encrypt

@@ -1,7 +1,7 @@
-"""Global batches, dealt to whoever asks: a batch knows its samples, and fetches those of a seat.
+"""Global batches, dealt to whoever asks: a batch knows its samples, and fetches those of an assignment.
 
-A batch that must be computed again by other ranks is the same batch: only the seat changes. It may change
-between any two steps; rows that were fetched ahead for another seat are dropped and fetched again. Sources
+A batch that must be computed again by other ranks is the same batch: only the assignment changes. It may change
+between any two steps; rows that were fetched ahead for another assignment are dropped and fetched again. Sources
 that draw their randomness from (seed, epoch, sample) are fetched ahead of time in a thread. Datasets that make
 their samples themselves are read when asked, so that their use of global random state keeps its
 order, or ahead of time by processes, where every sample has a random state of its own.
@@ -95,7 +95,7 @@ class Batch(GlobalBatch):
         return mine
 
     def expect(self, take: Callable[[Batch, Share], Any]) -> None:
-        """``take(batch, assignment)`` gives a seat's rows, which somebody may be fetching already."""
+        """``take(batch, assignment)`` gives its rows, which somebody may be fetching already."""
         self._take = take
 
 
@@ -153,7 +153,8 @@ def batches(
         turns = Order(size, batch_size, seed, shuffle)
     plain = _of_map(source, turns, epochs, start)
     if workers:
-        plain = _by_processes(Seeded(source, seed), turns, epochs, start, now, workers, options)
+        source = seeded = Seeded(source, seed)
+        plain = _by_processes(seeded, turns, epochs, start, now, workers, options)
     elif not isinstance(source, Collated) and ahead:
         plain = _by_thread(plain, now, ahead)
     waiting = [] if again is None else again
@@ -223,7 +224,7 @@ def _by_thread(plain: Iterator[Batch], now: Callable[[], Assignment], ahead: int
 
 
 class _Coming:
-    """A batch whose rows for one seat a thread is fetching."""
+    """A batch whose rows for one assignment a thread is fetching."""
 
     def __init__(self, pool: ThreadPoolExecutor, batch: Batch, assignment: Assignment):
         self.pool, self.batch, self.assignment = pool, batch, assignment
@@ -231,7 +232,7 @@ class _Coming:
         batch.expect(self.take)
 
     def send(self, assignment: Assignment) -> None:
-        """For this seat, if it is another."""
+        """For this assignment, if it is another."""
         if assignment != self.assignment:
             self.rows.cancel()
             self.assignment, self.rows = assignment, self.pool.submit(self.batch.fetch, assignment)

@@ -1,7 +1,7 @@
 """Which samples, in what order: a pure function of (seed, epoch, position).
 
 Step t of an epoch uses positions [t B, (t + 1) B) of that epoch's permutation, whoever computes them;
-a seat says which of those rows are one's own. Nothing is kept per rank, so any number of nodes sees
+an assignment says which of those rows are one's own. Nothing is kept per rank, so any number of nodes sees
 the same global sequence, and the state to save is (seed, epoch, step).
 """
 
@@ -56,7 +56,7 @@ class Assignment:
     whole: int = 0
 
     def rows(self, count: int) -> range:
-        """The rows of a batch of ``count`` that are this seat's: contiguous, disjoint, complete, in seat order."""
+        """The rows of a batch of ``count`` that are this process's: contiguous, disjoint, complete, in rank order."""
         nodes = self.dealt(count)
         start, size = sum(nodes[: self.node]), nodes[self.node]
         parts = max(1, min(self.local_size, size // self.least)) if count < self.whole else self.local_size

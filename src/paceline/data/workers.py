@@ -108,8 +108,8 @@ class Windows(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[int, int, list[Any]]]:
         for epoch in range(self.start[0], self.epochs):
             step = self.start[1] if epoch == self.start[0] else 0
-            dice = OwnRng(self.seed, epoch)
-            with dice:
+            generator = OwnRng(self.seed, epoch)
+            with generator:
                 items = self.stream.items(epoch)
                 used = step * self.batch_size
                 found = sum(1 for _ in zip(range(used), items, strict=False))
@@ -120,7 +120,7 @@ class Windows(IterableDataset[Any]):
                 )
             window: list[Any] = [None] * self.batch_size
             while len(window) == self.batch_size:
-                with dice:
+                with generator:
                     window = [item for _, item in zip(range(self.batch_size), items, strict=False)]
                 found += len(window)
                 if len(window) == self.batch_size or (window and not self.drop_last):

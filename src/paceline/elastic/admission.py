@@ -97,10 +97,10 @@ class Admission(StepObserver, Door):
         if enough(self.num_nodes, self.minimum):
             return
         self._waits_s = time.monotonic()
+        hope = f"{self._who} may come back within {self._limit_s:.0f} s (--wait)"
         text = (
             f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) {'is' if self.num_nodes == 1 else 'are'} "
-            f"left at step {run.num_steps}, with everything in memory; {self._who} may come back within "
-            f"{self._limit_s:.0f} s (--wait)"
+            f"left at step {run.num_steps}, with everything in memory; {self._refuses or hope}"
         )
         if run.leader:
             log.warning(text)
@@ -175,24 +175,24 @@ class Admission(StepObserver, Door):
         return bool(parts)
 
     def _look(self) -> None:
-        porter = self.run.members.join_desk
-        asked = porter.waiting() if porter else {}
+        desk = self.run.members.join_desk
+        asked = desk.waiting() if desk else {}
         self._ready = []
         self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
         for name in self._following.keys() - asked.keys():
             self._following.pop(name).stop()
         for name, said in asked.items():
             if self._answered.get(name) != said["turn"]:
-                assert porter
+                assert desk
                 try:
-                    told = self._answer(porter, name, said)
+                    told = self._answer(desk, name, said)
                 except (LookupError, TypeError):
                     told = {"refused": "it asks as another version of paceline does; install the same on every node"}
                 if told is not None:
-                    porter.answer(name, told)
+                    desk.answer(name, told)
                     self._answered[name] = said["turn"]
 
-    def _answer(self, porter: JoinDesk, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
+    def _answer(self, desk: JoinDesk, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
         """None for whom the answer is to be taken in, which is still to come."""
         run = self.run
         if why := self._refuses or self._refusal(said):
@@ -211,7 +211,7 @@ class Admission(StepObserver, Door):
         if why := unlike(run.cursor.facts, [said["data"]]):
             return {"refused": why}
         if name not in self._following:
-            self._following[name] = CatchUp(run, porter, name)
+            self._following[name] = CatchUp(run, desk, name)
         following = self._following[name]
         if following.broken:
             return None  # it hears of it, and asks anew
@@ -272,7 +272,7 @@ class Admission(StepObserver, Door):
             message = state_transfer.Message(rest if level[joiner.name] else {**large, **rest})
             ahead = following[joiner.name]
             try:
-                line = (ahead and ahead.line) or _porter(run).line(joiner.name)
+                line = (ahead and ahead.line) or _desk(run).line(joiner.name)
                 line.hurry()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
@@ -287,6 +287,6 @@ class Admission(StepObserver, Door):
             )
 
 
-def _porter(run: RunState) -> JoinDesk:
+def _desk(run: RunState) -> JoinDesk:
     assert run.members.join_desk
     return run.members.join_desk

@@ -38,8 +38,8 @@ class CatchUp:
     """Of one joiner, in the process that leads. ``lost``: why it cannot be followed, else empty; ``broken``: no
     more."""
 
-    def __init__(self, run: RunState, porter: JoinDesk, name: str):
-        self._porter, self._name, self.lost = porter, name, ""
+    def __init__(self, run: RunState, desk: JoinDesk, name: str):
+        self._desk, self._name, self.lost = desk, name, ""
         self.line: Channel | None = None
         self.broken = False
         self._optimizer = run.job.optimizer
@@ -108,7 +108,7 @@ class CatchUp:
         try:
             while (message := self._messages.get()) is not None:
                 # what one line has lost, no other goes on from
-                self.line = self.line or self._porter.line(self._name)
+                self.line = self.line or self._desk.line(self._name)
                 self.line.send(message.parts(), message.num_bytes)
                 self._sent_bytes += message.num_bytes
                 self._num_sent += 1

@@ -314,8 +314,8 @@ class JoinClient:
             pass
         if self.late:
             self.late.leave()
-            if porter := run.members.join_desk:
-                porter.glance = self.glance
+            if desk := run.members.join_desk:
+                desk.glance = self.glance
         # other masks than anybody has drawn before
         torch.manual_seed(run.job.seed * 100_003 + 1_009 * run.control.generation + run.world.rank)
         return True

@@ -189,7 +189,7 @@ class Engine(sequential.Engine):
         return squares
 
     def _sum(self, gradient: Gradient, i: int, own: slice) -> Tensor:
-        """This process's slice of the piece's i-th parameter: agreed, or still to be added up over the crew."""
+        """This process's slice of the gradient's i-th parameter: agreed, or still to be added up over the node."""
         bucket = gradient.bucket
         start, shape = sum(bucket.numels[:i]), bucket.shapes[i]
         assert gradient.flat is not None

@@ -1,4 +1,4 @@
-"""What is told of every step, and may add to it, without standing in for anything."""
+"""Step observers: hooks that the training step calls, and that replace no part of it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepObserver:
         return batch
 
     def offering(self, offer: Callable[[Gradient], None]) -> Callable[[Gradient], None]:
-        """A gradient is about to be computed. Returns what takes its pieces."""
+        """A gradient is about to be computed. Returns what takes its buckets' gradients."""
         return offer
 
     def votes(self, vote: Vote) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from paceline.contract import GlobalBatch
 from paceline.data.batches import Batch
-from paceline.data.sampler import Assignment
+from paceline.data.sampler import Assignment, Indices
 from paceline.data.sources import Window
-from paceline.messages import Vote
+from paceline.messages import StepOutcome, Vote
 from paceline.report.log import log
 from paceline.report.step_observer import StepObserver
 from paceline.step.manual_loop import ConsumedBatch
@@ -22,9 +22,10 @@ from paceline.transport import ViewChange
 
 @dataclass
 class Used:
-    """A batch that is in no average yet: whose rows were whose, and who of these nodes is which rank by now."""
+    """A batch that is in no average yet: its samples' numbers, if any, whose they were, and which nodes are left."""
 
-    batch: GlobalBatch
+    indices: Indices | None
+    num_rows: int
     assignment: Assignment
     nodes: list[int]
 
@@ -42,32 +43,43 @@ class Redeal(StepObserver):
         return batch
 
     def votes(self, vote: Vote) -> None:
-        assignment = self.run.assignment
-        self._used.append(Used(self._batch, assignment, list(range(assignment.num_nodes))))
+        batch, assignment = self._batch, self.run.assignment
+        if assignment.num_nodes == 1:
+            return  # nobody averages
+        indices = batch.indices if isinstance(batch, Batch) and not isinstance(batch.source, Window) else None
+        self._used.append(Used(indices, int(batch.weight), assignment, list(range(assignment.num_nodes))))
+
+    def again(self, step: int, outcome: StepOutcome) -> None:
+        self._used = self._used[:-1]
 
     def averaged(self) -> None:
         self._used = []
 
     def note(self, news: ViewChange) -> None:
         """Whose samples are in no average that anybody has."""
-        again, lost = self.run.cursor.again, 0
+        found: list[int] = []
+        unnumbered = 0
         for used in self._used:
             left = [used.nodes[rank] for rank in news.previous_ranks]
             for node in sorted(set(used.nodes) - set(left)):
-                place = dataclasses.replace(used.assignment, node=node, local_rank=0, local_size=1)
-                if isinstance(used.batch, Batch) and not isinstance(used.batch.source, Window):
-                    again += used.batch.indices_of(place)
+                rows = dataclasses.replace(used.assignment, node=node, local_rank=0, local_size=1).rows(used.num_rows)
+                if used.indices is None:
+                    unnumbered += len(rows)
                 else:
-                    lost += len(place.rows(int(used.batch.weight)))
+                    found += used.indices[rows.start : rows.stop].tolist()
             used.nodes = left
         if len(news.previous_ranks) == 1:
             self._used = []  # nobody is left to average with
-        words = (
-            f"{len(again)} samples that are in no average, for who had them was lost, are dealt again after this epoch"
-        )
-        if lost:
-            words += f"; {lost} are left out, which came from a stream or from the script and cannot be read again"
-        if (again or lost) and self.run.leader:
-            log.warning(words)
-        if again or lost:
-            self.run.record.write("hint", text=words)
+        self.run.cursor.again += found
+        words = []
+        if found:
+            words.append(f"{len(found)} samples that a lost node had used since the last average are dealt again")
+        if unnumbered:
+            words.append(
+                f"{unnumbered} samples that a lost node had used since the last average are left out: they came from a "
+                f"stream, or from the script, and cannot be read again"
+            )
+        for each in words:
+            if self.run.leader:
+                log.warning(each)
+            self.run.record.write("hint", text=each)

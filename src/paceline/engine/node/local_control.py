@@ -1,7 +1,7 @@
 """Control as the processes of a node see it: one of them speaks for the node, the others through it.
 
 FollowerControl    its words to local rank 0, and everyone's from it
-LeaderControl      the node's words to the other nodes; after a loss the crew is told of it with the next answer
+LeaderControl      the node's words to the other nodes; after a loss its processes are told with the next answer
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AVERAGING, DUE = "averaging", b"due"
 
 
 class LeaderControl(transport.Control):
-    """Local rank 0's. ``relay``: whose forms the crew is told after a loss."""
+    """Local rank 0's. ``relay``: whose forms the other processes are told after a loss."""
 
     def __init__(self, control: transport.Control, relay: LocalLeader):
         self.control, self.relay, self.local_group, self.tolerates_loss = (
@@ -34,7 +34,7 @@ class LeaderControl(transport.Control):
             relay.local_group,
             control.tolerates_loss,
         )
-        self._news: list[bytes] = []  # of losses, that the crew has not been told
+        self._news: list[bytes] = []  # of losses, that the other processes have not been told
         control.on_view_change = self._note
         self._say_place()
 

@@ -75,7 +75,7 @@ class _Relay(contract.Exchange):
 
 
 class LocalLeader(_Relay):
-    """Local rank 0's exchange: collects the crew's pieces, and passes on what was agreed."""
+    """Local rank 0's exchange: collects the gradients of the node's processes, and passes on what was agreed."""
 
     def _begin(self) -> None:
         if self.alone:  # measured: few rows in shared memory beat k whole gradients there, whatever the optimizer
@@ -110,7 +110,7 @@ class LocalLeader(_Relay):
             self._inbox.mark(0, gradient.bucket.index, num_rows)
 
     def node_piece(self, bucket: Bucket, rows: Sequence[int]) -> Gradient:
-        """The sum over the crew, in local rank order; factors are lined up, not added."""
+        """The sum over the node's processes, in local rank order; factors are lined up, not added."""
         size = self.local_group.size
         if self._forms[bucket.index] == DENSE:
             flat = self.places.flat(bucket)
@@ -135,7 +135,7 @@ class LocalLeader(_Relay):
         return self._alone(tally.vote) if self.alone else self.exchange.finish(tally)
 
     def end(self) -> None:
-        """The crew has ended its step, or broken it off as well."""
+        """The other processes have ended their step, or broken it off as well."""
         assert self._inbox
         self._inbox.finish()
 
@@ -158,7 +158,7 @@ class LocalLeader(_Relay):
         return StepOutcome(Decision.COMMIT, gradients, merged)
 
     def settle(self, outcome: StepOutcome) -> bytes:
-        """Pieces to where the crew can read them; the verdict and the row counts, as the crew is told them."""
+        """Gradients to where all can read them; the decision and the row counts, as the others are told them."""
         settled = [self.places.publish(gradient) for gradient in outcome.gradients]
         outcome.gradients = [gradient for gradient, _ in settled]
         rows = [num_rows for _, num_rows in settled]
@@ -239,7 +239,7 @@ def forms_of(said: bytes) -> list[str]:
 
 
 class _GradientCollector:
-    """Collects the crew's messages of one step, and offers each node piece once all have theirs."""
+    """Collects the other processes' messages of one step, and sends each gradient of the node once it is whole."""
 
     def __init__(self, leader: LocalLeader):
         self.leader, self.buckets, self.size = leader, leader.buckets, leader.local_group.size

@@ -170,7 +170,7 @@ class LocalGroup:
             raise self._lost(self._last_word(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
-        """(kind, body). Raises LocalGroupError when the other end died, gave up, or says nothing for PATIENCE_S."""
+        """(kind, body). Raises LocalGroupError when the other end died, gave up, or says nothing for TIMEOUT_S."""
         kind, body, _ = self._recv(peer, doing, 0)
         return kind, body
 

@@ -288,10 +288,10 @@ def _at(memory: memoryview, start: int, shape: list[int], dtype: torch.dtype) ->
 
 def _couples(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a tensor's update depends on other tensors, by a trial: two small ones together, and each alone."""
-    dice = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shapes = [[[min(n, 4) for n in p.shape] for p in group["params"][:2]] for group in optimizer.param_groups]
-    small = [[torch.randn(shape, generator=dice, dtype=torch.float64) for shape in row] for row in shapes]
-    grads = [[torch.randn(shape, generator=dice, dtype=torch.float64) for shape in row] for row in shapes]
+    small = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in row] for row in shapes]
+    grads = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in row] for row in shapes]
 
     def train(only: tuple[int, int] | None) -> list[list[Tensor]]:
         twin, parts = _twin(optimizer), [[torch.nn.Parameter(value.clone()) for value in row] for row in small]
@@ -332,10 +332,10 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if division(optimizer) == SLICES:
         return True
-    dice = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     some = [_some(group["params"]) for group in optimizer.param_groups]
-    small = [torch.randn([min(n, 4) for n in p.shape], generator=dice).to(p.dtype) for each in some for p in each]
-    grads = [torch.randn(value.shape, generator=dice).to(value.dtype) for value in small]
+    small = [torch.randn([min(n, 4) for n in p.shape], generator=generator).to(p.dtype) for each in some for p in each]
+    grads = [torch.randn(value.shape, generator=generator).to(value.dtype) for value in small]
 
     def train(together: bool) -> list[Tensor]:
         twin, parts, start = _twin(optimizer), [torch.nn.Parameter(value.clone()) for value in small], 0

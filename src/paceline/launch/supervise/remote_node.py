@@ -1,4 +1,4 @@
-"""The node of one host, run there over ssh: its output, what it says of its state, and what it is told."""
+"""The node of one host, run there over ssh, with its output, its state and the requests it is sent."""
 
 from __future__ import annotations
 

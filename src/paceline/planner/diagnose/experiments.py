@@ -263,14 +263,14 @@ class Look(Passes):
         def pull(part: Part | None, scale: float) -> list[Tensor | None]:
             output = self.run(cut(subject.rows, part) if part else subject.rows)
             leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            dice = torch.Generator().manual_seed(1)
+            generator = torch.Generator().manual_seed(1)
             total = torch.zeros((), dtype=torch.float64)
             count = part.size if part else subject.count
             for leaf in leaves:
                 if not leaf.dim() or len(leaf) % count:
                     continue
                 shape = (len(leaf) // count * subject.count, *leaf.shape[1:])
-                weights = torch.randn(shape, generator=dice, dtype=torch.float64) * (scale / subject.count)
+                weights = torch.randn(shape, generator=generator, dtype=torch.float64) * (scale / subject.count)
                 total = total + (leaf * cut(weights, part) if part else leaf * weights).sum()
             for parameter in self.model.parameters():
                 parameter.grad = None
