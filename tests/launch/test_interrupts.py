@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -269,3 +270,34 @@ def test_whichever_of_two_runs_ends_first_nobody_hears_afterwards(order):
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert not heard
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("when", ["made", "removed"])
+def test_a_launcher_that_is_ended_before_its_processes_begin_or_after_they_have_ended_leaves_nothing(
+    number, when, tmp_path, monkeypatch
+):
+    """Story: a signal between the handlers and the first process was heard by the launcher alone, which then waited for
+    the script to end by itself; one in which the handlers were gone left the folder."""
+
+    class Struck(tempfile.TemporaryDirectory):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            if when == "made":
+                signal.raise_signal(number)
+
+        def cleanup(self):
+            if when == "removed":
+                signal.raise_signal(number)
+            super().cleanup()
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local.tempfile, "TemporaryDirectory", Struck)
+    before = signal.getsignal(number)
+    script = f"import time; time.sleep({60 if when == 'made' else 0})"
+    begin = time.monotonic()
+    code = local.start([sys.executable, "-c", script], "sequential", 1, restarts=1)
+    assert code == (128 + number if when == "made" else 0)
+    assert time.monotonic() - begin < 30
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is before

@@ -145,19 +145,19 @@ def start(
     sizes = tuple(sizes) or (num_processes(engine),) * num_nodes
     base = _environment(engine, sizes, least, environment or {})
     with contextlib.ExitStack() as stack:
+        team = Team(command, sizes, closed=asked is not None)
+        orders = Asked(team, asked or tuple, tell)
+        heard = once(orders.pass_on)
+        for number in (signal.SIGINT, signal.SIGTERM):  # before there is anything to leave behind
+            stack.callback(signal.signal, number, signal.signal(number, heard))
         folder: Path | None = None
         if restarts or tell or (returns and base.get("PACELINE_NODES")):
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+            folder = team.reports = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
             base[process_status.VARIABLE] = str(folder)
         notes: Notes | None = None
         if together and sum(sizes) > 1:
             notes = Notes(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))))
             base |= notes.environment(base)
-        team = Team(command, sizes, folder, closed=asked is not None)
-        orders = Asked(team, asked or tuple, tell)
-        heard = once(orders.pass_on)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, heard))
         stack.callback(team.end)
         again: NodeRestarts | None = None
         if folder and returns and base.get("PACELINE_NODES"):
@@ -172,6 +172,8 @@ def start(
                 again.begin_anew(node is None)
             for owner in range(len(sizes)) if node is None else [node]:
                 team.begin(owner, _joining(Path(variable("PACELINE_TICKET_FILE", base)), owner) if joins else None)
+            for early in orders.received:  # before there was anybody to hear it
+                team.send(early)
             ending = _watch(team, orders, least, again)
             pause_s = None if orders.received else policy.after(ending)
             pids = [child.process.pid for child in team.children]

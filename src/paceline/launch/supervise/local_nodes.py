@@ -41,8 +41,10 @@ class Team:
     ``closed``: their stdin is empty, since the launcher reads its own.
     """
 
-    def __init__(self, command: Sequence[str], sizes: Sequence[int], reports: Path | None, closed: bool):
-        self.command, self.sizes, self.reports, self.closed = command, sizes, reports, closed
+    reports: Path | None = None
+
+    def __init__(self, command: Sequence[str], sizes: Sequence[int], closed: bool):
+        self.command, self.sizes, self.closed = command, sizes, closed
         self.environment: dict[str, str] = {}
         self.children: list[Child] = []
 
