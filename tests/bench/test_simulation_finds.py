@@ -150,7 +150,7 @@ def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
             try:
                 self.control.broadcast(tensors)
             except LinkError as error:
-                self.regroups += 1
+                self.num_view_changes += 1
                 if self._again(error, bytes) is not None:
                     return
             else:

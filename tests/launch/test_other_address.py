@@ -17,7 +17,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 import paceline
-folder, node, late = Path(sys.argv[1]), os.environ["GROUP_RANK"], "PACELINE_JOIN" in os.environ
+folder, node, late = Path(sys.argv[1]), os.environ["GROUP_RANK"], "PACELINE_JOIN_TICKET" in os.environ
 torch.manual_seed(0)
 model, together = torch.nn.Linear(4, 2).double(), 0
 data = torch.utils.data.TensorDataset(torch.randn(48, 4).double(), torch.randn(48, 2).double())
@@ -31,7 +31,7 @@ with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=12, fold
             break
         (folder / f"stepped-{node}").touch()
         time.sleep(0.05)
-    place = pace.run.members.porter.me
+    place = pace.run.members.join_desk.me
 torch.save(model.state_dict(), folder / f"{node}.pt")
 (folder / f"{node}.json").write_text(json.dumps([place.address, pace.num_steps, pace.world.num_nodes]))
 """

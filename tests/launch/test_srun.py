@@ -53,7 +53,7 @@ def test_tasks_that_are_dealt_unevenly_know_their_places(cluster):
     """Three tasks on two nodes: Slurm gives two to the one, or fills the first."""
     words = (
         "from paceline.environment import LaunchEnvironment; "
-        "w = World.of_environment(); print(w.rank, w.node, w.local_rank, w.sizes)"
+        "w = LaunchEnvironment.of_environment(); print(w.rank, w.node, w.local_rank, w.sizes)"
     )
     said = [line.split(" ", 3) for line in srun(cluster, "-N2", "-n3", "--overcommit", sys.executable, "-c", words)]
     assert [int(rank) for rank, *_ in said] == [0, 1, 2]
