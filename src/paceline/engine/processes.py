@@ -136,7 +136,7 @@ class Engine(sequential.Engine):
         applied = True
         if update.gradients:
             applied, self.norm = self._apply(update)
-        if self.local_place[0] == 0:
+        if update.targets and self.local_place[0] == 0:
             state_store.write(update.targets, self.weights, self.optimizer)
         self.local_group.barrier("updating")
         return applied

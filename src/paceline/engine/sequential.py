@@ -286,7 +286,8 @@ class Engine(contract.Engine):
             self.norm = None
         elif update.gradients:
             applied, self.norm = self._apply(update)
-        state_store.write(update.targets, self.weights, self.optimizer)
+        if update.targets:
+            state_store.write(update.targets, self.weights, self.optimizer)
         return applied
 
     def wait_pending(self) -> None:
