@@ -194,11 +194,26 @@ def test_a_run_whose_nodes_may_not_fail_ends_with_the_first_or_is_started_again_
     assert (found, len(lives[0]), len(lives[1])) == (code, 1 + num_restarts, 1 + num_restarts)
 
 
-def test_what_was_finished_by_one_is_not_started_again(start):
+@pytest.mark.parametrize("returns", [0, 3])
+def test_nodes_that_are_lost_when_another_has_finished_are_resumed_to_finish_as_well(start, returns):
+    """Story: the last node that had not finished was killed while its process ended, and the run failed for good."""
     code, lives = start(
-        "join()\nuntil('joined-0-1', 'joined-1-1')\nif NODE: time.sleep(0.3), die()", least=2, num_nodes=2, returns=0
+        "if RESUMES: sys.exit()\nif JOINS: time.sleep(0.5), fail(ConnectionError('none of them answers'), 0)\njoin()\n"
+        "until('joined-0-1', 'joined-1-1', 'joined-2-1')\nif NODE: time.sleep(0.3), die()\n"
+        + "until('life-1-2', 'life-2-2')"
+        * bool(returns),
+        returns=returns,
     )
-    assert (code, len(lives[0])) == (137, 1)
+    assert any(each["joins"] for each in lives[1]) == bool(returns)
+    assert code == 0
+    assert all(each[-1]["resumes"] for each in lives.values())
+
+
+def test_what_fails_by_itself_when_another_has_finished_is_not_started_again(start):
+    code, lives = start(
+        "join()\nuntil('joined-0-1', 'joined-1-1')\nif NODE: time.sleep(0.3), fail('A', 3)", num_nodes=2, returns=0
+    )
+    assert (code, len(lives[0])) == (1, 1)
 
 
 def test_ctrl_c_between_two_starts_ends_it_at_once(start, monkeypatch, tmp_path):
@@ -241,7 +256,8 @@ def test_how_errors_are_compared():
             [1.0, 2.0, 4.0],
         ),
         ([Ending(137, begun=True, killed=True), Ending(1, frozenset({("B", None)}))], [1.0, 2.0]),
-        ([Ending(137, begun=True, done=True)], [None]),
+        ([Ending(137, begun=True, done=True)] * 4, [1.0, 2.0, 4.0, None]),
+        ([Ending(1, frozenset({("A", 3)}), begun=True, done=True)], [None]),
     ],
 )
 def test_pauses_between_starts(endings, pauses):

@@ -9,6 +9,7 @@ Each is `paceline run --nodes M:N`, whose processes are killed by SIGKILL:
     transfer   as below, and the node that leads once another returns: where no other has the state, the run is resumed
     parted     on machines of a network: one of three is cut off, the others go on without it; one side dies, the cables
                are plugged again, and the other side dies
+    ending     all others, once one node has finished; the launcher resumes the run, so that all finish
 
 *Laws*: those of `laws`, batch norm over all nodes and clipping on; the command ends with exit code 0; nobody waits for
 longer than HANG_S besides waiting for nodes that are still to be started. Where the launcher has resumed the run, the
@@ -38,7 +39,9 @@ from paceline_bench.chaos.hosts import Machines, unavailable
 from paceline_bench.chaos.invariants import breaches, unlike
 from paceline_bench.chaos.journal import Life
 
-STORIES = BELOW, ALL, TWICE, FORMING, TRANSFER, PARTED = "below", "all", "twice", "forming", "transfer", "parted"
+BELOW, ALL, TWICE, FORMING = "below", "all", "twice", "forming"
+TRANSFER, PARTED, ENDING = "transfer", "parted", "ending"
+STORIES = BELOW, ALL, TWICE, FORMING, TRANSFER, PARTED, ENDING
 EPOCHS = 6
 HANG_S = 15.0  # without a step, once all that were killed have been started again
 LIMIT_S, WAIT_S, POLL_S = 240.0, 120.0, 0.02
@@ -175,6 +178,10 @@ class Waits:
         living = self._living()
         return len(living) == self.history.nodes and all(life.newest >= step for life in those or living)
 
+    def _one_has_finished(self) -> bool:
+        self._read()
+        return any(life.ended for life in self.known.values())
+
     def _wait(self, run: subprocess.Popen[bytes], until: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
         """Whether it came to that before the run, or the time, was over."""
         end = time.monotonic() + limit_s
@@ -194,6 +201,9 @@ class Waits:
         lives = dice.sample(self._living(), history.nodes)
         if history.story == PARTED:
             self._part(run, lives)
+        elif history.story == ENDING:
+            self._wait(run, self._one_has_finished)
+            self._kill([life for life in lives if not life.ended], 0.0)
         elif history.story == ALL:
             self._kill(lives, 0.0)
         elif history.story == FORMING:

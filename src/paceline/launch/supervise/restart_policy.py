@@ -34,7 +34,7 @@ def fault(code: int, said: Mapping[str, Any]) -> Fault | None:
 @dataclass(frozen=True)
 class Ending:
     """How a start of the run ended. ``begun``: a process had joined; ``killed``: one was ended by a signal, or its
-    machine was lost; ``done``: a node had finished the script."""
+    machine was lost; ``done``: a node had finished the script, so only what is lost is resumed, not what fails."""
 
     code: int
     faults: frozenset[Fault] = frozenset()
@@ -56,7 +56,7 @@ class Restarts:
         faults = {(NUMBERS.sub("#", error), step): error for error, step in ending.faults}
         self._begun, self._before = begun, frozenset(faults)
         # a script that fails before it has joined has a fault that people must mend
-        if not self.most or not ending.code or ending.done or not (begun or ending.killed):
+        if not self.most or not ending.code or (ending.done and faults) or not (begun or ending.killed):
             return None
         if again := faults.keys() & before:
             step = next(iter(again))[1]
