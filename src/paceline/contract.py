@@ -14,15 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import errors
 from paceline.messages import Bucket, CommCost, Gradient, RowRange, StepOutcome, Tally, Target, Update, Vote
 from paceline.transport import Control, Link, Waits
 
+Loss = Callable[..., Any]  # of the model's output and a batch; a metric likewise
+
 
 class Share(Protocol):
-    """Whose part of a batch is meant: a process's place among all, with the rows that it is dealt (`data.sampler`)."""
+    """A process's place among all, with the rows of a batch that it is dealt (`data.sampler`)."""
 
     @property
     def node(self) -> int: ...
@@ -47,8 +50,7 @@ class GlobalBatch:
 
     ``epoch``, ``step``, ``num_steps``: its place in the data, and the steps of its epoch, where they are known.
     ``wait_s``: seconds for which its rows were waited for, so far. ``assigned``: whether an `Assignment` says whose its
-    rows are.
-    ``num_local_samples``: how many `share` gave here, where that is known.
+    rows are. ``num_local_samples``: how many `share` gave here, where that is known.
     """
 
     weight: float
@@ -73,13 +75,11 @@ class EngineTraits:
     starts_processes: bool = False  # each copy is a process of the script, which a launcher starts
     planned: bool = False  # a plan tries its rows, and predicts them
     reproduces: bool = False  # the same bits for any number of nodes, over an exchange of a fixed order
-    environment: Mapping[str, str] = {}  # of its processes, where users have not said otherwise
+    environment: Mapping[str, str] = {}  # of its processes, where users have not set it
     optimizer_takes_factors: bool = False  # the optimizer takes a layer's factors instead of its gradient
     num_virtual_shards: int = 0  # virtual shares that a global batch is always dealt in; 0: it is dealt row by row
     may_retry: bool = False  # a step may be computed again after its gradients have left
-
     defers_updates: bool = False  # may begin the next step while gradients of the last are still coming
-
     divided: bool = False  # a global batch is computed in several parts, here or elsewhere
     accumulate: int = 1  # micro-batches that a share is computed in
     seed: int = 0  # of what virtual shares draw
@@ -88,7 +88,7 @@ class EngineTraits:
 class EngineState:
     """What an engine trains, and what its optimizer keeps."""
 
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     buckets: tuple[Bucket, ...] = ()
     weights: Sequence[Tensor] = ()  # every trainable parameter, in the order of `names`
     names: tuple[str, ...] = ()
@@ -106,8 +106,8 @@ class EngineState:
         """The numbers of each group of the optimizer, as JSON has them."""
         return []
 
-    def compare_options(self, said: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
-        """How these differ, each with whose they are; nothing where only roundings do."""
+    def compare_options(self, reported: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+        """How these differ, each with the process it is of; empty where they differ by rounding alone."""
         return ""
 
     def state(self) -> dict[str, Tensor]:
@@ -122,10 +122,8 @@ class EngineState:
         raise NotImplementedError
 
     def optimizer_rows(self, windows: Mapping[str, RowRange]) -> dict[str, dict[str, Any]]:
-        """Of the optimizer's state what belongs to these rows of these parameters, by their names in `optimizer_index`.
-
-        Every process of the node must call it.
-        """
+        """The optimizer's state of these rows of these parameters, by their names in `optimizer_index`. Every process
+        of the node must call it."""
         raise NotImplementedError
 
     def take_optimizer_rows(self, states: Mapping[str, Mapping[str, Any]], windows: Mapping[str, RowRange]) -> None:
@@ -156,17 +154,13 @@ class EngineOnNode:
     def local_exchange(
         self, exchange: Exchange, control: Control, alone: bool, activity: Waits
     ) -> tuple[Exchange, Control]:
-        """Both as this process sees them: themselves, or stand-ins where another process holds the link.
-
-        ``alone``: there is no other node, and none comes later.
-        """
+        """Both as this process sees them: themselves, or stand-ins where another process holds the link. ``alone``:
+        there is no other node, and none comes later."""
         return exchange, control
 
     def sync_norm(self, link: Link | None) -> None:
         """From now on batch norm in `gradient` is over the rows of all processes; ``link`` is local rank 0's, if any.
-
-        Every process of every node must call it, after `open`.
-        """
+        Every process of every node must call it, after `open`."""
         raise NotImplementedError
 
     def reopen(self, link: Link | None) -> None:
@@ -182,13 +176,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
     terms: tuple[str, ...] = ()  # the names of the loss's parts, where it has any
     num_local_samples: int | None = None  # samples of the share that comes next, where they are dealt
 
-    def open(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any] | None,
-        metric: Callable[..., Any] | None = None,
-    ) -> None:
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         raise NotImplementedError
 
     @property
@@ -197,7 +185,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
         return "fp32"
 
     def begin_step(self, assignment: Share, step: int) -> None:
-        """Told before each gradient: whose rows these will be, and of which step."""
+        """Called before each gradient: whose rows these will be, and of which step."""
 
     def forward(self, batch: Any) -> tuple[Any, Any]:
         """(the batch where the model is, the model's output)."""
@@ -240,9 +228,8 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
 class Codec:
     """What a gradient looks like on the wire. Its memory is a value: nothing here changes itself.
 
-    ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is
-    gathered and decoded. ``needs_feedback``: loses mass unless wrapped by ``feedback``. ``has_residual``: its memory is
-    to be sent yet.
+    ``sums``: payloads may be added on the wire (in their own type, ``wire``); else each rank's is gathered and decoded.
+    ``needs_feedback``: loses mass unless wrapped by ``feedback``. ``has_residual``: its memory is to be sent yet.
     """
 
     fidelity = "exact"
@@ -257,7 +244,7 @@ class Codec:
         return None
 
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
-        """(payload, pending): ``pending`` becomes memory through ``settle`` if the step is applied."""
+        """(payload, pending): ``pending`` becomes memory by `commit` if the step is applied."""
         raise NotImplementedError
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -272,10 +259,8 @@ class Codec:
         return after
 
     def redistribute(self, memories: Sequence[Any], rank: int, size: int) -> Any:
-        """This rank's memory of a bucket, of those that ``len(memories)`` ranks had: among as many, its own.
-
-        Among others nothing that is owed may be lost or owed twice.
-        """
+        """This rank's memory of a bucket, of those that ``len(memories)`` ranks had: among as many, its own. Among
+        others no residual may be lost or kept twice."""
         return memories[rank % len(memories)]
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -290,7 +275,7 @@ class ExchangeTraits:
     uses_codec = True
     factors: bool = False  # fully-connected layers may travel as such
     fixed_order: bool = False  # sums are the same bits whoever has computed which share of a batch
-    gathers: bool = False  # each rank's gradients go to all others, who add up by themselves
+    gathers: bool = False  # each rank's gradients go to all others, and each adds them up
     factor_dtype: torch.dtype | None = None  # of factors on the wire, where every node computes them in 16 bits
     overlap = "backward"  # "forward": a step ends with the vote, and its gradients arrive during the next
     overlaps: tuple[str, ...] = ("backward",)
@@ -312,8 +297,7 @@ class Exchange(ExchangeTraits):
         seed: int = 0,
         optimizer_takes_factors: bool = False,
     ) -> None:
-        """``optimizer_takes_factors``: the engine's optimizer takes factors, so that they pay even where nothing is
-        sent."""
+        """``optimizer_takes_factors``: the engine's optimizer takes factors, which pay even where nothing is sent."""
         raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
@@ -332,7 +316,7 @@ class Exchange(ExchangeTraits):
         raise NotImplementedError
 
     def collect(self, vote: Vote) -> Vote:
-        """Waits until every gradient of the step is here: who votes has them all. What this node votes."""
+        """Waits until every gradient of the step is here. Returns this node's vote."""
         raise NotImplementedError
 
     def finish(self, tally: Tally) -> StepOutcome:
@@ -348,7 +332,7 @@ class Exchange(ExchangeTraits):
         return None
 
     def averaged(self) -> None:
-        """Everyone has what `average` gave: it is about to be applied."""
+        """All ranks have what `average` gave: it is about to be applied."""
 
     def dealt(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIDELITY = ("exact", "rounded", "approximate")
 DENSE, FACTORS = "dense", "factors"
 
 RowRange = tuple[int, int]  # rows of a weight, from and to; to 0: all of it
 
 
 class Decision(enum.Enum):
-    COMMIT = "apply"  # everyone agreed: update
+    COMMIT = "apply"  # all agreed: update
     RETRY = "redo"  # as if the step had never been; the same global batch again
-    SKIP = "skip"  # as if the step had never been; go on with the next batch
-    ADOPTED = "adopted"  # the scheme has already set the weights
+    SKIP = "skip"  # as if the step had never been; the next batch follows
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,10 @@ class Vote:
     options: int = 0  # checksum of the numbers in the optimizer's groups
     unlike: bool = False  # of several: these checksums differ
     stop_signal: int = 0  # a signal has asked this process to end after this step
-    launcher_lost: bool = False  # whoever started this process is cut off from it; where all are, training ends
-    # the generation in which nodes that wait are taken in, before the next step; 0: nobody waits
+    launcher_lost: bool = False  # this process's launcher is cut off from it; where all are, training ends
+    # the generation in which waiting nodes join, before the next step; 0: none waits
     join_generation: int = 0
-    state_streaming: bool = False  # who leads gives a copy of its state, and each step's sums, to a node that waits
+    state_streaming: bool = False  # rank 0 sends a copy of its state, and each step's sums, to a node that waits
     idle: bool = False  # this process had no samples in this step
     moves: int = 0  # buffers and parameters that do not train, which forward was found to change
     source: int = 0  # the first process that had samples
@@ -135,37 +134,8 @@ class Vote:
     _SHARE = struct.Struct("<ddd")
 
     def pack(self) -> bytes:
-        head = self._HEAD.pack(
-            self.ok,
-            self.finite,
-            self.constant,
-            self.loss_sum,
-            self.metric_sum,
-            self.samples,
-            self.weight,
-            self.expected,
-            self.seconds,
-            self.busy,
-            self.fixed,
-            self.multiply,
-            self.hash,
-            self.options,
-            self.unlike,
-            self.stop_signal,
-            self.launcher_lost,
-            self.join_generation,
-            self.state_streaming,
-            self.idle,
-            self.moves,
-            self.source,
-            len(self.used),
-            len(self.dense),
-            len(self.rows),
-            len(self.terms),
-            len(self.paces),
-            len(self.ready),
-            len(self.took),
-        )
+        parts = self.used, self.dense, self.rows, self.terms, self.paces, self.ready, self.took
+        head = self._HEAD.pack(*_scalars(self), *map(len, parts))
         paces = itertools.chain.from_iterable(self.paces)
         shape = f"<{len(self.rows)}I{len(self.ready) + len(self.took)}f{len(self.terms) + 2 * len(self.paces)}d"
         numbers = struct.pack(shape, *self.rows, *self.ready, *self.took, *self.terms, *paces)
@@ -199,10 +169,8 @@ class Vote:
 
     @staticmethod
     def merge(votes: Sequence[Vote]) -> Vote:
-        """All votes as one, in rank order: sums, unions, the slowest, and ok only if all are.
-
-        Raises ValueError, on everyone who merges them, if they are of different batches.
-        """
+        """All votes as one, in rank order: sums, unions, the slowest, and ok only if all are. Raises ValueError, in
+        every process that merges them, if they are of different batches."""
         first = votes[0]
         if any(b.expected != first.expected for b in votes):
             raise ValueError(
@@ -239,12 +207,11 @@ class Vote:
             dense=bytes(max(column) for column in zip(*(b.dense for b in votes), strict=True)),
             rows=tuple(sum(column) for column in zip(*(b.rows for b in votes), strict=True)),
             ready=tuple(max(column) for column in zip(*(b.ready for b in votes), strict=True)),
-            # the last to come to a meeting waits for nobody: its time is that of the wire
+            # the last rank to enter a collective waits for no other: its time is that of the wire
             took=tuple(min(column) for column in zip(*(b.took for b in votes), strict=True)),
         )
         if first.shares:  # each is somebody's, and nothing everywhere else: losses are added up in their order, too
-            everyone = zip(*(b.shares for b in votes), strict=True)
-            merged.shares = tuple(_added_up(said) for said in everyone)
+            merged.shares = tuple(map(_added_up, zip(*(b.shares for b in votes), strict=True)))
             merged.loss_sum, merged.metric_sum, merged.weight = _added_up(merged.shares)
         return merged
 
@@ -257,6 +224,10 @@ class Vote:
 def _added_up(shares: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
     loss, metric, weight = (sum(column) for column in zip(*shares, strict=True))
     return loss, metric, weight
+
+
+# the fields of a vote that are one number each, in the order of `Vote._HEAD`
+_scalars = operator.attrgetter(*itertools.takewhile(lambda name: name != "terms", Vote.__dataclass_fields__))
 
 
 @dataclass
@@ -283,7 +254,7 @@ class PendingGradient:
 
 @dataclass
 class StepOutcome:
-    """What everyone holds after a vote: the decision, all gradients in order, and all votes as one.
+    """What every rank holds after a vote: the decision, all gradients in order, and all votes as one.
 
     ``pending``: instead of the gradients, where an update may wait for them; in the order in which they arrive.
     """
@@ -350,14 +321,14 @@ class CommCost:
 
 
 def pack_frames(parts: Sequence[bytes]) -> bytes:
-    """Several words as one."""
+    """Several messages as one."""
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
-def unpack_frames(words: bytes) -> list[bytes]:
+def unpack_frames(data: bytes) -> list[bytes]:
     parts = []
-    while words:
-        (length,) = struct.unpack_from("<I", words)
-        parts.append(words[4 : 4 + length])
-        words = words[4 + length :]
+    while data:
+        (length,) = struct.unpack_from("<I", data)
+        parts.append(data[4 : 4 + length])
+        data = data[4 + length :]
     return parts

@@ -1,4 +1,4 @@
-"""How nodes reach each other: who takes part, how bytes move, how all agree, and how a loss is noticed."""
+"""How nodes communicate: membership, collectives, the commit protocol, and failure detection."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class Threads:
 
 
 class Channel(Protocol):
-    """For much, to one node that comes late."""
+    """For large data, to one joining node."""
 
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
-        """Raises LinkError where the node is gone."""
+        """Raises LinkError where the node has failed."""
 
     def hurry(self) -> None:
-        """All others wait from now on: what takes long is given up, though bytes leave."""
+        """All others wait from now on: a slow transfer is declared failed, though bytes leave."""
 
     def close(self) -> None: ...
 
 
 class JoinDesk:
-    """Speaks for the members to nodes that come late, which have proved that they belong to the run.
+    """Answers, for the members, joining nodes that have authenticated.
 
     ``glance`` is called while this process, cut off from the other members, waits for them: it may raise.
     """
@@ -60,27 +60,25 @@ class JoinDesk:
     glance: Callable[[], None] = staticmethod(lambda: None)
 
     def waiting(self) -> dict[str, dict[str, Any]]:
-        """What each of them asks, by its name."""
+        """What each of them requests, by its name."""
         raise NotImplementedError
 
-    def answer(self, name: str, said: dict[str, Any]) -> None:
+    def answer(self, name: str, response: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def line(self, name: str) -> Channel:
-        """That by which it came last. Raises LinkError where it does not come."""
+        """Its newest connection. Raises LinkError where there is none."""
         raise NotImplementedError
 
 
 def boottime_s() -> float:
-    """Seconds, also those in which the machine was suspended, where that can be told."""
+    """Seconds, also those in which the machine was suspended, where the system counts them."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class FailureDetector(Protocol):
-    """Who of a link's ranks is lost, and what each of them is at.
-
-    ``dead``: how each was lost; ``left``: who has ended in peace.
-    """
+    """Which ranks of a link have failed, and what each is doing. ``dead``: how each failed; ``left``: those that ended
+    as they should."""
 
     dead: dict[int, str]
     left: set[int]
@@ -89,24 +87,23 @@ class FailureDetector(Protocol):
         """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
 
     def still_member(self, since: float) -> bool:
-        """Whether the others have not given this process up, as far as it stood still ``since`` then, by
-        `boottime_s`."""
+        """Whether the others have not declared this process failed, if it stood still ``since`` then (`boottime_s`)."""
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
-        """What each rank is at, as it said last."""
+        """What each rank reported last."""
 
     def peer_stack(self, rank: int) -> str:
         """Where the thread that trains on ``rank`` stands in its code; empty where that is not to be had."""
 
     def abandon(self) -> None:
-        """Ends without a word, so that whoever is still in an operation of this link learns that it is dead."""
+        """Ends without a message, so that each rank still in an operation of this link learns that it has failed."""
 
     def close(self) -> None:
-        """Leaves in peace."""
+        """Leaves as one that has ended as it should."""
 
 
 class Board(Protocol):
-    """Where ranks leave words for each other by a key, before they are connected."""
+    """A key-value store of the ranks, before they are connected."""
 
     def set(self, key: str, word: str, /) -> None: ...
 
@@ -118,7 +115,7 @@ Detect = Callable[[int, int, Board, str, bytes, Callable[[], None]], FailureDete
 
 
 class Waits(Protocol):
-    """Where this process notes what it is at, and for whom it waits (`report.activity.Activity`)."""
+    """Where this process notes what it is doing, and which rank it waits for (`report.activity.Activity`)."""
 
     host: str
     step: int
@@ -169,24 +166,24 @@ class LinkTraits:
 
     networked: bool = True  # between nodes
     hides: bool = False  # everything is encrypted
-    admits: bool = True  # a node may come late
-    by_all: bool = False  # who comes late must have asked for it as well
-    finds_others: bool = False  # without a host to meet at
-    started_by: tuple[str, str] = ("", "")  # taken unasked where these variables are a node's rank and their number
+    admits: bool = True  # a node may join a running training
+    by_all: bool = False  # a joining node must have named it as well
+    finds_others: bool = False  # without a host for the rendezvous
+    started_by: tuple[str, str] = ("", "")  # the default where these variables are a node's rank and their number
     on_cpu: bool = False  # carries nothing from a GPU's memory
     package: tuple[str, str] = ("", "")  # that it needs, and the extra that brings it
     accumulates_fp32: bool = False  # 16-bit floats are added in 32 bits
 
 
 class Link(LinkTraits, Collectives):
-    """How bytes move among a fixed group of ranks. Who they are is for `Membership` to say."""
+    """How bytes move among a fixed group of ranks, which `Membership` chooses."""
 
     generation: int = 0
     hosts: Sequence[str] = ("",)
     sent_bytes: int = 0
     threads: Threads = Threads()
     high_bandwidth: bool = False  # a byte costs more on processors than on the wire
-    activity: Waits | None = None  # told of every wait
+    activity: Waits | None = None  # notes every wait
     detector: FailureDetector | None = None
 
     def lane(self, name: str) -> Link:
@@ -211,8 +208,7 @@ class Link(LinkTraits, Collectives):
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part from now on. ``previous``: the rank that each had before, the new ones left out, who have the last
-    ranks."""
+    """The members from now on. ``previous``: the old rank of each, without the new members, whose ranks are last."""
 
     link: Link
     previous: tuple[int, ...]
@@ -220,36 +216,31 @@ class View:
 
 
 class Membership:
-    """Who takes part in a training, and the link between them, which is made anew when that changes.
-
-    ``expects_joiners``: others come later, though there is one rank now.
-    """
+    """The members of a training, and the link between them, which is rebuilt when they change. ``expects_joiners``:
+    others join later, though there is one rank now."""
 
     link: Link
     expects_joiners: bool = False
 
     def stand_by(self, least: int = 1) -> None:
-        """From now on a loss can be survived by `reconfigure`, with ``least`` ranks or more. Every rank calls it.
-
-        Raises ValueError where it cannot.
-        """
+        """From now on `reconfigure` survives failures, with ``least`` ranks or more. Every rank calls it. Raises
+        ValueError where it cannot."""
         raise ValueError("this link ends with the first node that it loses; set PACELINE_LINK to another")
 
     def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
-        """Those who are left, in the old order, over a link of the next generation. Whoever waits on the old one fails.
+        """The survivors, in the old order, over a link of the next generation. All waits on the old one fail.
 
-        ``admits``, of rank 0: who is taken in. None of them is where a member is lost at the same time.
-
-        Raises LinkError where this rank, or nobody, may go on.
+        ``admits``, of rank 0: the nodes that join, none where a member fails at the same time. Raises LinkError where
+        this rank, or no rank, may continue.
         """
         raise LinkError("this link ends with the first node that it loses")
 
     def assert_still_member(self, since: float) -> None:
         """Called when an operation has ended, with when the one before did, by `boottime_s`. Raises LinkError where
-        this process stood still in between, and the others went on without it: what it heard, they may not have."""
+        this process stood still in between, and the others continued without it: they may lack what it received."""
 
     def peer_status(self) -> dict[int, dict[str, Any]]:
-        """What each rank is at, as it said last; nothing where ranks do not tell each other."""
+        """What each rank reported last; empty where ranks do not report to each other."""
         return {}
 
     def peer_stack(self, rank: int) -> str:
@@ -258,26 +249,24 @@ class Membership:
 
     @property
     def join_desk(self) -> JoinDesk | None:
-        """Who answers the nodes that come late; None where none can. Rank 0's has the say."""
+        """What answers joining nodes; None where none can join. Rank 0's decides."""
         return None
 
 
 class Control:
-    """Small words of all processes, in one order, besides the gradients: votes, sums, texts, rank 0's tensors.
-
-    ``rank``, ``size``: of nodes. ``num_view_changes``: losses so far after which something was done again.
-    """
+    """Control messages of all processes, in one order: votes, sums, texts, rank 0's tensors. ``rank``, ``size``: of
+    nodes. ``num_view_changes``: failures so far after which an operation was repeated."""
 
     rank: int
     size: int
     generation: int
-    tolerates_loss: bool = False  # a lost node ends nothing: a step may be computed again, by those who are left
+    tolerates_loss: bool = False  # a failed node ends nothing: the survivors may compute a step again
     num_view_changes: int = 0
-    on_view_change: Callable[[ViewChange], None] | None = None  # told of each loss before anything is done again
+    on_view_change: Callable[[ViewChange], None] | None = None  # called at each failure, before anything is repeated
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         """The vote on a step, once all its gradients are here. ``finish`` is called where it came through, even if for
-        others alone. RETRY where it came through for nobody."""
+        others alone. RETRY where it came through nowhere."""
         raise NotImplementedError
 
     def recover(self, error: LinkError) -> StepOutcome:
@@ -285,33 +274,29 @@ class Control:
         raise error
 
     def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
-        """What ``compute`` makes together with the others, once everyone has it; computed again where one is lost.
-
-        None where it is; nothing for a process that does not hold the link.
-        """
+        """What ``compute`` makes together with the others, once all have it; computed again where one fails. None where
+        it is; empty for a process that does not hold the link."""
         return compute()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         """Sums of a few numbers over all processes, for evaluation and reports."""
         raise NotImplementedError
 
-    def all_gather(self, *words: bytes) -> list[bytes]:
-        """What every process has to say, in the order of nodes and their processes, to everyone.
-
-        Between nodes it is given the words of all processes of a node; nodes may have unlike numbers of them.
-        """
+    def all_gather(self, *messages: bytes) -> list[bytes]:
+        """Every process's message, in the order of nodes and their processes. Between nodes it is given those of all
+        processes of a node; nodes may have unlike numbers of them."""
         raise NotImplementedError
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's tensors into everyone's."""
+        """Rank 0's tensors into those of all ranks."""
         raise NotImplementedError
 
-    def node_broadcast(self, words: bytes | bytearray) -> bytes | bytearray:
-        """What the process that holds the link has for all processes of this node."""
-        return words
+    def node_broadcast(self, message: bytes | bytearray) -> bytes | bytearray:
+        """The message of the process that holds the link, to all processes of this node."""
+        return message
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
-        """Between two steps: takes those in whom rank 0 names. Every process of every member must call it."""
+        """Between two steps: admits the nodes that rank 0 names. Every process of every member must call it."""
         raise NotImplementedError
 
     def enter(self) -> None:
@@ -321,10 +306,8 @@ class Control:
 
 @dataclass(frozen=True)
 class Joiner:
-    """A node that comes late: its host, its processes, and the rows of a global batch that it needs, and takes.
-
-    ``turn``: which of its questions asks for it.
-    """
+    """A joining node: its host, its processes, and the fewest and most rows of a global batch that it takes. ``turn``:
+    the number of its request."""
 
     name: str
     host: str
@@ -337,10 +320,7 @@ class Joiner:
 @dataclass(frozen=True)
 class ViewChange:
     """Other nodes from now on. ``previous_ranks``, ``rows``: the rank that each of the old ones had before, and its
-    rows.
-
-    ``joined``: the new ones, whose ranks are the last.
-    """
+    rows. ``joined``: the new ones, whose ranks are last."""
 
     generation: int
     previous_ranks: tuple[int, ...]
@@ -355,7 +335,7 @@ class ViewChange:
 
     @classmethod
     def unpack(cls, data: bytes) -> ViewChange:
-        said: dict[str, Any] = json.loads(data)
-        said["joined"] = [Joiner(**each) for each in said["joined"]]
-        said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
-        return cls(**said)
+        fields: dict[str, Any] = json.loads(data)
+        fields["joined"] = [Joiner(**each) for each in fields["joined"]]
+        fields |= {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return cls(**fields)
