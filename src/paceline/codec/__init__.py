@@ -1,1 +1,1 @@
-"""What a gradient looks like on the wire."""
+"""Gradient compression: what a gradient looks like on the wire."""

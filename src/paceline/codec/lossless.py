@@ -36,6 +36,7 @@ DENSE = 0.95  # of all numbers: where more are not zero, taking the zeros out is
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Bytes = NDArray[np.uint8]
+Then = Callable[[list[Tensor]], Any]
 
 
 def fits(tensor: Tensor) -> bool:
@@ -103,14 +104,14 @@ def unpack(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _uncoded(coded: Bytes, count: int) -> Bytes:
-    if (told := zstandard.frame_content_size(coded.data)) != count:  # before as much memory is taken
-        raise ValueError(f"a code of {told} bytes for {count} numbers")
+    if (size := zstandard.frame_content_size(coded.data)) != count:  # before as much memory is taken
+        raise ValueError(f"a code of {size} bytes for {count} numbers")
     return np.frombuffer(zstandard.ZstdDecompressor().decompress(coded.data), np.uint8)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """All rows, one part after the other: where they lie so already, without copying them."""
-    full = [part for part in parts if part.numel()]  # of an empty one nobody knows where it lies
+    full = [part for part in parts if part.numel()]  # an empty one has no place
     if not full:
         return parts[0]
     first, end = full[0], full[0].data_ptr()
@@ -123,9 +124,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Added(transport.Handle):
-    """What ``then`` makes of everyone's numbers, rank after rank."""
+    """What ``then`` makes of all ranks' numbers, rank after rank."""
 
-    def __init__(self, handle: transport.Handle, then: Callable[[list[Tensor]], Any]):
+    def __init__(self, handle: transport.Handle, then: Then):
         self.handle, self.then = handle, then
 
     def done(self) -> bool:
@@ -136,19 +137,10 @@ class Added(transport.Handle):
 
 
 class Gathered(Added):
-    """The same of numbers that came packed; ``mine`` are those of ``rank`` itself, flat.
+    """The same of numbers that came packed; ``mine`` are those of ``rank`` itself, flat. ``num_bytes``: of the longest
+    message, once all have come, which was at ``came_s`` by the clock ``now``."""
 
-    ``num_bytes``: of the longest message, once all have come, which was at ``came_s`` by the clock ``now``.
-    """
-
-    def __init__(
-        self,
-        handle: transport.Handle,
-        rank: int,
-        mine: Tensor,
-        then: Callable[[list[Tensor]], Any],
-        now: Callable[[], float],
-    ):
+    def __init__(self, handle: transport.Handle, rank: int, mine: Tensor, then: Then, now: Callable[[], float]):
         super().__init__(handle, then)
         self.rank, self.mine, self.now = rank, mine, now
         self.num_bytes, self.came_s = 0, 0.0

@@ -1,4 +1,4 @@
-"""The gradient itself: nothing lost, nothing saved."""
+"""No compression: the gradient itself."""
 
 from __future__ import annotations
 

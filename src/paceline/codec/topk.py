@@ -2,7 +2,7 @@
 
 *Use* as ``feedback/topk:keep=0.01``: alone it never sends small values and does not converge well.
 *Cost*: 4 bytes of position and one value for each of ceil(keep * numel) entries.
-*Source*: Aji & Heafield 2017 (arXiv 1704.05021), with an exact threshold per piece.
+*Source*: Aji & Heafield 2017 (arXiv 1704.05021), with an exact threshold per bucket.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Codec(contract.Codec):
     def encode(self, flat: Tensor, memory: Any, step: int) -> tuple[Tensor, Any]:
         k = self._k(flat.numel())
         where = flat.abs().topk(k, sorted=False).indices.sort().values
-        words = where.to(torch.int32).view(torch.uint8), flat[where].view(torch.uint8)
-        return torch.cat(words), None
+        return torch.cat([where.to(torch.int32).view(torch.uint8), flat[where].view(torch.uint8)]), None
 
     def decode(self, payload: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         k = self._k(numel)
