@@ -1,1 +1,1 @@
-"""How nodes agree."""
+"""Gradient synchronisation between nodes: all-reduce, an ordered sum, local SGD."""

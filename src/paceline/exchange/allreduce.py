@@ -1,8 +1,8 @@
-"""Everyone's gradients added on the wire while backward runs; fully-connected layers as factors.
+"""All-reduce of gradients while backward runs; fully-connected layers as low-rank (outer-product) factors.
 
 *Cost* (N ranks, n bytes dense): 2 (N - 1) / N n sent per rank on a ring; a layer sent as factors costs
-(N - 1) rows (in + out) words instead of 2 (N - 1) / N in out, and each rank multiplies everyone's rows.
-*Laws*: N ranks equal one process on the global batch; replicas stay bit-equal; pieces leave in one order.
+(N - 1) rows (in + out) numbers instead of 2 (N - 1) / N in out, and each rank multiplies all ranks' rows.
+*Laws*: N ranks equal one process on the global batch; replicas stay bit-equal; buckets leave in one order.
 *Source*: wait-free backpropagation and factors: Zhang et al. 2017 (arXiv 1706.03292), sections 3 and 4.
 """
 
@@ -32,7 +32,7 @@ class Exchange(contract.Exchange):
 
     overlaps: tuple[str, ...] = ("backward", "forward")
     _absorbs = False
-    _asked = _packed = "measured"
+    _requested = _packed = "measured"
     factors = True
 
     def __init__(self, forms: str = "measured", packed: str = "measured"):
@@ -40,7 +40,7 @@ class Exchange(contract.Exchange):
             raise ValueError(f"exchange 'allreduce': forms is one of {', '.join(ASKED)}, got {forms!r}")
         if packed not in PACKED:
             raise ValueError(f"exchange 'allreduce': packed is one of {', '.join(PACKED)}, got {packed!r}")
-        self._asked, self._packed = forms, packed
+        self._requested, self._packed = forms, packed
         self.factors = forms != DENSE
 
     def open(
@@ -57,18 +57,9 @@ class Exchange(contract.Exchange):
         self.fidelity = codec.fidelity
         self.step = 0
         self.memory = {bucket.index: codec.init(bucket, link.rank, seed) for bucket in buckets}
-        by_need = self.overlap == "forward"
         self.choice = Autotuner(
-            buckets,
-            link.size,
-            codec,
-            self._asked,
-            rows,
-            optimizer_takes_factors,
-            by_need,
-            self.factor_dtype,
-            self._packed,
-            link.cost,
+            *(buckets, link.size, codec, self._requested, rows, optimizer_takes_factors, self.overlap == "forward"),
+            *(self.factor_dtype, self._packed, link.cost),
         )
         self.choice.multiply_by, self.choice.num_multipliers = self.multiply, self.num_multipliers
         self._start()
@@ -77,7 +68,7 @@ class Exchange(contract.Exchange):
         self._lane = self.link.lane("gradients") if self.link.size > 1 else self.link
         self._flow = SendQueue(self._send, self.link.threads) if self.link.size > 1 else None
         self._flight = StepSends(self.choice.groups, self.step, self.choice.packed, self.choice.high_bandwidth)
-        self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step whose pieces came after its vote
+        self._before: tuple[StepSends, list[CommCost]] | None = None  # the last step whose sums came after its vote
         self._got: list[tuple[Gradient, Any]] = []
 
     def forms(self) -> Sequence[str]:
@@ -155,7 +146,7 @@ class Exchange(contract.Exchange):
         return Gathered(handle, mine, payload, add, now) if packs else Added(handle, add), begin_s
 
     def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
-        """(what everyone's pieces come to, what the codec will remember). Waits for it; called once for each."""
+        """(the sum over all ranks, what the codec will remember). Waits for it; called once for each bucket."""
         assert self._flow
         sent, place = self._flow.take(flight, bucket.index)
         gradient, got = sent.gradients[place], sent.result
@@ -176,7 +167,7 @@ class Exchange(contract.Exchange):
         return Gradient(bucket, flat=whole), pending
 
     def remember(self, got: Sequence[tuple[Gradient, Any]], vote: Vote) -> None:
-        """What the codec keeps of these pieces; nothing of any where one is not finite, and so will not be applied."""
+        """What the codec keeps of these sums; nothing of any where one is not finite, and so will not be applied."""
         dense = [(gradient.bucket, gradient.flat, pending) for gradient, pending in got if gradient.flat is not None]
         memory = {bucket.index: self.codec.commit(pending, flat) for bucket, flat, pending in dense}
         if all(kept is None for kept in memory.values()):
@@ -188,7 +179,7 @@ class Exchange(contract.Exchange):
             self.memory.update(memory)
 
     def _unused(self, bucket: Bucket, used: bytes) -> list[slice]:
-        """Where the parameters lie in its piece that nobody used: no optimizer takes what was sent of them."""
+        """Where unused parameters lie in the bucket: no optimizer takes what was sent of them."""
         first = sum(len(one.names) for one in self.buckets[: bucket.index])
         ends = list(accumulate(bucket.numels))
         return [
@@ -234,7 +225,7 @@ class Exchange(contract.Exchange):
         return StepOutcome(Decision.COMMIT, [gradient for gradient, _ in got], merged, tally.drift)
 
     def _moved(self, flight: StepSends, costs: list[CommCost]) -> list[CommCost]:
-        """With the bytes that were sent, where they were packed: everyone has seen the same messages."""
+        """With the bytes that were sent, where they were packed: all ranks have seen the same messages."""
         others, packed = self.link.size - 1, flight.packed_bytes
         for group in flight.groups:
             whole = costs[group[0]].in_sequence
@@ -254,9 +245,8 @@ class Exchange(contract.Exchange):
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         asks = cost_of(self.link, size)
-        forms = choose(
-            buckets, [rows] * len(buckets), [rows * size] * len(buckets), size, set(), self._absorbs, asks=asks
-        )
+        most, whole = [rows] * len(buckets), [rows * size] * len(buckets)
+        forms = choose(buckets, most, whole, size, set(), self._absorbs, asks=asks)
         total = CommCost(0, 0)
         for bucket, form in zip(buckets, forms, strict=True):
             one = factor_cost(bucket, rows, size, asks=asks) if form == FACTORS else dense_cost(bucket, size, asks=asks)

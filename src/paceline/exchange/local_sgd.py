@@ -1,4 +1,4 @@
-"""Everyone trains alone and averages the weights every k steps: k times fewer bytes, another mathematics.
+"""Local SGD: each node trains alone, and weights are averaged every k steps: k times fewer bytes, another mathematics.
 
 *Cost*: 2 (N - 1) / N bytes of the weights every ``period`` steps, none between.
 *Laws*: period 1 with plain SGD equals all-reduce; after an average all replicas are bit-equal; one rank
@@ -21,7 +21,7 @@ from paceline.exchange.flow.cost_model import cost_of, dense_cost
 from paceline.messages import DENSE, Bucket, CommCost, Decision, Gradient, StepOutcome, Tally, Target, Vote
 
 # samples since the last average; a signal that asks to stop; seconds per step: busy, and those of them that are fixed
-SAID = struct.Struct("<dBdd")
+REPORT = struct.Struct("<dBdd")
 
 
 class Exchange(contract.Exchange):
@@ -36,25 +36,17 @@ class Exchange(contract.Exchange):
             raise ValueError(f"exchange 'local_sgd' averages every k >= 1 steps, k whole, got {period!r}")
         self.period = period
 
-    def open(
-        self,
-        buckets: Sequence[Bucket],
-        link: transport.Link,
-        codec: contract.Codec,
-        rows: int = 1,
-        seed: int = 0,
-        optimizer_takes_factors: bool = False,
-    ) -> None:
+    def open(self, buckets: Sequence[Bucket], link: transport.Link, *unused: Any, **ignored: Any) -> None:
         self.buckets, self.link = buckets, link
         self.step, self.samples = 0, 0.0
-        self._asked = self._told = 0
-        self._said: list[tuple[Any, ...]] = []  # samples, who asks to stop, paces: of each rank, at the last average
+        self._requested = self._reported = 0
+        self._reports: list[tuple[Any, ...]] = []  # samples, stop signal, paces: of each rank, at the last average
         self._forget()
         self.gradients: dict[int, Gradient] = {}
 
     def _forget(self) -> None:
         self._spent: list[tuple[float, float]] = []  # (busy, fixed) of each step since the last average
-        self._paces: tuple[tuple[float, float], ...] = ()  # of each node, a step on average, once told
+        self._paces: tuple[tuple[float, float], ...] = ()  # of each node, a step on average, once reported
 
     def forms(self) -> Sequence[str]:
         return [DENSE] * len(self.buckets)
@@ -73,8 +65,8 @@ class Exchange(contract.Exchange):
         self.samples += vote.weight
         self.step += 1
         if self.link.size > 1:
-            # what is told with an average counts for all from the next step on: who is asked to stop, who is slow
-            self._asked, vote.stop_signal, self._told = vote.stop_signal or self._asked, self._told, 0
+            # what is reported with an average holds for all from the next step on: stop signals, paces
+            self._requested, vote.stop_signal, self._reported = vote.stop_signal or self._requested, self._reported, 0
             self._spent.append((vote.busy, vote.fixed))
             vote.paces, self._paces = self._paces, ()
         return StepOutcome(Decision.COMMIT, gradients, vote)
@@ -83,22 +75,20 @@ class Exchange(contract.Exchange):
         if self.link.size == 1 or not self._spent or not (now or self.step % self.period == 0):
             return None
         pace = (statistics.fmean(column) for column in zip(*self._spent, strict=True))
-        words = torch.frombuffer(bytearray(SAID.pack(self.samples, self._asked, *pace)), dtype=torch.uint8)
-        parts = self.link.all_gather(words, "who has how many samples", even=True).wait()
-        self._said = [SAID.unpack(bytes(part.numpy())) for part in parts]
-        everyone = sum(samples for samples, *_ in self._said)
-        share = self.samples / everyone if everyone else 1 / self.link.size
-        sums = [
-            self.link.sum((weight.detach() * share).reshape(-1), f"average of weight {i}")
-            for i, weight in enumerate(weights)
-        ]
+        report = torch.frombuffer(bytearray(REPORT.pack(self.samples, self._requested, *pace)), dtype=torch.uint8)
+        received = self.link.all_gather(report, "the number of samples of each rank", even=True).wait()
+        self._reports = [REPORT.unpack(bytes(part.numpy())) for part in received]
+        total = sum(samples for samples, *_ in self._reports)
+        share = self.samples / total if total else 1 / self.link.size
+        parts = ((weight.detach() * share).reshape(-1) for weight in weights)
+        sums = [self.link.sum(part, f"average of weight {i}") for i, part in enumerate(parts)]
         return [Target(i, each.wait()) for i, each in enumerate(sums)]
 
     def averaged(self) -> None:
-        self._told = max(asked for _, asked, *_ in self._said)
+        self._reported = max(signal for _, signal, *_ in self._reports)
         self._forget()
-        self._asked = 0  # it is told; who still asks does so with its next vote
-        self._paces = tuple((busy, fixed) for *_, busy, fixed in self._said)
+        self._requested = 0  # it is reported; a rank that still requests a stop does so with its next vote
+        self._paces = tuple((busy, fixed) for *_, busy, fixed in self._reports)
         self.samples = 0.0
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:

@@ -1,7 +1,7 @@
-"""Everyone's gradients added up in the order of one fixed tree, whoever has computed which part.
+"""Gradient synchronisation in a fixed order of summation: one tree, whichever rank has computed which part.
 
 Each rank sends the sums that its virtual shares make (engine "reproducible"), or its gradient as one share of as many
-as there are ranks; everyone receives all, and adds up what is left of the tree.
+as there are ranks; every rank receives all, and adds up what is left of the tree.
 
 *Cost* (N ranks, n bytes dense): (N - 1) n sent per rank where its shares are a span of the tree, as 2, 4 or 8 equal
 parts of 8 are, up to 2 log2(shares) times that where not; 2 (N - 1) / N n is what a sum on the wire sends.
@@ -57,11 +57,8 @@ class Exchange(allreduce.Exchange):
     def receive(self, flight: StepSends, bucket: Bucket) -> tuple[Gradient, Any]:
         assert self._flow
         sent, place = self._flow.take(flight, bucket.index)
-        before, sums, whole = (
-            sum(gradient.bucket.numel for gradient in sent.gradients[:place]),
-            dict[Span, Tensor](),
-            (0, 0),
-        )
+        before = sum(gradient.bucket.numel for gradient in sent.gradients[:place])
+        sums, whole = dict[Span, Tensor](), (0, 0)
         for payload in sent.result:
             num_shares, low, high = (int(value) for value in payload[:HEAD].real.tolist())
             whole, here = (0, num_shares), spans((0, num_shares), low, high)

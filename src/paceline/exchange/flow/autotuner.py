@@ -1,7 +1,7 @@
-"""Which form each piece takes, and in which order pieces go: chosen from the votes, so everyone chooses alike.
+"""Autotuner of each bucket's form and of the send order: chosen from the votes, so all ranks choose alike.
 
 first step       by bytes, for the rows that are expected; then for those that there were
-each step        the vote tells how long messages took and when pieces were ready; medians over a few steps
+each step        the vote reports how long messages took and when buckets were ready; medians over a few steps
 three steps      that ask for the same other forms, and they hold from the next step on
 """
 
@@ -18,17 +18,8 @@ from torch import Tensor
 
 from paceline.codec.lossless import SLOW_S
 from paceline.contract import Codec
-from paceline.exchange.flow import send_order
-from paceline.exchange.flow.cost_model import (
-    CostFunction,
-    Rates,
-    choose,
-    factor_cost,
-    gathered,
-    multiplication,
-    reason,
-    summed,
-)
+from paceline.exchange.flow import cost_model, send_order
+from paceline.exchange.flow.cost_model import CostFunction, Rates, choose, factor_cost, gathered, summed
 from paceline.exchange.flow.wire_rates import LARGE_BYTES, SPAN, WireRates
 from paceline.messages import DENSE, FACTORS, Bucket, CommCost, Vote
 
@@ -39,11 +30,11 @@ MIN_STEPS_IN_A_ROW = 3  # steps, one after the other, that must ask for the same
 
 
 class Autotuner:
-    """``asked``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
+    """``requested``: one of `ASKED`. ``rows``: the largest number that a rank is expected to compute per step.
 
     ``by_need``: whether the order is that in which forward reads, or that in which backward writes. ``types``, per
-    spec: of the pieces as they were offered; ``thin``: of factors on the wire, where that is another. ``asks``: what
-    the link says that an operation costs; a ring's where nothing is said.
+    bucket: of the gradients as they were offered; ``thin``: of factors on the wire, where that is another. ``asks``:
+    the link's own cost of an operation; None: a ring's.
     """
 
     def __init__(
@@ -51,7 +42,7 @@ class Autotuner:
         buckets: Sequence[Bucket],
         size: int,
         codec: Codec,
-        asked: str,
+        requested: str,
         rows: int,
         optimizer_takes_factors: bool,
         by_need: bool,
@@ -59,13 +50,9 @@ class Autotuner:
         packing: str = "measured",
         asks: CostFunction | None = None,
     ):
-        self.buckets, self.size, self.codec, self.asked = buckets, size, codec, asked
-        self.optimizer_takes_factors, self.by_need, self.factor_dtype, self.packing = (
-            optimizer_takes_factors,
-            by_need,
-            thin,
-            packing,
-        )
+        self.buckets, self.size, self.codec, self.requested = buckets, size, codec, requested
+        self.optimizer_takes_factors, self.by_need = optimizer_takes_factors, by_need
+        self.factor_dtype, self.packing = thin, packing
         self.types = [(torch.float32, torch.device("cpu"))] * len(buckets)
         self.never = {bucket.index for bucket in buckets if not bucket.linear}
         self.most, self.total = [rows] * len(buckets), [rows * size] * len(buckets)  # that the forms are chosen for
@@ -83,12 +70,12 @@ class Autotuner:
         self.size, self.seen, self._asks, self._num_steps = size, False, 0, 0
         self.wire, self.rates, self.packed = WireRates(), Rates(0.0, 0.0, 0.0), self.packing == "always"
         self.high_bandwidth = False
-        self.left = [1.0] * len(self.buckets)  # of each piece's bytes, as it was last sent
+        self.left = [1.0] * len(self.buckets)  # of each bucket's bytes, as it was last sent
         self._ready: deque[tuple[float, ...]] = deque(maxlen=SPAN)
         self.groups: send_order.Groups = tuple((bucket.index,) for bucket in self.buckets)
 
     def anew(self, size: int, asks: CostFunction | None = None) -> None:
-        """After a loss: from what all have heard alike, which shares, and what was measured, are not."""
+        """After a membership change: from what all ranks have received alike, so not from shares or measurements."""
         self.begin(size, asks)
         self.most = [math.ceil(rows / size) for rows in self.total]
         self._adopt(self._choose())
@@ -114,7 +101,7 @@ class Autotuner:
         return gathered(num_bytes, self.size, self.asks)
 
     def costs(self, groups: Sequence[Sequence[int]], most: Sequence[int]) -> list[CommCost]:
-        """Of each message, in the place of its first spec. ``most``: rows of any rank."""
+        """Of each message, in the place of its first bucket. ``most``: rows of any rank."""
         costs = [CommCost(0, 0)] * len(self.buckets)
         for group in groups:
             first = self.buckets[group[0]]
@@ -126,15 +113,11 @@ class Autotuner:
 
     def multiplication(self) -> float:
         """Tried once, when the first step has shown how many rows there are; 0 before, or where no layer asks."""
-        possible = [
-            bucket
-            for bucket in self.buckets
-            if bucket.index not in self.never and bucket.fits(self.total[bucket.index])
-        ]
-        if self.asked == "measured" and self.seen and not self.multiply and possible:
+        possible = [s for s in self.buckets if s.index not in self.never and s.fits(self.total[s.index])]
+        if self.requested == "measured" and self.seen and not self.multiply and possible:
             largest = max(possible, key=lambda bucket: bucket.numel)
             rows, kind = self.total[largest.index], self.types[largest.index]
-            self.multiply = multiplication(largest, rows, *kind, self.multiply_by) / self.num_multipliers
+            self.multiply = cost_model.multiplication(largest, rows, *kind, self.multiply_by) / self.num_multipliers
         return self.multiply
 
     def learn(self, merged: Vote, costs: Sequence[CommCost]) -> None:
@@ -160,18 +143,17 @@ class Autotuner:
     def _order(self) -> send_order.Groups:
         single = self.costs([(bucket.index,) for bucket in self.buckets], self.most)
         num_bytes = [cost.in_sequence * left for cost, left in zip(single, self.left, strict=True)]
-        seconds = [
-            c.steps * self.rates.latency + n * self.rates.per_byte for c, n in zip(single, num_bytes, strict=True)
-        ]
+        pairs = zip(single, num_bytes, strict=True)
+        seconds = [cost.steps * self.rates.latency + n * self.rates.per_byte for cost, n in pairs]
         ready = [statistics.median(column) for column in zip(*self._ready, strict=True)]
-        turns = send_order.by_need(ready, seconds) if self.by_need else list(range(len(self.buckets)))
+        order = send_order.by_need(ready, seconds) if self.by_need else list(range(len(self.buckets)))
         payloads = [self._payload(bucket.index) for bucket in self.buckets]
         joinable = [self.codec.sums and form == DENSE for form in self.forms]
         kinds = [str(self.types[i]) if can else "" for i, can in enumerate(joinable)]
         message_s = summed(4 * self.size, self.size, self.asks).steps * self.rates.latency
-        if len(turns) * message_s < send_order.NOTICED * sum(seconds):
+        if len(order) * message_s < send_order.NOTICED * sum(seconds):
             message_s = 0.0
-        return send_order.merged(turns, ready, seconds, payloads, kinds, message_s, self.by_need)
+        return send_order.merged(order, ready, seconds, payloads, kinds, message_s, self.by_need)
 
     def needs_retry(self, merged: Vote, votes: Sequence[Vote]) -> bool:
         """True if the step must be redone: factors were not a whole gradient, or more than its place holds."""
@@ -200,10 +182,10 @@ class Autotuner:
             self._adopt(self._choose())
 
     def _choose(self, now: Sequence[str] = ()) -> list[str]:
-        if self.asked in (DENSE, FACTORS) and self.size > 1:
+        if self.requested in (DENSE, FACTORS) and self.size > 1:
             possible = (s.index not in self.never | self.owing and s.fits(self.total[s.index]) for s in self.buckets)
-            return [self.asked if here else DENSE for here in possible]
-        measured = self.asked == "measured" and self.rates.per_byte and self.rates.per_flop
+            return [self.requested if here else DENSE for here in possible]
+        measured = self.requested == "measured" and self.rates.per_byte and self.rates.per_flop
         rates = self.rates if measured else None
         return choose(
             *(self.buckets, self.most, self.total, self.size, self.never | self.owing, self.optimizer_takes_factors),
@@ -237,7 +219,7 @@ class Autotuner:
 
     def _explain(self) -> None:
         self.why = [
-            reason(bucket, self.forms[i], self.total[i], i in self.never, *self.both(bucket), self.rates)
+            cost_model.reason(bucket, self.forms[i], self.total[i], i in self.never, *self.both(bucket), self.rates)
             for i, bucket in enumerate(self.buckets)
             if bucket.linear and self.size > 1
         ]

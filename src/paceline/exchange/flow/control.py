@@ -1,24 +1,25 @@
-"""Small words between nodes: the vote on a step, sums of numbers, texts, rank 0's tensors; and what one does for all.
+"""Control messages between nodes: the vote on a step, sums of numbers, texts, rank 0's tensors.
 
-What some processes do while all others wait, and what went wrong there, told everywhere.
+Work of some processes while all others wait, whose errors are raised everywhere.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline import messages, transport
+from paceline import transport
 from paceline.errors import CheckpointError
-from paceline.messages import StepOutcome, Tally, Vote
+from paceline.messages import StepOutcome, Tally, Vote, pack_frames, unpack_frames
 from paceline.transport import Membership
 
-# no network library knows all of torch's types, and who only copies need not: by the bytes of a number
-WORDS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+# no network library knows all of torch's types, and a copy need not: by the bytes of a number
+TYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Control(transport.Control):
@@ -29,17 +30,9 @@ class Control(transport.Control):
         self.ballots: Sequence[bytes] = ()  # of the last vote
         self._certain_s = 0.0  # until when this process was one of all, by `boottime_s`
 
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self.members.link.rank
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.members.link.size
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.members.link.generation
+    rank: int = property(attrgetter("members.link.rank"))  # type: ignore[assignment]
+    size: int = property(attrgetter("members.link.size"))  # type: ignore[assignment]
+    generation: int = property(attrgetter("members.link.generation"))  # type: ignore[assignment]
 
     def commit(self, own_vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         if self.votes:
@@ -50,10 +43,10 @@ class Control(transport.Control):
         """Of all nodes, also where each is alone with its steps."""
         if self.size == 1:
             return finish(Tally(Vote.merge([own_vote]) if own_vote.shares else own_vote, [own_vote]))
-        words = torch.frombuffer(bytearray(own_vote.pack()), dtype=torch.uint8)
-        everyone = self.members.link.all_gather(words, "the vote on the step", even=True).wait()
+        packed = torch.frombuffer(bytearray(own_vote.pack()), dtype=torch.uint8)
+        received = self.members.link.all_gather(packed, "the vote on the step", even=True).wait()
         self._make_sure()
-        self.ballots = [bytes(part.numpy()) for part in everyone]
+        self.ballots = [bytes(part.numpy()) for part in received]
         return finish(counted(self.ballots))
 
     def _make_sure(self) -> None:
@@ -66,20 +59,20 @@ class Control(transport.Control):
         whole = torch.tensor(list(values), dtype=torch.float64)
         return [float(value) for value in self.members.link.sum(whole, "adding up").wait()]
 
-    def all_gather(self, *words: bytes) -> list[bytes]:
+    def all_gather(self, *messages: bytes) -> list[bytes]:
         if self.size == 1:
-            return list(words)
-        mine = torch.frombuffer(bytearray(messages.pack_frames(words)), dtype=torch.uint8)
-        everyone = self.members.link.all_gather(mine, "gathering words").wait()
+            return list(messages)
+        mine = torch.frombuffer(bytearray(pack_frames(messages)), dtype=torch.uint8)
+        received = self.members.link.all_gather(mine, "gathering messages").wait()
         self._make_sure()
-        return [word for part in everyone for word in messages.unpack_frames(bytes(part.numpy()))]
+        return [message for part in received for message in unpack_frames(bytes(part.numpy()))]
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self.size > 1:
             for tensor in tensors:
                 flat = tensor.detach().contiguous().reshape(-1)
-                words = flat.view(WORDS[min(8, flat.itemsize)])
-                self.members.link.broadcast(words, 0, "spreading rank 0's tensors").wait()
+                numbers = flat.view(TYPES[min(8, flat.itemsize)])
+                self.members.link.broadcast(numbers, 0, "broadcasting rank 0's tensors").wait()
                 tensor.copy_(flat.view(tensor.shape))
 
 
@@ -92,16 +85,12 @@ def counted(votes: Sequence[bytes]) -> Tally:
 
 
 DONE = b"done"
-
-
 Result = TypeVar("Result")
 
 
 def alone(control: transport.Control, chosen: Callable[[], bool], work: Callable[[], Result]) -> Result | None:
-    """``work`` in the chosen processes while the others wait. An error there is raised everywhere.
-
-    Where all who were chosen are lost in doing so, those do it who are chosen then.
-    """
+    """``work`` in the chosen processes while the others wait. An error there is raised everywhere. Where all chosen
+    processes fail meanwhile, those that are chosen then do it."""
     while True:
         generation, mine = control.generation, b""
         result: Result | None = None
@@ -118,10 +107,10 @@ def alone(control: transport.Control, chosen: Callable[[], bool], work: Callable
             break
     if error:
         raise error
-    for words in everyone:
-        if words in (b"", DONE):
+    for message in everyone:
+        if message in (b"", DONE):
             continue
-        refused, text = json.loads(words)
+        refused, text = json.loads(message)
         other: Exception = CheckpointError(text) if refused else RuntimeError(f"another process failed: {text}")
         other.told = True  # type: ignore[attr-defined]
         raise other

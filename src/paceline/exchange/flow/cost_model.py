@@ -1,9 +1,9 @@
 """Factors or dense, layer by layer: by bytes until the link and the multiplication have been measured, then by seconds.
 
     dense      a sum: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
-    factors    a gather: 2 (N - 1) messages, (N - 1) rows (in + out) words, and everyone else's rows to multiply
+    factors    a gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply
 
-What a sum and a gather cost is the link's to say, and another collective or MPI says other numbers.
+The link reports what a sum and a gather cost: another collective, or MPI, costs otherwise.
 
 Time on the wire counts in full, also where backward hides it: on a machine whose cores are busy, sending takes from
 computing. A form is left only for one that saves much more than measurements swing.
@@ -59,8 +59,9 @@ def cost_of(link: Link, size: int) -> CostFunction:
     return link.cost if link.size == size else ring(size)
 
 
-def dense_cost(bucket: Bucket, size: int, itemsize: int = 4, asks: CostFunction | None = None) -> CommCost:
-    return summed(bucket.numel * itemsize, size, asks)
+def dense_cost(bucket: Bucket, size: int, asks: CostFunction | None = None) -> CommCost:
+    """Of 4 bytes per value."""
+    return summed(4 * bucket.numel, size, asks)
 
 
 def summed(num_bytes: int, size: int, asks: CostFunction | None = None) -> CommCost:
@@ -93,9 +94,9 @@ def choose(
     costs: Callable[[Bucket], tuple[CommCost, CommCost]] | None = None,
     asks: CostFunction | None = None,
 ) -> list[str]:
-    """Factors where everyone's rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
+    """Factors where all ranks' rows fit in the gradient's place, and pay: by fewer bytes than the sum, or, where
     nothing is sent, by an optimizer that absorbs them. With ``rates``: by fewer seconds, where that is clear; else as
-    it is ``now``. ``costs``: of a dense piece and of its factors, by codec and type; ``asks``: what the link says."""
+    it is ``now``. ``costs``: of a dense bucket and of its factors, by codec and type; ``asks``: the link's."""
 
     def form(bucket: Bucket) -> str:
         if not (bucket.linear and bucket.index not in never and bucket.fits(total[bucket.index])):
@@ -122,13 +123,13 @@ def reason(bucket: Bucket, form: str, total: int, stray: bool, whole: CommCost, 
         return f"{name}: dense, since its factors are not its whole gradient"
     if not bucket.fits(total):
         return f"{name}: dense, since factors of {total} rows would be larger than the gradient"
-    told = f"factors {_told(factors, rates)}, dense {_told(whole, rates)}"
+    costs = f"factors {_described(factors, rates)}, dense {_described(whole, rates)}"
     if rates.per_byte:
-        return f"{name}: {form}; {told}, and {1e3 * factors.flops * rates.per_flop:.1f} ms to multiply with factors"
-    return f"{name}: {form}; {told}; nothing measured yet"
+        return f"{name}: {form}; {costs}, and {1e3 * factors.flops * rates.per_flop:.1f} ms to multiply with factors"
+    return f"{name}: {form}; {costs}; nothing measured yet"
 
 
-def _told(cost: CommCost, rates: Rates) -> str:
+def _described(cost: CommCost, rates: Rates) -> str:
     seconds = cost.steps * rates.latency + cost.in_sequence * rates.per_byte
     return f"{cost.bytes / 1e6:.2f} MB" + (f" in {1e3 * seconds:.1f} ms" if rates.per_byte else "")
 

@@ -1,14 +1,14 @@
-"""In which order pieces go onto the wire, and which of them together: data that all ranks have alike.
+"""The order in which buckets are sent, and which go in one message: computed alike on all ranks.
 
-    as they come    the order of the specs, which is that of backward
-    by need         whenever the wire is free, of the pieces that are ready the one that forward reads first; if none
+    as they come    the order of the buckets, which is that of backward
+    by need         whenever the wire is free, of the buckets that are ready the one that forward reads first; if none
                     is ready, the next that will be; then moves by a few places, as long as the next forward pass,
-                    which waits for each piece where it reads it, ends sooner by them. Of a layer it takes half as long
+                    which waits for each bucket where it reads it, ends sooner by them. Of a layer it takes half as long
                     as backward
 
 Small neighbours that would be ready together anyway go as one message: each message saved is its latency saved.
-*Laws*: a permutation of the specs; forward never ends later than by the first of these orders, in which the wire never
-waits while something is ready; no order changes a result.
+*Laws*: a permutation of the buckets; forward never ends later than by the first of these orders, in which the wire
+never waits while something is ready; no order changes a result.
 *Source*: Hashemi et al. 2018 (arXiv 1803.03288); merging: Shi, Chu & Li 2018 (arXiv 1811.11141).
 """
 
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 Groups = tuple[tuple[int, ...], ...]
 MERGED_BYTES = 16 << 20
-COPY_S = 1e-9  # per byte: what it costs to lay pieces together and to take them apart
-MAX_MOVED, REACH = 64, 4  # pieces, and places: among more it would take longer than it saves
+COPY_S = 1e-9  # per byte: what it costs to lay buckets together and to take them apart
+MAX_MOVED, REACH = 64, 4  # buckets, and places: among more it would take longer than it saves
 SOONER_S = 1e-4  # or an order is left as it is
 FORWARD = 0.5  # of backward's time for a layer
 NOTICED = 0.1  # of all seconds on the wire: messages that cost less are left as they are
 
 
 def by_need(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
-    """``ready``, ``seconds``: when each piece is there, and how long it takes. The last spec is read first."""
+    """``ready``, ``seconds``: when each bucket is there, and how long it takes. The last bucket is read first."""
     order = at_once(ready, seconds)
     if len(order) > MAX_MOVED:
         return order

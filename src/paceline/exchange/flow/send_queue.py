@@ -1,4 +1,4 @@
-"""Pieces leave in one order on every rank, in a thread of their own; another sees them arrive."""
+"""The send queue: buckets leave in one order on every rank, in a thread of their own; another receives the sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 2000.0  # longer than any link waits
 
 @dataclass
 class InFlight:
-    """Pieces on their way in one message, since ``begin_s``."""
+    """Gradients on their way in one message, since ``begin_s``."""
 
     gradients: Sequence[Gradient]
     handle: Handle
@@ -29,9 +29,9 @@ class InFlight:
 
 
 class StepSends:
-    """One step's pieces: which go together, in which order; what has been offered, sent, and has arrived.
+    """One step's buckets: which go together, in which order; what has been offered, sent, and has arrived.
 
-    ``step``: its number, for the codec, which may be asked when others are already counting the next. ``packed``: what
+    ``step``: its number, for the codec, which may be called when others are already counting the next. ``packed``: what
     may be, is sent in fewer bytes. ``quick``: the wire is, and gathers go whole.
     """
 
@@ -39,13 +39,13 @@ class StepSends:
         self.groups, self.step, self.packed, self.high_bandwidth, self.num_sent = groups, step, packed, quick, 0
         self.offered: dict[int, float] = {}
         self.waiting: dict[int, Gradient] = {}
-        self.arrived: dict[int, InFlight] = {}  # by the first spec of each group, until all of it has been taken
+        self.arrived: dict[int, InFlight] = {}  # by the first bucket of each group, until all of it has been taken
         self.took_s: dict[int, float] = {}  # likewise, without the wait in line
         self.packed_bytes: dict[int, int] = {}  # likewise, of the longest message, where all were packed
         self.leader = {index: group[0] for group in groups for index in group}
 
     def ready(self) -> tuple[float, ...]:
-        """Per spec, the seconds after the first in which it was offered."""
+        """Per bucket, the seconds after the first in which it was offered."""
         first = min(self.offered.values())
         return tuple(self.offered[index] - first for index in range(len(self.leader)))
 
@@ -58,19 +58,19 @@ class SendQueue:
 
     def __init__(self, send: Callable[[Sequence[Gradient], StepSends], InFlight], threads: Threads):
         self._send, self._now = send, threads.now
-        self._out = threads.Queue()  # (flight, pieces), None at the end
+        self._out = threads.Queue()  # (flight, gradients), None at the end
         self._in = threads.Queue()  # (flight, sent), None at the end
         self._changed = threads.Condition()
         self._error: BaseException | None = None
         self._threads = [
             threads.Thread(target=self._guard, args=(work,), name=f"paceline {name}", daemon=True)
-            for work, name in ((self._send_in_turn, "lane"), (self._see_arrive, "arrivals"))
+            for work, name in ((self._send_in_order, "lane"), (self._see_arrive, "arrivals"))
         ]
         for thread in self._threads:
             thread.start()
 
     def offer(self, flight: StepSends, gradient: Gradient) -> None:
-        """Any thread's. A piece waits for its turn, and for those that go with it."""
+        """From any thread. A gradient waits until the buckets before it, and those that go with it, are there."""
         with self._changed:
             flight.offered[gradient.bucket.index] = self._now()
             flight.waiting[gradient.bucket.index] = gradient
@@ -89,15 +89,15 @@ class SendQueue:
             done = self._changed.wait_for(lambda: self._error or self.has(flight, index), TIMEOUT_S)
         if not self.has(flight, index) and self._error:
             raise self._error
-        assert done, f"pieces were never offered: {sorted(flight.leader.keys() - flight.offered.keys())}"
+        assert done, f"buckets were never offered: {sorted(flight.leader.keys() - flight.offered.keys())}"
         return flight.arrived[flight.leader[index]]
 
     def take(self, flight: StepSends, index: int) -> tuple[InFlight, int]:
-        """As `wait`, once for each piece: the message, and the place of the piece in it."""
+        """As `wait`, once for each bucket: the message, and the place of the bucket in it."""
         sent = self.wait(flight, index)
         sent.num_left -= 1
         if not sent.num_left:
-            del flight.arrived[flight.leader[index]]  # a step's sums are large: nobody keeps them
+            del flight.arrived[flight.leader[index]]  # a step's sums are large: they are not kept
         return sent, [gradient.bucket.index for gradient in sent.gradients].index(index)
 
     def _guard(self, work: Callable[[], None]) -> None:
@@ -108,15 +108,15 @@ class SendQueue:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _send_in_turn(self) -> None:
-        while (turn := self._out.get()) is not None:
-            flight, gradients = turn
+    def _send_in_order(self) -> None:
+        while (task := self._out.get()) is not None:
+            flight, gradients = task
             self._in.put((flight, self._send(gradients, flight)))
 
     def _see_arrive(self) -> None:
         free_s = 0.0  # when the wire was, by the last arrival
-        while (turn := self._in.get()) is not None:
-            flight, sent = turn
+        while (task := self._in.get()) is not None:
+            flight, sent = task
             sent.result = sent.handle.wait()
             end_s, leader = self._now(), sent.gradients[0].bucket.index
             if isinstance(sent.handle, Gathered):

@@ -1,4 +1,4 @@
-"""Sums whose order is fixed: those of a binary tree over shares 0 to n, whoever has added up which part of it.
+"""Sums in a fixed order: those of a binary tree over shares 0 to n, whichever rank has added up which part of it.
 
 A span (low, high) of the tree is split at the largest power of two: (0, 6) into (0, 4) and (4, 6).
 """

@@ -1,8 +1,8 @@
-"""What the link takes, from the pieces of training themselves: seconds per message, and per byte.
+"""Latency and bandwidth of the link, measured on training's own messages: seconds per message, and per byte.
 
-A lane is a queue, so a piece takes from when it was sent, or the one before it had arrived, to its own arrival. Who
-comes early to a collective waits for the others; the least of all ranks' times is therefore the wire's. Every rank is
-told the same times by the vote, and so comes to the same numbers.
+A lane is a queue, so a message takes from when it was sent, or the one before it had arrived, to its own arrival. A
+rank that is early in a collective waits for the others; the least of all ranks' times is therefore the wire's. The
+vote sends every rank the same times, so all compute the same numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WireRates:
         self._latency: deque[float] = deque(maxlen=SPAN)
 
     def saw(self, gradients: Sequence[tuple[CommCost, float]]) -> None:
-        """One step's pieces, each with the seconds that it took."""
+        """One step's messages, each with the seconds that it took."""
         gradients = [(cost, seconds) for cost, seconds in gradients if cost.in_sequence and seconds > 0]
         large = [each for each in gradients if each[0].in_sequence >= LARGE_BYTES] or gradients
         if not large:
