@@ -11,7 +11,7 @@ import ranks
 from launching import HERE, environment, launch
 from needs import want
 from nodes import OPTIMIZERS, Rank, Whole, build, gap, rows
-from paceline.engine.compute.row_ranges import cut
+from paceline.engine.compute.state_store import in_parts
 from paceline.engine.sequential import Engine
 from paceline.environment import LaunchEnvironment
 from paceline.link.net.metered import MeteredLink
@@ -29,11 +29,11 @@ BATCHES = [rows(24, seed) for seed in range(4)]
 @pytest.mark.parametrize("numels", [[7], [3, 0, 10, 1], [1] * 9, []])
 @pytest.mark.parametrize("each", [1, 4, 100])
 def test_parts_hold_every_value_once(numels, each):
-    parts = cut(numels, each)
+    parts = in_parts(numels, each)
     every = [(index, i) for part in parts for index, start, stop in part for i in range(start, stop)]
     assert every == [(index, i) for index, numel in enumerate(numels) for i in range(numel)]
     assert all(sum(stop - start for _, start, stop in part) == each for part in parts[:-1])
-    whole = cut(numels, each, whole=True)
+    whole = in_parts(numels, each, whole=True)
     assert [one for part in whole for one in part] == [(i, 0, n) for i, n in enumerate(numels) if n]
     assert all(sum(stop for *_, stop in part) >= each for part in whole[:-1])
 

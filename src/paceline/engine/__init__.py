@@ -1,1 +1,1 @@
-"""How one node turns its share of a batch into a gradient."""
+"""Local (intra-node) parallelism: how one node turns its share of a batch into a gradient."""

@@ -1,4 +1,4 @@
-"""Emulated compute: waits as a recorded step took, layer by layer, and offers pieces of the real sizes.
+"""Trace replay: waits as a recorded step took, layer by layer, and offers buckets of the real sizes.
 
 It needs almost no processor, so that many nodes of any speed fit on a few cores, while exchange, link and wire are
 real. ``emulated:FILE`` takes a timeline (`timeline.record`) in the current folder, ``emulated:FILE,faster=10`` a tenth
@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import contract, transport
+from paceline.contract import Loss
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.timeline import Timeline
 from paceline.messages import DENSE, FACTORS, Gradient, Update, Vote
@@ -23,10 +25,8 @@ from paceline.registry import ONE_PROCESS
 
 
 class Engine(contract.Engine):
-    """``fill``: the value of every gradient, and of every left factor; right factors are ones.
-
-    ``late_s``: how far the replay has fallen behind its timeline at most, for want of a processor.
-    """
+    """``fill``: the value of every gradient, and of every left factor; right factors are ones. ``late_s``: how far the
+    replay has fallen behind its timeline at most, for want of a processor."""
 
     fidelity = "emulated"
 
@@ -36,16 +36,10 @@ class Engine(contract.Engine):
         self.timeline, self.faster, self.fill, self.late_s = Timeline.read(file), float(faster), fill, 0.0
         self.num_threads = 1
 
-    def open(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any] | None,
-        metric: Callable[..., Any] | None = None,
-    ) -> None:
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         """The model's own layers are not looked at."""
         line, self.optimizer = self.timeline, optimizer
-        self.moving = Moving(torch.nn.Module())
+        self.moving = Moving(nn.Module())
         self.buckets = line.buckets
         self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         dtype = getattr(torch, line.dtype)
@@ -88,7 +82,7 @@ class Engine(contract.Engine):
         for _, layer_s in line.forward:
             self._wait(layer_s * present)
         for index, _ in line.backward[FACTORS if FACTORS in forms else DENSE]:
-            gradient = self._piece(index, forms[index], present)
+            gradient = self._gradient(index, forms[index], present)
             self._wait(seconds[forms[index]][index] * present)
             offer(gradient)
         return Vote(
@@ -99,19 +93,15 @@ class Engine(contract.Engine):
             rows=tuple(rows * present for rows in line.factor_rows),
         )
 
-    def _piece(self, index: int, form: str, present: bool) -> Gradient:
+    def _gradient(self, index: int, form: str, present: bool) -> Gradient:
         if form == FACTORS:
-            left, right = self._factors[index]
-            return Gradient(self.buckets[index], output_grad=left, layer_input=right) if present else self._none(index)
+            left, right = (side[: len(side) * present] for side in self._factors[index])
+            return Gradient(self.buckets[index], output_grad=left, layer_input=right)
         # what was agreed on in the step before has been added up in this place
         return Gradient(self.buckets[index], flat=self._flats[index].fill_(self.fill * present))
 
-    def _none(self, index: int) -> Gradient:
-        left, right = self._factors[index]
-        return Gradient(self.buckets[index], output_grad=left[:0], layer_input=right[:0])
-
     def _wait(self, seconds: float) -> None:
-        """Until the timeline's next moment: what filling a piece or a late sleep took is not waited for twice."""
+        """Until the timeline's next moment: what filling a bucket or a late sleep took is not waited for twice."""
         self._due += seconds / self.faster
         left_s = self._due - time.perf_counter()
         if left_s > 0:
@@ -120,11 +110,7 @@ class Engine(contract.Engine):
             self.late_s = max(self.late_s, -left_s)
 
     def apply(self, update: Update) -> bool:
-        rows = {
-            gradient.bucket.index: len(gradient.output_grad)
-            for gradient in update.gradients
-            if gradient.output_grad is not None
-        }
+        rows = {each.bucket.index: len(each.output_grad) for each in update.gradients if each.output_grad is not None}
         self._due = time.perf_counter()
         self._wait(self.timeline.updating(rows))
         return True

@@ -1,6 +1,6 @@
 """k processes of the same script on one node: weights once in shared memory, one link for all.
 
-    each process    forward, backward on its rows; its pieces go to its own place in shared memory
+    each process    forward, backward on its rows; its gradients go to its own place in shared memory
     local rank 0    adds them up (or lines the factors up) as they become complete, offers the sum to
                     the exchange, and puts what was agreed where all can read it
     each process    multiplies, clips and updates its own rows of every weight
@@ -16,13 +16,14 @@ options stay the user's), and its ``state_dict`` is whole, but every process mus
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import contract, transport
+from paceline.contract import Loss
 from paceline.engine import sequential
 from paceline.engine.compute import state_store
 from paceline.engine.compute.optimizer_step import Factored, finish, norms
@@ -49,13 +50,7 @@ class Engine(sequential.Engine):
             raise ValueError(f"engine 'processes:k' needs a whole number k >= 1, got {num_processes!r}")
         self.num_processes = num_processes
 
-    def open(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any] | None,
-        metric: Callable[..., Any] | None = None,
-    ) -> None:
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         rank = int(os.environ.get("LOCAL_RANK", str(int(os.environ.get("RANK", "0")) % size)))
         if self.num_processes != size:
@@ -123,7 +118,7 @@ class Engine(sequential.Engine):
     ) -> tuple[contract.Exchange, transport.Control]:
         self.alone, self.may_retry, (rank, _) = alone, control.tolerates_loss, self.local_place
         self.local_group.failure_detector.activity = activity
-        # else it waits for who waits itself
+        # another follower waits for a process that waits itself
         self.local_group.failure_detector.tells = rank == 0 or (alone and rank == 1)
         parts = self.local_group, self.places, self.buckets, alone, self.may_retry
         if rank:
@@ -181,9 +176,8 @@ class Engine(sequential.Engine):
         squares = 0.0
         for gradient, i in gradients:
             if gradient.output_grad is not None and gradient.layer_input is not None:
-                squares += float(
-                    Factored(gradient.output_grad, gradient.output_grad, gradient.layer_input).square_norm()
-                )
+                left = gradient.output_grad
+                squares += float(Factored(left, left, gradient.layer_input).square_norm())
             else:
                 squares += sum(float(norm) ** 2 for norm in norms([self._sum(gradient, i, slice(None))]))
         return squares
@@ -193,9 +187,8 @@ class Engine(sequential.Engine):
         bucket = gradient.bucket
         start, shape = sum(bucket.numels[:i]), bucket.shapes[i]
         assert gradient.flat is not None
-        flats = (
-            [self.places.flat(bucket, rank) for rank in range(self.local_place[1])] if self.alone else [gradient.flat]
-        )
+        ranks = range(self.local_place[1])
+        flats = [self.places.flat(bucket, rank) for rank in ranks] if self.alone else [gradient.flat]
         parts = [flat[start : start + bucket.numels[i]].view(shape) for flat in flats]
         whole = parts[0][own] if shape else parts[0]
         for part in parts[1:]:

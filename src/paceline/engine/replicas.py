@@ -1,7 +1,7 @@
 """One process, k Python threads, each a replica of the model on its own part of the batch.
 
     each thread    forward, backward on its rows, pinned to its cores; weights are shared, gradients are its own
-    the last one   to offer a piece adds everyone's (or lines the factors up), in the order of the threads
+    the last one   to offer a bucket adds those of all (or lines the factors up), in the order of the threads
     all cores      one update
 
 *Laws*: as sequential on the whole batch; equal seeds give equal runs.
@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline import transport
-from paceline.contract import Share
+from paceline.contract import Loss, Share
 from paceline.engine import sequential
 from paceline.engine.compute.batch import filled
 from paceline.engine.compute.rng import ThreadRng, seeds
@@ -56,13 +57,7 @@ class Engine(sequential.Engine):
         self._shared: list[tuple[str, int, nn.Parameter]] = []  # that do not train, with torch's count of changes
         self._around: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
 
-    def open(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any] | None,
-        metric: Callable[..., Any] | None = None,
-    ) -> None:
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
         cpus, allowed = os.sched_getaffinity(0), cgroup_limits.cores()
         parts = [affinity.share(i, self.num_replicas, cpus, allowed=allowed) for i in range(self.num_replicas)]
         self.num_threads_each = min(num_threads for _, num_threads in parts)
@@ -123,7 +118,7 @@ class Engine(sequential.Engine):
             try:
                 wait(rides)
             finally:
-                wait(rides)  # interrupted or not, nobody computes on when the step is over
+                wait(rides)  # interrupted or not, no replica computes after the step
                 torch.set_num_threads(self.num_threads)
             errors = [error for one in rides if (error := one.exception())]
             for error in sorted(errors, key=lambda error: isinstance(error, LocalGroupError)):
@@ -142,7 +137,7 @@ class Engine(sequential.Engine):
             layers.convert(partial(self._circle.total, i), everyone.inside)
             one._norms_of_all = layers.computing
             self._norms.append((layers, everyone))
-        everyone.hear = self._norms[0][0].hear
+        everyone.receive = self._norms[0][0].receive
 
     def _look(self, learns: bool, count: int) -> None:
         """What forward changes by the way each replica must have of its own; ``count`` of them had samples."""
@@ -192,7 +187,7 @@ class Engine(sequential.Engine):
 
 
 class _Gather:
-    """Everyone's part of each piece; the node's piece once all are there."""
+    """Each replica's part of each bucket; the node's gradient once all are there."""
 
     def __init__(self, size: int, offer: Callable[[Gradient], None]):
         self.size, self.offer_whole = size, offer
@@ -210,7 +205,7 @@ class _Gather:
 
 
 def add(parts: Sequence[Gradient]) -> Gradient:
-    """One piece from the parts of it, in their order, into the first."""
+    """One gradient from the parts of it, in their order, into the first."""
     first = parts[0]
     if first.flat is not None:
         for part in parts[1:]:
@@ -234,11 +229,10 @@ def twin(model: nn.Module, index: int) -> nn.Module:
         device = parameter.device
         spare = device.type == "cuda" and (device.index or 0) + index < torch.cuda.device_count()
         place[device] = torch.device("cuda", (device.index or 0) + index) if spare else device
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.data.to(place[p.device]), p.requires_grad) for p in model.parameters()
-    }
+    memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        its = memo[id(parameter)]
+        its: Any = nn.Parameter(parameter.data.to(place[parameter.device]), parameter.requires_grad)
+        memo[id(parameter)] = its
         if not parameter.requires_grad:
             continue
         for hook in (parameter._backward_hooks or {}).values():

@@ -2,13 +2,13 @@
 
 A global batch is always cut into so many shares. Each is a forward and backward pass by itself, on memory and with
 random numbers of its own, and their gradients are added up in the order of a fixed tree (exchange "ordered"). So
-whoever computes a share, and whatever became of other nodes before, the weights are the same bits, on like processors
+whichever node computes a share, and whatever became of other nodes before, the weights are the same bits, on like CPUs
 with as many threads.
 
 *Cost*: that of smaller batches, and log2(shares) more gradients in memory; fully-connected layers travel dense.
 *Laws*: 1, 2, 3 and 4 nodes, and fewer after a loss, have bit-equal weights after every step.
 Not had: running statistics of BatchNorm are those of each node's first share, so node 0's are the same for any number
-of nodes until it is lost; Python's and NumPy's random numbers inside forward.
+of nodes until that fails; Python's and NumPy's random numbers inside forward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_SHARES = 256  # are whole numbers in every type that a gradient may have
 
 
 class Shared(Gradient):
-    """A piece as sums over spans of virtual shares."""
+    """A gradient as sums over spans of virtual shares."""
 
     def __init__(self, bucket: Bucket, sums: dict[Span, Tensor], span: Span, num_shares: int, none: Tensor):
         super().__init__(bucket)
@@ -76,8 +76,7 @@ class Engine(sequential.Engine):
         if assignment.num_nodes > 1 and assignment.virtual != self.num_virtual_shards:
             raise ValueError(
                 f"engine 'reproducible:{self.num_virtual_shards}' on {assignment.num_nodes} nodes needs rows dealt in "
-                "as many "
-                f"shares, and they are dealt in {assignment.virtual or 'none'}; let join() deal them"
+                f"as many shares, and they are dealt in {assignment.virtual or 'none'}; let join() deal them"
             )
         self._span, self._step = assignment.span if assignment.virtual else (0, self.num_virtual_shards), step
 
@@ -113,8 +112,8 @@ class Engine(sequential.Engine):
         rng.set_state(kept[2])
         vote, nothing = Vote.merge(votes), (0.0, 0.0, 0.0)
         vote.constant = vote.trains_nothing
-        said = [(each.loss_sum, each.metric_sum, each.weight) for each in votes[: last - first]]
-        vote.shares = (*[nothing] * first, *said, *[nothing] * (self.num_virtual_shards - last))
+        shares = [(each.loss_sum, each.metric_sum, each.weight) for each in votes[: last - first]]
+        vote.shares = (*[nothing] * first, *shares, *[nothing] * (self.num_virtual_shards - last))
         vote.seconds = time.perf_counter() - start
         return vote
 
@@ -133,9 +132,7 @@ class Engine(sequential.Engine):
 
 def cut(batch: Any, parts: int) -> list[Any]:
     """A node's rows as its shares, of which the first have a row more, as all shares of the batch do; None: no rows.
-
-    Each in memory of its own: where rows lie decides how some libraries multiply them.
-    """
+    Each in memory of its own: where rows lie decides how some libraries multiply them."""
     rows = 0 if batch is None else count(batch)
     each, more = divmod(rows, parts)
     sizes = [each + (i < more) for i in range(parts)]

@@ -15,44 +15,25 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import contract, transport
-from paceline.contract import Share
+from paceline.contract import Loss, Share
 from paceline.engine.checks import not_finite
 from paceline.engine.checks.loss_graph import without_gradient
 from paceline.engine.checks.loss_in_parts import unlike
 from paceline.engine.checks.optimizer_options import Options
 from paceline.engine.checks.replaced_layers import Layout
-from paceline.engine.compute import matmul, rng, state_store
-from paceline.engine.compute.batch import (
-    call,
-    counted,
-    divisible,
-    filled,
-    judged,
-    mapped,
-    samples,
-    split,
-    target,
-)
+from paceline.engine.compute import matmul, optimizer_step, rng, state_store
+from paceline.engine.compute.batch import call, counted, divisible, filled, judged, mapped, samples, split, target
 from paceline.engine.compute.deferred_update import DeferredUpdate
 from paceline.engine.compute.forward_state import Moving
 from paceline.engine.compute.gradient_hooks import Backward, Pass
 from paceline.engine.compute.input_snapshot import InputSnapshot, dense, solidify
 from paceline.engine.compute.loss_divisor import Means, labels_of
-from paceline.engine.compute.optimizer_step import (
-    Factored,
-    finish,
-    laid_out_as,
-    multiply,
-    optimizer_takes_factors,
-    parameter_grads,
-    refuse_closures,
-    separate,
-)
+from paceline.engine.compute.optimizer_step import Factored, finish, laid_out_as, optimizer_takes_factors
 from paceline.engine.compute.precision import Numerics
-from paceline.engine.compute.row_ranges import cut
 from paceline.engine.compute.sync_batch_norm import SyncBatchNorm
 from paceline.engine.node.in_step_reduce import InStepReduce
 from paceline.messages import FACTORS, Gradient, RowRange, Update, Vote
@@ -74,7 +55,7 @@ class Engine(contract.Engine):
     def __init__(self) -> None:
         self.num_threads = 1
         self.numerics = Numerics()
-        self.call_model: Callable[[torch.nn.Module, Any], Any] = call
+        self.call_model: Callable[[nn.Module, Any], Any] = call
         self._turn, self._least, self._full = 0, 1, 0
         self._products: dict[int, Tensor] = {}
         self._in_step: Callable[[bool], AbstractContextManager[None]] = lambda present: nullcontext()
@@ -87,18 +68,12 @@ class Engine(contract.Engine):
     def precision(self) -> str:
         return self.numerics.precision
 
-    def open(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Any] | None,
-        metric: Callable[..., Any] | None = None,
-    ) -> None:
-        refuse_closures(optimizer)
+    def open(self, model: nn.Module, optimizer: Optimizer, loss: Loss | None, metric: Loss | None = None) -> None:
+        optimizer_step.refuse_closures(optimizer)
         solidify(model)
         self.optimizer_takes_factors = optimizer_takes_factors(optimizer)
         if self.optimizer_takes_factors:
-            self.multiply = multiply
+            self.multiply = optimizer_step.multiply
         torch.set_num_threads(self.num_threads)
         self.model, self.optimizer, self.loss, self.metric = model, optimizer, loss, metric
         self.optimizer_index = state_store.numbered(model, optimizer)
@@ -110,7 +85,7 @@ class Engine(contract.Engine):
         self.buckets, self.names = self.backward.buckets, self.backward.names
         self.device = self.weights[0].device
         numels = [weight.numel() for weight in self.weights]
-        self._looks = cut(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
+        self._looks = state_store.in_parts(numels, max(HASH_VALUES, -(-sum(numels) // HASH_STEPS))) or [[]]
         # walking through a model costs more than a small step does
         self._modules = list(model.modules())
         self._frozen = [(name, each) for name, each in model.named_parameters() if not each.requires_grad]
@@ -137,7 +112,7 @@ class Engine(contract.Engine):
         self.may_retry = control.tolerates_loss
         self.backward.watch(early=not alone)
         if alone:
-            self._looks = [[]]  # nobody has weights to compare with
+            self._looks = [[]]  # no other node has weights to compare with
         return exchange, control
 
     def begin_step(self, assignment: Share, step: int) -> None:
@@ -163,11 +138,11 @@ class Engine(contract.Engine):
                     output = self.call_model(self.model, given)
                 if getattr(output, "aux_loss", None) is not None:
                     self.hint = AUXILIARY
-            said = judged(self.loss, output, batch, num_rows, means, self.divided)
+            result = judged(self.loss, output, batch, num_rows, means, self.divided)
             if self.divided and not self._halved:
                 self._halved = True
                 self.hint = self.hint or unlike(self.loss, output, batch, num_rows)
-            return batch, output, said
+            return batch, output, result
 
     def gradient(self, batch: Any, scale: float, forms: Sequence[str], offer: Callable[[Gradient], None]) -> Vote:
         start, batch = time.perf_counter(), filled(batch)
@@ -191,8 +166,8 @@ class Engine(contract.Engine):
             vote.terms = tuple(a + b for a, b in zip_longest(vote.terms, terms.values(), fillvalue=0.0))
             self.terms = tuple(terms)
             if self.metric:
-                said = counted(self.metric(output, target(self.metric, part)), part, num_rows)
-                vote.metric_sum += said.get("", (0.0, 0.0))[0]
+                sums = counted(self.metric(output, target(self.metric, part)), part, num_rows)
+                vote.metric_sum += sums.get("", (0.0, 0.0))[0]
             return value if times * scale == 1.0 else value * (times * scale)
 
         parts = [] if batch is None else self._split(batch, self.accumulate)
@@ -206,7 +181,7 @@ class Engine(contract.Engine):
 
         with self._in_step(batch is not None):
             if batch is None:
-                self.wait_pending()  # where those with rows do: what it raises, everyone raises within
+                self.wait_pending()  # where those with rows do: what it raises, all raise within
             state = self.backward.run(forms, offer, *(partial(next_part, part) for part in parts))
         self.moving.end()
         if self._keeps:
@@ -260,8 +235,8 @@ class Engine(contract.Engine):
     def options(self) -> list[dict[str, Any]]:
         return self._options.numbers()
 
-    def compare_options(self, said: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
-        return self._options.compare(said)
+    def compare_options(self, reported: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+        return self._options.compare(reported)
 
     def diagnose(self, batch: Any, backward: bool = False) -> str:
         def losses() -> Iterator[Tensor]:
@@ -302,18 +277,15 @@ class Engine(contract.Engine):
             if gradient.output_grad is not None and gradient.layer_input is not None:
                 name = gradient.bucket.names[0]
                 if used[name]:
-                    self._by_factors(
-                        self.backward.parameters[name], gradient.output_grad, gradient.layer_input, dense, factored
-                    )
+                    parameter = self.backward.parameters[name]
+                    self._by_factors(parameter, gradient.output_grad, gradient.layer_input, dense, factored)
                 continue
-            for name, grad in zip(gradient.bucket.names, parameter_grads(gradient), strict=True):
+            for name, grad in zip(gradient.bucket.names, optimizer_step.parameter_grads(gradient), strict=True):
                 parameter = self.backward.parameters[name]
                 parameter.grad = laid_out_as(parameter, grad) if used[name] else None
                 dense.append(parameter)
-        if (rule.scale != 1.0 or rule.clip is not None) and any(
-            gradient.grads is not None for gradient in update.gradients
-        ):
-            separate(dense, factored)  # what nobody has added up lies where autograd has put it
+        if (rule.scale != 1.0 or rule.clip is not None) and any(each.grads is not None for each in update.gradients):
+            optimizer_step.separate(dense, factored)  # what was not added up lies where autograd has put it
         return finish(dense, factored, self.optimizer, rule, lambda total: total)
 
     def _by_factors(
@@ -373,11 +345,11 @@ class Engine(contract.Engine):
     def _sum_norms(self, everyone: InStepReduce) -> None:
         layers = SyncBatchNorm(self.model)
         layers.convert(everyone.total, everyone.inside)
-        everyone.hear, self._in_step, self._norms_of_all = layers.hear, everyone.step, layers.computing
+        everyone.receive, self._in_step, self._norms_of_all = layers.receive, everyone.step, layers.computing
         self._norms.append((layers, everyone))
 
     def answered(self) -> set[int]:
-        """Of batch norm over everyone: the statistics, by id, that are everyone's."""
+        """Of synchronised batch norm: the statistics, by id, that are those of all processes."""
         return self._norms[0][0].answered
 
     def close(self) -> None:
@@ -389,6 +361,6 @@ class Engine(contract.Engine):
             everyone.close()
 
 
-def num_held(optimizer: torch.optim.Optimizer) -> int:
+def num_held(optimizer: Optimizer) -> int:
     """How many parameters."""
     return sum(len(group["params"]) for group in optimizer.param_groups)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from paceline.contract import GlobalBatch
-from paceline.engine.checks.eval_mode import asleep
-from paceline.engine.checks.norm_layers import own_statistics
+from paceline.engine.checks.norm_layers import asleep, own_statistics
 from paceline.report.log import log
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState

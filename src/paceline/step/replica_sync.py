@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine.compute.row_ranges import Part, cut
-from paceline.engine.compute.state_store import read, states
+from paceline.engine.compute.state_store import Part, in_parts, read, states
 from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.messages import StepOutcome, Target, Update
 from paceline.report.activity import REPAIR
@@ -101,7 +100,7 @@ class ReplicaSync(StepObserver):
         numels = [weight.numel() for weight in self.engine.weights]
         each = max(self.min_values, -(-sum(numels) // self.period))
         # where a tensor's update looks at all of it, half of it mended would spoil that half again
-        return cut(numels, each, whole=division(self.engine.optimizer) != SLICES)
+        return in_parts(numels, each, whole=division(self.engine.optimizer) != SLICES)
 
     def _report(self, step: int) -> None:
         """At the end of a period: how far the nodes were apart, and what it took to bring them together."""

@@ -1,4 +1,4 @@
-"""What `join` was asked for, looked at before anything begins: all faults at once, each in one line."""
+"""Checks of the arguments of `join` before anything begins: all faults at once, each in one line."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from paceline.registry import CODEC, EXCHANGE, FIXED_ORDER, PROCESSES, THREADS, 
 MAX_SHARES = 256
 
 
-def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
-    """Of all that does not need a sound job to be looked at. ``words``: arguments of `join` by name.
-
-    ``joined``: the models that this process trains already.
-    """
+def faults(model: Any, optimizer: Any, arguments: Mapping[str, Any], joined: Iterable[nn.Module] = ()) -> list[str]:
+    """Of all that can be checked without a sound job. ``arguments``: those of `join` by name. ``joined``: the models
+    that this process trains already."""
     found = wrapped_models.faults(model, optimizer) if isinstance(model, nn.Module) else []
     taken = {id(each) for other in joined for each in other.parameters() if each.requires_grad}
     if isinstance(model, nn.Module) and (twice := [n for n, p in model.named_parameters() if id(p) in taken]):
@@ -39,14 +37,16 @@ def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterabl
             found.append(str(error).removeprefix("join: "))
 
     for name in ("engine", "exchange", "codec"):
-        said = words[name] or (os.environ.get("PACELINE_ENGINE") if name == "engine" else None)
-        if said is not None and not isinstance(said, str):
-            found.append(f"{name} is a str, such as {EXAMPLES[name]!r}, got {said!r}")
-        elif said is not None:
-            look(_engine if name == "engine" else parse, *((said,) if name == "engine" else (name, said)))
-    look(load_balance.wanted, words["shares"])
-    look(deferred_update.given, words["overlap"])
-    keep, reproducible, encrypt, folder = (words[name] for name in ("keep", "reproducible", "encrypt", "folder"))
+        value = arguments[name] or (os.environ.get("PACELINE_ENGINE") if name == "engine" else None)
+        if value is not None and not isinstance(value, str):
+            found.append(f"{name} is a str, such as {EXAMPLES[name]!r}, got {value!r}")
+        elif value is not None and name == "engine":
+            look(lambda row: parse("engine", parse_row(row)[0]), value)
+        elif value is not None:
+            look(parse, name, value)
+    look(load_balance.wanted, arguments["shares"])
+    look(deferred_update.given, arguments["overlap"])
+    keep, reproducible, encrypt, folder = (arguments[name] for name in ("keep", "reproducible", "encrypt", "folder"))
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
         found.append(f"keep is how many checkpoints stay, an int >= 1, got {keep!r}")
     if not isinstance(reproducible, int) or not 0 <= reproducible <= MAX_SHARES:
@@ -59,10 +59,6 @@ def faults(model: Any, optimizer: Any, words: Mapping[str, Any], joined: Iterabl
 
 
 EXAMPLES = {"engine": f"{THREADS}:2", "exchange": EXCHANGE, "codec": CODEC}
-
-
-def _engine(row: str) -> None:
-    parse("engine", parse_row(row)[0])
 
 
 def clashes(

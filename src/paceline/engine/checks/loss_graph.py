@@ -40,7 +40,7 @@ def refuse_scaled(loss: Any) -> None:
         node = next((each for each, _ in node.next_functions if each is not None), None)
     for factor in factors:
         # a number is a tensor of float64 here, a scale one of float32; gc.get_objects() would hold tuples that other
-        # threads are about to make, and looking for who holds a factor takes 50 ms
+        # threads are about to make, and looking for the holder of a factor takes 50 ms
         maybe = not factor.dim() and not factor.requires_grad and factor.dtype is torch.float32
         if maybe and any(map(_is_scaler, gc.get_referrers(factor))):
             raise ValueError(

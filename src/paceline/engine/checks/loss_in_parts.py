@@ -34,10 +34,8 @@ REMEDY = (
 
 
 def unlike(loss: Callable[..., Any] | None, output: Any, batch: Any, rows: int | None) -> str:
-    """One line where the loss is not the mean of its parts; nothing where it is, or where that cannot be seen.
-
-    ``rows``: as in `judged`.
-    """
+    """One line where the loss is not the mean of its parts; empty where it is, or where that cannot be seen. ``rows``:
+    as in `judged`."""
     if loss is None:
         return _scores(output)
     try:
@@ -129,7 +127,7 @@ def _cut(output: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _scores(output: Any) -> str:
-    """What a model that computes its own loss says of each sample for all others."""
+    """The scores of each sample for all others, of a model that computes its own loss."""
     named = [name for name in output if str(name).startswith(SCORES)] if isinstance(output, Mapping) else []
     if not named:
         return ""

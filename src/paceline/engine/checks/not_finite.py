@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.engine.compute.batch import leaves
 
+Losses = Callable[[], Iterator[Tensor]]
 
-def where(
-    model: torch.nn.Module,
-    parameters: Mapping[str, Tensor],
-    batch: Any,
-    losses: Callable[[], Iterator[Tensor]],
-    backward: bool,
-) -> str:
+
+def where(model: nn.Module, parameters: Mapping[str, Tensor], batch: Any, losses: Losses, backward: bool) -> str:
     """``losses``: computes those of ``batch``, part by part. Empty if all is finite, or no part is here."""
     found: list[str] = []
 
-    def look(name: str, module: torch.nn.Module, output: Any) -> None:
+    def look(name: str, module: nn.Module, output: Any) -> None:
         if not found and not _finite(output):
             found.append(f"{name or 'the model'} ({type(module).__name__})")
 
@@ -51,7 +47,7 @@ def _finite(batch: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in leaves(batch) if leaf.is_floating_point())
 
 
-def _bad_gradient(parameters: Mapping[str, Tensor], losses: Callable[[], Iterator[Tensor]]) -> str:
+def _bad_gradient(parameters: Mapping[str, Tensor], losses: Losses) -> str:
     """The first parameter, from the loss on, whose gradient here is not finite."""
     for parameter in parameters.values():
         parameter.grad = None

@@ -1,6 +1,6 @@
-"""The numbers of an optimizer's groups (learning rate, momentum, decay), which must be everyone's at each step.
+"""The options of an optimizer's groups (learning rate, momentum, decay), which must be equal on all processes.
 
-A checksum of them goes with every vote. Where it differs, all processes tell each other their numbers, once.
+A checksum of them goes with every vote. Where it differs, all processes send each other their numbers, once.
 *Cost*: two microseconds a step for an optimizer of one group.
 """
 
@@ -35,7 +35,7 @@ class Options:
             return zlib.crc32(repr(self.numbers(known=True)).encode())
         names = self._names
         values = [group.get(name) for group in self._optimizer.param_groups for name in names]
-        if any(isinstance(value, Tensor) for value in values):  # whose words leave digits out
+        if any(isinstance(value, Tensor) for value in values):  # whose repr leaves digits out
             values = list(map(_plain, values))
         return zlib.crc32(repr(values).encode())
 
@@ -47,21 +47,21 @@ class Options:
             for i, group in enumerate(self._optimizer.param_groups)
         ]
 
-    def compare(self, said: Sequence[tuple[str, Numbers]]) -> str:
-        """How these differ, or nothing: by no more than rounding. ``said``: (which process, its numbers) of all."""
-        (first, mine), *others = said
+    def compare(self, reported: Sequence[tuple[str, Numbers]]) -> str:
+        """How these differ; empty: by rounding alone. ``reported``: (which process, its numbers) of all."""
+        (first, mine), *others = reported
         faults = []
-        for who, its in others:
+        for process, its in others:
             if len(its) != len(mine):
-                faults.append(f"the optimizer has {len(mine)} groups on {first} and {len(its)} on {who}")
+                faults.append(f"the optimizer has {len(mine)} groups on {first} and {len(its)} on {process}")
                 continue
             for i, (group, other) in enumerate(zip(mine, its, strict=True)):
                 for name in [name for name in self._names if group.get(name) != other.get(name)]:
                     if _close(group.get(name), other.get(name)):
                         self._computed.add((i, name))
                         continue
-                    what = NAMES.get(name, name)
-                    faults.append(f"{what} of group {i} is {group.get(name)} on {first} and {other.get(name)} on {who}")
+                    what = f"{NAMES.get(name, name)} of group {i}"
+                    faults.append(f"{what} is {group.get(name)} on {first} and {other.get(name)} on {process}")
         more = f", and {len(faults) - MAX_NAMED} more like it" if len(faults) > MAX_NAMED else ""
         return ", ".join(faults[:MAX_NAMED]) + more
 

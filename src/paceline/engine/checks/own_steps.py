@@ -1,4 +1,4 @@
-"""Optimizer steps of the script's own, which nobody may make beside a training step."""
+"""Optimizer steps of the script's own, which are an error beside a training step."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody else looks at its steps, who would want to see the gradients."""
+    """Whether another hook looks at its steps, which needs to see the gradients."""
     others = [hook for hook in optimizer._optimizer_step_pre_hooks.values() if not isinstance(hook, OwnSteps)]
     return bool(others or optimizer._optimizer_step_post_hooks)

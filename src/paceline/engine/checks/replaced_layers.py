@@ -75,8 +75,7 @@ class Layout:
         more = f", and {len(found) - MAX_NAMED} more like it" if len(found) > MAX_NAMED else ""
         raise ValueError(
             f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; nobody adds up or copies what "
-            "came "
-            f"later: change the model and make its optimizer before join(), or close() and join again"
+            f"came later: change the model and make its optimizer before join(), or close() and join again"
         )
 
 

@@ -50,7 +50,7 @@ def kinds(one: object) -> Iterator[str]:
     return (f"{kind.__module__}.{kind.__qualname__}" for kind in type(one).__mro__)
 
 
-def _said(one: object, table: dict[str, str]) -> str:
+def _communicates(one: object, table: dict[str, str]) -> str:
     for kind in kinds(one):
         for start, what in table.items():
             if kind.startswith(start):
@@ -63,8 +63,8 @@ def faults(model: nn.Module, optimizer: Any = None) -> list[str]:
     found = []
     for name, module in model.named_modules():
         where = f"layer {name!r}" if name else "the model"
-        if said := _said(module, MODELS):
-            found.append(f"{where} is a {said}; {PLAIN}")
+        if what := _communicates(module, MODELS):
+            found.append(f"{where} is a {what}; {PLAIN}")
             break
         if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
             found.append(f"{where} is DistributedDataParallel with mixed_precision; use join(precision='bf16') instead")
@@ -82,8 +82,8 @@ def faults(model: nn.Module, optimizer: Any = None) -> list[str]:
             f"parameter {early[0]!r} is updated inside backward (_apply_optimizer_in_backward), before gradients are "
             f"added up; leave that out"
         )
-    if optimizer is not None and (said := _said(optimizer, OPTIMIZERS)):
-        found.append(f"the optimizer is a {said}; {PLAIN}")
+    if optimizer is not None and (what := _communicates(optimizer, OPTIMIZERS)):
+        found.append(f"the optimizer is a {what}; {PLAIN}")
     return found
 
 

@@ -75,27 +75,27 @@ def count(batch: Any) -> int:
 
 
 def cut(batch: Any, start: int, stop: int, rows: int, change: Callable[[Tensor], Tensor] = lambda part: part) -> Any:
-    """Some of its ``rows``: of tensors, and of lists of anything else, such as words, which lie as long as they do."""
+    """Some of its ``rows``: of tensors, and of lists of anything else, such as words, of the same length."""
 
-    def words(part: Any) -> Any:
+    def lists(part: Any) -> Any:
         listed = isinstance(part, list) or all(isinstance(each, str | bytes) for each in part)
         return part[start:stop] if listed and len(part) == rows else part
 
-    return mapped(batch, lambda leaf: change(leaf[start:stop]) if leaf.dim() and len(leaf) == rows else leaf, words)
+    return mapped(batch, lambda leaf: change(leaf[start:stop]) if leaf.dim() and len(leaf) == rows else leaf, lists)
 
 
-def mapped(batch: Any, change: Callable[[Tensor], Tensor], words: Callable[[Any], Any] | None = None) -> Any:
-    """The same nesting with every tensor changed, and by ``words`` every list or tuple that holds none."""
+def mapped(batch: Any, change: Callable[[Tensor], Tensor], lists: Callable[[Any], Any] | None = None) -> Any:
+    """The same nesting with every tensor changed, and by ``lists`` every list or tuple that holds none."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
-        return {key: mapped(value, change, words) for key, value in batch.items()}
-    if words and isinstance(batch, tuple | list) and batch and not leaves(batch):
-        return words(batch)
+        return {key: mapped(value, change, lists) for key, value in batch.items()}
+    if lists and isinstance(batch, tuple | list) and batch and not leaves(batch):
+        return lists(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(part, change, words) for part in batch))
+        return type(batch)(*(mapped(part, change, lists) for part in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(mapped(part, change, words) for part in batch)
+        return type(batch)(mapped(part, change, lists) for part in batch)
     return batch
 
 
@@ -153,48 +153,48 @@ def judged(
     ``divided``: these are not all rows of the step, so what cannot be added up over its parts is a ValueError.
     """
     if loss is None:
-        said, means = _own_loss(output), means or Means()
+        result, means = _own_loss(output), means or Means()
     else:
         means = Means()
         with Seen(means):
-            said = loss(output, target(loss, batch))
-    if isinstance(said, tuple) and len(said) == 2 and _is_number(said[0]) and _is_weight(said[1]):
-        return said[0], 1.0, float(said[1]), {}
+            result = loss(output, target(loss, batch))
+    if isinstance(result, tuple) and len(result) == 2 and _is_number(result[0]) and _is_weight(result[1]):
+        return result[0], 1.0, float(result[1]), {}
     times = float(count(batch) if rows is None else rows)
-    if _is_number(said):
-        call, much = means.of(said), means.divisor(said)
+    if _is_number(result):
+        call, much = means.of(result), means.divisor(result)
         if divided:
             refuse(loss, call, means, batch, times)
         if call is None or much is None:
-            return said, times, times, {}
-        return (said, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
-    if isinstance(said, Mapping) and said and all(map(_is_number, said.values())):
-        if len(said) > Vote.MAX_TERMS:
+            return result, times, times, {}
+        return (result, much, much, {}) if much else (call.nothing, 1.0, 0.0, {})
+    if isinstance(result, Mapping) and result and all(map(_is_number, result.values())):
+        if len(result) > Vote.MAX_TERMS:
             raise ValueError(
-                f"the loss returned {len(said)} parts, at most {Vote.MAX_TERMS} are added up over all processes; "
+                f"the loss returned {len(result)} parts, at most {Vote.MAX_TERMS} are added up over all processes; "
                 f"add some of them together"
             )
-        for name, part in said.items() if divided else ():
+        for name, part in result.items() if divided else ():
             refuse_part(str(name), means.of(part), times)
-        terms = {str(name): float(part.detach()) * times for name, part in said.items()}
-        return reduce(operator.add, said.values()), times, times, terms
+        terms = {str(name): float(part.detach()) * times for name, part in result.items()}
+        return reduce(operator.add, result.values()), times, times, terms
     raise ValueError(
-        f"the loss returned {_described(said)}; return one number as a tensor (the mean over rows), a pair (sum, "
+        f"the loss returned {_described(result)}; return one number as a tensor (the mean over rows), a pair (sum, "
         f"weight) with a finite weight >= 0, or a dict of means by name"
     )
 
 
-def counted(said: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:
+def counted(found: Any, batch: Any, rows: int | None = None) -> dict[str, tuple[float, float]]:
     """What a metric returned as (sum, weight) by name: a sum over rows, a (sum, weight), or a dict of these."""
     try:
         whole = count(batch) if rows is None else rows
         return {
             str(name): (float(part[0]), float(part[1])) if isinstance(part, tuple) else (float(part), whole)
-            for name, part in (said.items() if isinstance(said, Mapping) else [("", said)])
+            for name, part in (found.items() if isinstance(found, Mapping) else [("", found)])
         }
     except (TypeError, ValueError, IndexError, RuntimeError):
         raise ValueError(
-            f"the metric returned {_described(said)}; return a sum over rows, a pair (sum, weight), or a dict of these"
+            f"the metric returned {_described(found)}; return a sum over rows, a pair (sum, weight), or a dict of these"
         ) from None
 
 

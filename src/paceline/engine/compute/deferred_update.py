@@ -1,18 +1,18 @@
-"""An update that happens while the next step's forward pass runs: each weight is waited for where it is first read.
+"""Delayed (asynchronous) update during the next forward pass: each weight is waited for where it is first read.
 
-    step k      backward; pieces leave; the vote; `defer`: nothing has been updated yet
-    step k + 1  forward: a torch function that is given a parameter waits for its piece. While it waits, other pieces
+    step k      backward; buckets leave; the vote; `defer`: nothing has been updated yet
+    step k + 1  forward: a torch function that is given a parameter waits for its bucket. While it waits, other buckets
                 that have arrived are applied
-    after it    `wait_pending`: what forward has not read is applied before backward offers pieces of its own
+    after it    `wait_pending`: what forward has not read is applied before backward offers buckets of its own
 
 Any use of the model outside of a step (a call, a ``state_dict``) settles first. Weights that a script reads by itself
 between steps may be those before the last update: call `wait_pending`.
 
-*Laws*: bit by bit the update that waits for all pieces: the same sums, in the same order, with the options (learning
-rate, momentum) of the step that made the gradient. A piece that is not finite is not applied; all others are.
+*Laws*: bit by bit the update that waits for all buckets: the same sums, in the same order, with the options (learning
+rate, momentum) of the step that made the gradient. A bucket that is not finite is not applied; all others are.
 *Source*: forward waits per layer: Jayarajan et al. 2019 (arXiv 1905.03960); Peng et al. 2019 (SOSP).
 
-Whether a step's update may happen while the next forward pass runs: what was asked, what stands against it.
+`choose`: whether a step's update may happen while the next forward pass runs, and each reason against it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from paceline.contract import Engine, Exchange
@@ -33,37 +34,32 @@ from paceline.engine.checks import own_steps
 from paceline.engine.node.optimizer_shards import splits
 from paceline.errors import LinkError, NotFinite
 from paceline.job import Job
-from paceline.messages import Bucket, PendingGradient, Update, UpdateRule
+from paceline.messages import PendingGradient, Update, UpdateRule
 from paceline.registry import EXCHANGE, ONE_PROCESS
 
 
 class DeferredUpdate:
-    """``update(outcome, rule)``: applies pieces that are there; False if they are not finite."""
+    """``update``: applies gradients that are there; False if they are not finite."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Tensor],
-        update: Callable[[Update], bool],
+        self, model: nn.Module, optimizer: Optimizer, parameters: Mapping[str, Tensor], update: Callable[[Update], bool]
     ):
-        self.optimizer, self.parameters, self._update = optimizer, parameters, update
+        self.model, self.optimizer, self.parameters, self._update = model, optimizer, parameters, update
         self.waited_s = 0.0
-        self._coming: dict[int, PendingGradient] = {}  # by spec, in the order in which they arrive
-        self._spec_of: dict[int, int] = {}
+        self._coming: dict[int, PendingGradient] = {}  # by bucket, in the order in which they arrive
+        self._bucket_of: dict[int, int] = {}
         self._used, self._rule = b"", UpdateRule()
         self._then: list[dict[str, Any]] = []  # the optimizer's options when the gradient was made
         self._bad: list[str] = []
         self._reading = self._stepped = False
         self._hooks: list[Any] = []
-        self.model = model
 
     def defer(self, update: Update) -> None:
-        """From now on the pieces are waited for where they are needed."""
+        """From now on the buckets are waited for where they are needed."""
         if not self._hooks:
             self._watch()
         self._coming = {coming.bucket.index: coming for coming in update.pending}
-        self._spec_of = {
+        self._bucket_of = {
             id(self.parameters[name]): coming.bucket.index for coming in update.pending for name in coming.bucket.names
         }
         self._used, self._rule = update.used, update.rule
@@ -77,10 +73,8 @@ class DeferredUpdate:
             self._stepped = True
 
     def _watch(self) -> None:
-        """Once pieces may be coming, whoever uses the model outside of a step settles.
-
-        Functions, not methods: copies of the model carry hooks along, and methods would have this copied too.
-        """
+        """Once buckets may be pending, any use of the model outside of a step waits for them. Functions, not methods:
+        copies of the model carry hooks along, and methods would have this copied too."""
         self._hooks = [
             module.register_forward_pre_hook(lambda module, _: self._called(module)) for module in self.model.modules()
         ]
@@ -112,10 +106,10 @@ class DeferredUpdate:
         self.wait_pending()
 
     def look(self, given: Any) -> None:
-        """Waits for the pieces of all parameters in these arguments of a function."""
+        """Waits for the buckets of all parameters in these arguments of a function."""
         for each in given:
             if isinstance(each, Tensor):
-                if (index := self._spec_of.get(id(each))) in self._coming:
+                if (index := self._bucket_of.get(id(each))) in self._coming:
                     self._need(index)
             elif isinstance(each, list | tuple):
                 self.look(each)
@@ -149,13 +143,14 @@ class DeferredUpdate:
             self._coming = {index: coming, **self._coming}  # interrupted: it is still to be waited for
             raise
         self.waited_s += time.perf_counter() - start
-        device = self.parameters[coming.bucket.names[0]].device.type
+        names = coming.bucket.names
+        device = self.parameters[names[0]].device.type
         unseen = torch._C.DisableTorchFunction()  # the optimizer reads other weights, which may be still to come
         with unseen, torch.no_grad(), torch.autocast(device, enabled=False), self._as_then():
             if not self._update(Update([gradient], self._used, self._rule)):
-                self._bad.append(_named(coming.bucket))
-        for name in coming.bucket.names:
-            self.parameters[name].grad = None  # the next piece's update must not see it again
+                self._bad.append(f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
+        for name in names:
+            self.parameters[name].grad = None  # the next bucket's update must not see it again
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
@@ -176,7 +171,7 @@ class DeferredUpdate:
         raise NotFinite(
             f"the gradient of step {self._rule.step} is not finite ({names}), learning rate "
             f"{', '.join(f'{rate:g}' for rate in rates)}. With overlap='forward' this is found while the next step "
-            f"runs: the weights of {names} are those before step {self._rule.step}, all others those after it. Go on "
+            f"runs: the weights of {names} are those before step {self._rule.step}, all others those after it. Resume "
             f"from a checkpoint; lower the learning rate, add warm-up, or use overlap='backward', which finds it "
             f"before any weight has changed"
         )
@@ -202,24 +197,20 @@ class _Reading(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _named(bucket: Bucket) -> str:
-    return f"{', '.join(bucket.names[:3])}{' ...' if len(bucket.names) > 3 else ''}"
-
-
 ACCEPTED = ("backward", "forward")
 
 
-def given(asked: str | None) -> str:
-    """``asked``: None: PACELINE_OVERLAP, else "backward". Raises ValueError."""
-    said = os.environ.get("PACELINE_OVERLAP") or "backward" if asked is None else asked
-    if said not in ACCEPTED:
-        raise ValueError(f"join: overlap is one of {', '.join(ACCEPTED)}, got {said!r}")
-    return said
+def given(requested: str | None) -> str:
+    """``requested``: None: PACELINE_OVERLAP, else "backward". Raises ValueError."""
+    overlap = os.environ.get("PACELINE_OVERLAP") or "backward" if requested is None else requested
+    if overlap not in ACCEPTED:
+        raise ValueError(f"join: overlap is one of {', '.join(ACCEPTED)}, got {overlap!r}")
+    return overlap
 
 
-def choose(asked: str | None, job: Job, row: str, engine: Engine, exchange: Exchange) -> str:
+def choose(requested: str | None, job: Job, row: str, engine: Engine, exchange: Exchange) -> str:
     """As `given`. Raises ValueError with every reason against "forward"."""
-    chosen = given(asked)
+    chosen = given(requested)
     if chosen == "backward":
         return chosen
     numerics = getattr(engine, "numerics", None)

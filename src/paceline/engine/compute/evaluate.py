@@ -1,4 +1,4 @@
-"""A metric over a dataset: every sample counted once, shared out among all processes."""
+"""Distributed evaluation: a metric over a dataset, every sample counted once, divided among all processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ def evaluate(
     rows: int,
     change: Callable[[Any], Any] = lambda rows: rows,
 ) -> Any:
-    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time,
-    changed as ``change`` does.
-
-    None where nodes were lost or came meanwhile, so that samples were left out or counted twice: the same to everyone.
-    """
+    """Means by name; a number alone where the metric has no names. ``rows`` go through the model at a time, changed as
+    ``change`` does. None, in every process, where nodes failed or joined meanwhile, so that samples were left out or
+    counted twice."""
     team = [control.generation, assignment.num_nodes]
     source = batches.as_source(dataset)
     chosen = batches.samples(dataset, source)
@@ -50,16 +48,16 @@ def evaluate(
         for module in training:
             module.training = True
     whole: dict[str, tuple[float, float]] = {}
-    said = [json.loads(words) for words in control.all_gather(json.dumps([team, assignment.node, sums]).encode())]
-    if any(its_team != team for its_team, _, _ in said) or len({node for _, node, _ in said}) < assignment.num_nodes:
+    received = list(map(json.loads, control.all_gather(json.dumps([team, assignment.node, sums]).encode())))
+    if any(its != team for its, _, _ in received) or len({node for _, node, _ in received}) < assignment.num_nodes:
         return None
-    for _, _, its_sums in said:
+    for _, _, its_sums in received:
         _add(whole, its_sums)
     means = {name: value / weight if weight else float("nan") for name, (value, weight) in whole.items()}
     return means[""] if set(means) == {""} else means
 
 
-def _add(sums: dict[str, tuple[float, float]], said: Any) -> None:
-    for name, (value, weight) in said.items():
+def _add(sums: dict[str, tuple[float, float]], more: Any) -> None:
+    for name, (value, weight) in more.items():
         old = sums.get(name, (0.0, 0.0))
         sums[name] = old[0] + value, old[1] + weight

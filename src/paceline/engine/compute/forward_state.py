@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engine.checks.norm_layers import over_batches
+from paceline.exchange.flow.broadcast import mark
 
 STEPS = 2
 MAX_BYTES = 1 << 30  # of parameters that do not train, which may be copied to see whether they change
@@ -62,14 +63,14 @@ class Moving:
             return
         for name, each in self.tensors().items():
             copied = first and each.layout == torch.strided and (self.copies or name not in self.frozen)
-            self._was[name] = (each, *_marks(each), each.detach().clone() if copied else None)
+            self._was[name] = (each, *mark(each), each.detach().clone() if copied else None)
 
     def end(self) -> None:
         if not self._was:
             return
         for name, each in self.tensors().items():
             tensor, version, place, copied = self._was.get(name, (None, 0, 0, None))
-            marked = each is tensor and _marks(each) == (version, place)
+            marked = each is tensor and mark(each) == (version, place)
             if not marked or (copied is not None and not _same(each, copied)):
                 self.found.add(name)
         self._was = {}
@@ -95,7 +96,7 @@ class Moving:
         """Within, as in evaluation, forward may change these tensors; afterwards they are as before."""
         followed = self.keep()
         buffers = [
-            (module._buffers, name, each, _marks(each), each.clone())
+            (module._buffers, name, each, mark(each), each.clone())
             for module in self.model.modules()
             for name, each in module._buffers.items()
             if each is not None and each.layout == torch.strided
@@ -107,7 +108,7 @@ class Moving:
             for table, name, each, marks, was in buffers:
                 now = table.get(name)
                 # what forward makes anew in another size belongs to what it keeps elsewhere: a cache
-                if now is not None and now.shape == was.shape and (now is not each or _marks(each) != marks):
+                if now is not None and now.shape == was.shape and (now is not each or mark(each) != marks):
                     table[name] = each.copy_(was)
 
     @staticmethod
@@ -116,14 +117,6 @@ class Moving:
             if each.data_ptr() != data.data_ptr():
                 each.data = data
             data.copy_(was)
-
-
-def _marks(each: Tensor) -> tuple[int, int]:
-    """torch's count of its changes, and where it lies."""
-    return (
-        0 if each.is_inference() else each._version,
-        each.data_ptr() if each.layout == torch.strided else 0,
-    )
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

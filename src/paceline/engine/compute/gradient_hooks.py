@@ -1,11 +1,11 @@
-"""One backward pass, piece by piece: which parameters leave together, when each is ready, and as what.
+"""One backward pass, bucket by bucket: which parameters leave together, when each is ready, and as what.
 
 A fully-connected layer's weight gradient is ``left.T @ right``: left is the gradient of the layer's
 output, right its input, one row per sample. In the FACTORS form the weight takes no part in its
 module's graph, so that product is never made here, and both factors are caught instead. A gradient
 that reaches such a weight all the same comes from another use (tied, functional, in the loss): then
 the factors are not the whole gradient, the vote says so, and the step is redone with the weight DENSE.
-Whoever asks for the gradient of such a weight inside of forward or loss is given the product.
+A gradient of such a weight that forward or loss asks for is the product.
 
 *Source*: factors as messages: Xie et al. 2016 (UAI); Zhang et al. 2017 (arXiv 1706.03292), section 3.
 """
@@ -41,7 +41,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, find_linear: bool = True) -> tuple[tuple[Bucket, ...], dict[str, list[nn.Linear]]]:
-    """Specs in backward order, and for each weight that may travel as factors its modules."""
+    """Buckets in backward order, and for each weight that may travel as factors its modules."""
     linears: dict[int, list[nn.Linear]] = {}
     uses: dict[int, int] = {}
     for module in model.modules():
@@ -125,7 +125,7 @@ def _uses(tensor: Tensor) -> int:
 
 @cache
 def _own_uses() -> tuple[int, int]:
-    """Of a gradient's memory that is nobody else's: after the passes, and as a hook finds it."""
+    """Of a gradient's memory that no other tensor uses: after the passes, and as a hook finds it."""
     leaf, seen = torch.zeros(1, requires_grad=True), list[int]()
     leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(_uses(leaf.grad)))  # type: ignore[no-untyped-call]
     with torch.enable_grad():
@@ -140,17 +140,17 @@ def _shared(grad: Tensor, early: bool) -> bool:
 
 
 class Backward:
-    """Hooks on a model that turn each of its backward passes into pieces."""
+    """Hooks on a model that turn each of its backward passes into gradients by bucket."""
 
     def __init__(self, model: nn.Module, hook_layers: bool = True):
         """``hook_layers``: watch fully-connected layers for their factors; what is compiled should not be."""
-        _own_uses()  # which within a backward nobody can find out
+        _own_uses()  # cached here: within a backward pass it cannot be found out
         self.buckets, factored = cut(model, hook_layers)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names = tuple(name for bucket in self.buckets for name in bucket.names)
         self._pass: Pass | None = None
         self._nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._looked = self._late = False  # pieces leave once all is over, where a backward runs others inside
+        self._looked = self._late = False  # buckets leave once all is over, where a backward runs others inside
         self.rounded = False  # all is computed in 16 bits, but where a model says otherwise
         self._hooks: list[Any] = []
         self._watches: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class Backward:
                 self._firsts[module] = self._hooks[-1].id
 
     def watch(self, early: bool = True) -> None:
-        """Whether pieces leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
+        """Whether buckets leave as soon as they are whole; where none has far to go, looking at the end is cheaper."""
         for hook in self._watches.values():
             hook.remove()
         self._watches = {
@@ -314,7 +314,7 @@ class Backward:
             )
         ready.add(name)
         if next(reversed(self.parameters[name]._post_accumulate_grad_hooks)) != self._watches[name].id:
-            state.later.add(bucket.index)  # who comes after us may change it still
+            state.later.add(bucket.index)  # a later hook may change it still
         if len(ready) == len(bucket.names) and bucket.index not in state.later:
             self._emit(state, bucket, early=True)
 
@@ -350,9 +350,8 @@ class Backward:
         caught = [call for call in state.calls.get(bucket.index, ()) if call.left is not None]
         weight = self.parameters[bucket.names[0]]
         if not caught:
-            return Gradient(
-                bucket, output_grad=weight.new_zeros(0, out_features), layer_input=weight.new_zeros(0, in_features)
-            )
+            none = weight.new_zeros(0, out_features), weight.new_zeros(0, in_features)
+            return Gradient(bucket, output_grad=none[0], layer_input=none[1])
         state.used.update(bucket.names)
         # (..., out) -> (rows, out); (..., in) -> (rows, in)
         # autocast hands them over in 16 bits or mixed; the weight's gradient is of the weight's type

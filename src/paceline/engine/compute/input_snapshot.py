@@ -1,6 +1,6 @@
 """A step's batch as it was before: a model may change its input in place, and the step may be computed again.
 
-A model's buffers, as those know them who must copy, restore and share them.
+A model's buffers, dense and sparse, for copying, restoring and broadcasting them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.engine.compute.batch import leaves
 
 
 class InputSnapshot:
-    """Copies only as long as nobody knows that a model leaves its inputs as they are, which the first step shows."""
+    """Copies only until the first step has shown that the model leaves its inputs as they are."""
 
     def __init__(self) -> None:
         self._change: bool | None = None
@@ -65,11 +65,9 @@ def solidify(model: nn.Module) -> None:
     """Gives each buffer that repeats one value (expanded) memory of its own, so that it can be written to."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if (
-                buffer is not None
-                and buffer.layout == torch.strided
-                and any(stride == 0 and n > 1 for stride, n in zip(buffer.stride(), buffer.shape, strict=True))
-            ):
+            if buffer is None or buffer.layout != torch.strided:
+                continue
+            if any(stride == 0 and n > 1 for stride, n in zip(buffer.stride(), buffer.shape, strict=True)):
                 module._buffers[name] = buffer.contiguous()
 
 

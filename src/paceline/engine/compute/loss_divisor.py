@@ -25,18 +25,12 @@ from torch.nn import _reduction
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-IGNORED = -100  # torch's own word for a target that does not count
+IGNORED = -100  # torch's own default for a target that does not count
 # where their targets lie among the arguments
 CLASSES = {F.cross_entropy: 1, F.nll_loss: 1, getattr(F, "linear_cross_entropy", None): 2}
 ELEMENTS = {
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.poisson_nll_loss, F.soft_margin_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 }
 LABELS = "label", "target"  # in the names of what a loss reads
 INPUTS = "ids", "mask", "position"  # and in those of what only a model does, as `transformers` calls it
@@ -52,13 +46,13 @@ class Call:
     value: Tensor
     version: int
     args: Sequence[Any]
-    words: Mapping[str, Any]
+    options: Mapping[str, Any]
 
     @property
     def reduction(self) -> str:
-        legacy = self.words.get("size_average"), self.words.get("reduce")
+        legacy = self.options.get("size_average"), self.options.get("reduce")
         if legacy == (None, None):
-            return str(self.words["reduction"])
+            return str(self.options["reduction"])
         return str(_reduction.legacy_get_string(*legacy, emit_warning=False))
 
     @property
@@ -71,7 +65,7 @@ class Call:
 
     @property
     def counts(self) -> Tensor | None:
-        target, ignored = self.classes, self.words.get("ignore_index")
+        target, ignored = self.classes, self.options.get("ignore_index")
         return None if target is None else target != (IGNORED if ignored is None else ignored)
 
     def divisor(self, elements: bool) -> float | None:
@@ -83,7 +77,7 @@ class Call:
             shapes = [each.shape for each in self.args[:2] if isinstance(each, Tensor)]
             known = elements and self.function in ELEMENTS
             return float(torch.Size(torch.broadcast_shapes(*shapes)).numel()) if known else None  # type: ignore[no-untyped-call]
-        weights = self.words.get("weight")
+        weights = self.options.get("weight")
         if weights is None:
             return float(counts.sum())
         return float(weights[target.where(counts, 0)].where(counts, 0).sum())
@@ -93,7 +87,7 @@ class Call:
         counts, many = self.counts, max(1, int(rows))
         if counts is None or self.reduction != "mean":
             return True
-        if self.words.get("weight") is not None or counts.numel() % many:
+        if self.options.get("weight") is not None or counts.numel() % many:
             return False
         left_out = (~counts).reshape(many, -1).sum(1)
         return bool((left_out == left_out[0]).all()) and int(left_out[0]) <= 1
@@ -112,17 +106,17 @@ class Means:
         self.calls: list[Call] = []
         self.elements = elements
 
-    def note(self, function: Any, value: Any, args: Sequence[Any], words: Mapping[str, Any]) -> None:
-        if "reduction" in words and isinstance(value, Tensor) and not value.dim() and not value.is_inference():
-            self.calls.append(Call(function, value, value._version, args, words))
+    def note(self, function: Any, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        if "reduction" in options and isinstance(value, Tensor) and not value.dim() and not value.is_inference():
+            self.calls.append(Call(function, value, value._version, args, options))
 
-    def of(self, said: Any) -> Call | None:
-        """The call that gave this, and nobody changed it since."""
-        found = (call for call in self.calls if call.value is said and said._version == call.version)
+    def of(self, loss: Any) -> Call | None:
+        """The call that gave this, if it was not changed since."""
+        found = (call for call in self.calls if call.value is loss and loss._version == call.version)
         return next(found, None)
 
-    def divisor(self, said: Any) -> float | None:
-        call = self.of(said)
+    def divisor(self, loss: Any) -> float | None:
+        call = self.of(loss)
         return call.divisor(self.elements) if call else None
 
 
@@ -195,7 +189,7 @@ def refuse(loss: Any, call: Call | None, means: Means, batch: Any, rows: float) 
             )
         return
     if loss is not None:
-        return  # what else a function of the user's does with a mean, nobody knows
+        return  # what else a function of the user's does with a mean is not known
     unlike = any(not each.alike(rows) for each in means.calls) or _has_ignored(batch)
     if unlike:
         raise ValueError(

@@ -66,11 +66,8 @@ def finish(
     rule: UpdateRule,
     whole: Callable[[float], float],
 ) -> tuple[bool, float | None]:
-    """Updates ``dense`` parameters by their .grad, the others by their factors.
-
-    ``whole`` completes this process's sum of squares to the node's. Returns whether the update was made, and the
-    norm of the gradient where the rule needed it.
-    """
+    """Updates ``dense`` parameters by their .grad, the others by their factors. ``whole`` completes this process's sum
+    of squares to the node's. Returns whether the update was made, and the gradient's norm where the rule needed it."""
     grads = [p.grad for p in dense if p.grad is not None]
     factor, norm = rule.scale, None
     if rule.clip is not None or rule.check:

@@ -1,10 +1,9 @@
-"""In what the numbers are computed: layout, precision, fused updates, compilation. A small axis beside the engine.
+"""Numerics: memory layout, precision, fused updates, compilation. A small axis beside the engine.
 
-A row of the plan is an engine and such words: "processes:2+channels_last+bf16".
+A configuration is an engine and such words: "processes:2+channels_last+bf16".
 
-Loss scaling for fp16: gradients are computed larger by a power of two, so that small ones do not vanish.
-
-A step whose gradient overflows is skipped and the scale halved; after many good steps it doubles.
+Loss scaling for fp16: gradients are computed larger by a power of two, so that small ones do not vanish. A step whose
+gradient overflows is skipped and the scale halved; after many good steps it doubles.
 *Source*: Micikevicius et al. 2018 (arXiv 1710.03740), section 3.2.
 """
 
@@ -35,8 +34,8 @@ class Numerics:
     @classmethod
     def parse(cls, words: Sequence[str]) -> Numerics:
         """Raises ValueError for a word that is not known, or two that exclude each other."""
-        if strange := [word for word in words if word not in WORDS]:
-            raise ValueError(f"no numerics named {', '.join(map(repr, strange))}; known: {', '.join(WORDS)}")
+        if unknown := [word for word in words if word not in WORDS]:
+            raise ValueError(f"no numerics named {', '.join(map(repr, unknown))}; known: {', '.join(WORDS)}")
         if "bf16" in words and "fp16" in words:
             raise ValueError("bf16 and fp16 exclude each other; choose one")
         precision = next((word for word in words if word in PRECISION), "fp32")

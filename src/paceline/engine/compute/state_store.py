@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from paceline.messages import RowRange, Target
 
+Part = list[tuple[int, int, int]]  # which tensor, from which of its values, to which
+
 
 def numbered(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Each parameter's number in the optimizer's ``state_dict``, by each of its names.
-
-    None where that ``state_dict`` holds more than the state of this model's parameters.
-    """
+    """Each parameter's number in the optimizer's ``state_dict``, by each of its names. None where that ``state_dict``
+    holds more than the state of this model's parameters."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(given)}
     named = model.named_parameters(remove_duplicate=False)
@@ -105,3 +105,24 @@ def states(weights: Sequence[Tensor], optimizer: Optimizer) -> dict[int, Mapping
         places[p.data_ptr()]: {k: v for k, v in sorted(optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)}
         for p in owned
     }
+
+
+def in_parts(numels: Sequence[int], each: int, whole: bool = False) -> list[Part]:
+    """Parts of ``each`` values, the last of what is left; ``whole``: no tensor is cut, and a part is at least as long.
+
+    *Laws*: every value is in one part; the order is that of the tensors.
+    """
+    parts: list[Part] = []
+    part: Part = []
+    room = each
+    for index, numel in enumerate(numels):
+        start = 0
+        while start < numel:
+            stop = numel if whole else min(numel, start + room)
+            part.append((index, start, stop))
+            room -= stop - start
+            start = stop
+            if room <= 0:
+                parts.append(part)
+                part, room = [], each
+    return [*parts, part] if part else parts

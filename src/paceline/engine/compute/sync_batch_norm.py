@@ -1,4 +1,4 @@
-"""Batch normalisation over everyone's samples: the statistics of one process on the global batch.
+"""Synchronised batch normalisation, over all processes' samples: the statistics of one process on the global batch.
 
     forward     count, sum and sum of squares per channel, added over all processes of all nodes
     backward    two sums per channel of the output's gradient, added likewise
@@ -33,61 +33,36 @@ from torch.utils import checkpoint
 from paceline.engine.node.local_group import LocalGroupError
 
 Total = Callable[[Tensor], Tensor]
+Maybe = Tensor | None
 
 
 @dataclass
 class _Call:
-    """What a layer asks of ``batch_norm``."""
+    """The arguments of ``torch.nn.functional.batch_norm``."""
 
-    x: Tensor
-    mean: Tensor | None
-    variance: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    training: bool
-    momentum: float
-    eps: float
-
-
-def _functional(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Call:
-    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    input: Tensor
+    running_mean: Maybe
+    running_var: Maybe
+    weight: Maybe = None
+    bias: Maybe = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
-def _native(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> _Call:
-    return _Call(input, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-KNOWN: dict[Any, Callable[..., _Call]] = {
-    torch.nn.functional.batch_norm: _functional,
-    torch.batch_norm: _native,
-    torch.ops.aten.batch_norm: _native,
-    torch.ops.aten.batch_norm.default: _native,
-}
+# each function, and how its arguments are read
+KNOWN: dict[Any, Callable[..., _Call]] = {torch.nn.functional.batch_norm: _Call} | dict.fromkeys(
+    (torch.batch_norm, torch.ops.aten.batch_norm, torch.ops.aten.batch_norm.default),
+    lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True: _Call(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    ),
+)
 
 
 class SyncBatchNorm:
-    """The batch norm of a model; while converted, it uses everyone's samples in training.
+    """The batch norm of a model; while converted, it uses all processes' samples in training.
 
-    ``total`` adds a float64 vector over everyone; only while ``inside()`` is it called, so that a forward
+    ``total`` adds a float64 vector over all processes; only while ``inside()`` is it called, so that a forward
     pass outside of a step is this process's own. Names, parameters and modules stay the same.
     """
 
@@ -96,12 +71,12 @@ class SyncBatchNorm:
         self._covered: dict[nn.Module, Any] = {}  # and the forward that it had of its own
         self._here = threading.local()
         self.answered: set[int] = set()  # the statistics that calls have brought, by id
+        self._nameless = 0
         self._number()
 
     def _number(self) -> None:
         self._tensors = [*self.model.buffers(), *self.model.parameters()]
         self._numbers = {id(each): number for number, each in enumerate(self._tensors)}
-        self._nameless = 0
 
     def convert(self, total: Total, inside: Callable[[], bool] = lambda: True) -> None:
         self.total, self.inside = total, inside
@@ -150,8 +125,8 @@ class SyncBatchNorm:
                 module.forward = own
         self._covered = {}
 
-    def hear(self, vector: Tensor) -> None:
-        """What was added up while this process had no samples: its running statistics are everyone's all the same."""
+    def receive(self, vector: Tensor) -> None:
+        """A sum made while this process had no samples: its running statistics are still those of all processes."""
         place, backward = divmod(int(vector[1] / vector[0]), 2)
         if backward or place >= len(self._tensors):
             return
@@ -167,17 +142,15 @@ class SyncBatchNorm:
 
     def normalise(self, call: _Call) -> Tensor:
         self._cover_caller()
-        self.answered |= {id(call.mean), id(call.variance)}
+        self.answered |= {id(call.running_mean), id(call.running_var)}
         return _normalise(call, _Tagged(self.total, 2 * self._place(call)))
 
     def _place(self, call: _Call) -> int:
-        """A number that this call has in every process: that of its statistics or weight, else its turn in the step."""
-        keys = [each for each in (call.mean, call.weight) if each is not None]
+        """This call's number in every process: that of its statistics or weight, else its place in the step."""
+        keys = [each for each in (call.running_mean, call.weight) if each is not None]
         for again in (False, True):
             if again:
-                turn = self._nameless
                 self._number()  # tensors may have been put in the place of others
-                self._nameless = turn
             for key in keys:
                 if (number := self._numbers.get(id(key))) is not None:
                     return number
@@ -185,7 +158,7 @@ class SyncBatchNorm:
         return len(self._tensors) + self._nameless - 1
 
     def _cover_caller(self) -> None:
-        """Whoever computes it again in backward must find it answered there, too."""
+        """A caller that computes it again in backward must find it answered there, too."""
         frame: FrameType | None = sys._getframe(3)
         while frame:
             caller = frame.f_locals.get("self")
@@ -231,7 +204,7 @@ class _Tagged:
         return self._sum(numbers, direction)[2:].to(numbers.device)
 
     def mean_of_first(self, numbers: Tensor) -> tuple[float, Tensor]:
-        """(the mean of everyone's first number, the sums of all others), forward."""
+        """(the mean of all processes' first number, the sums of all others), forward."""
         whole = self._sum(numbers, 0)
         return float(whole[2] / whole[0]), whole[3:].to(numbers.device)
 
@@ -248,7 +221,7 @@ class _Tagged:
 
 
 def _normalise(call: _Call, total: _Tagged) -> Tensor:
-    x = call.x
+    x = call.input
     dims = [d for d in range(x.dim()) if d != 1]
     count = x.numel() // x.shape[1]
     with torch.no_grad():
@@ -261,7 +234,7 @@ def _normalise(call: _Call, total: _Tagged) -> Tensor:
         whole, mean, variance = _statistics(sums)
         if whole <= 1:
             raise ValueError(f"batch norm needs more than 1 value per channel over all processes, got {whole:g}")
-        _remember(call.mean, call.variance, momentum, whole, mean, variance)
+        _remember(call.running_mean, call.running_var, momentum, whole, mean, variance)
     normalised: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
         x, call.weight, call.bias, mean.to(wide.dtype), variance.to(wide.dtype), call.eps, whole, total
     )
@@ -276,12 +249,7 @@ def _statistics(sums: Tensor) -> tuple[float, Tensor, Tensor]:
 
 
 def _remember(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    whole: float,
-    mean: Tensor,
-    variance: Tensor,
+    running_mean: Maybe, running_var: Maybe, momentum: float, whole: float, mean: Tensor, variance: Tensor
 ) -> None:
     """The running variance is of the unbiased one."""
     for running, now in ((running_mean, mean), (running_var, variance * (whole / (whole - 1)))):
@@ -289,31 +257,22 @@ def _remember(
             running.mul_(1 - momentum).add_(now.to(running), alpha=momentum)
 
 
-def _wide(weight: Tensor | None, mean: Tensor) -> Tensor | None:
+def _wide(weight: Maybe, mean: Tensor) -> Maybe:
     """PyTorch's kernel wants weights of 16 bits beside statistics of as many, or both in 32."""
     return None if weight is None else weight.to(mean.dtype)
 
 
 class _Normalise(torch.autograd.Function):
-    """y = weight (x - mean) / sqrt(variance + eps) + bias, with statistics that depend on everyone's x."""
+    """y = weight (x - mean) / sqrt(variance + eps) + bias, with statistics that depend on all processes' x."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        eps: float,
-        whole: float,
-        total: _Tagged,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, variance: Tensor, *rest: Any) -> Tensor:
+        """``rest``: eps, the count of all samples, their `_Tagged`."""
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.types = [None if each is None else each.dtype for each in (weight, bias)]
-        ctx.eps, ctx.whole, ctx.total = eps, whole, total
+        ctx.eps, ctx.whole, ctx.total = rest
         weight, bias = _wide(weight, mean), _wide(bias, mean)
-        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+        return torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, ctx.eps)
 
     @staticmethod
     @once_differentiable

@@ -28,10 +28,10 @@ SAMPLE = 1 << 18  # values
 class Timeline:
     """*Units*: seconds. ``rows``: samples in the step.
 
-    ``forward``: layers in order. ``backward``: for each form, the pieces in the order in which they were ready, and
+    ``forward``: layers in order. ``backward``: for each form, the buckets in the order in which they were ready, and
     the seconds since the one before. ``buckets``: ``linear`` where factors are the whole gradient. ``factor_rows`` and
-    ``products``, per spec: rows of its factors, and what it takes to multiply them out. ``update``: by dense gradients;
-    ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per spec: what
+    ``products``, per bucket: rows of its factors, and seconds of multiplying them out. ``update``: by dense gradients;
+    ``factored_update``: by factors of these rows, wherever they fit (0.0: not known). ``packed``, per bucket: what
     packing leaves of its bytes, dense and as factors.
     """
 
@@ -53,7 +53,7 @@ class Timeline:
         return sum(s for _, s in self.forward) + backward + self.updating(own)
 
     def updating(self, rows: Mapping[int, int]) -> float:
-        """Where these pieces come as factors of so many rows, of all nodes, and the others dense: as `probe.line`."""
+        """Where these buckets come as factors of so many rows, of all nodes, and the others dense: as `probe.line`."""
         own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
         alone = sum(self.products[i] for i in own)
         if self.factored_update:
@@ -130,7 +130,7 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
     The steps are real: the model is another one afterwards. Give it weights of its own.
     """
     if isinstance(backward := getattr(engine, "backward", None), Backward):
-        backward.watch()  # alone, a node does not look at when its pieces are ready
+        backward.watch()  # alone, a node does not look at when its buckets are ready
     forwards, dense, factors, updates, factored = [], [], [], [], []
     products: dict[int, list[float]] = {}
     forms = [DENSE] * len(engine.buckets)
@@ -175,12 +175,10 @@ def record(engine: contract.Engine, model: torch.nn.Module, batch: Any, passes: 
 
 
 def _packed(outcome: StepOutcome) -> dict[int, float]:
-    """What packing leaves of each piece, by a sample of it; 1.0 for what would not be packed."""
+    """What packing leaves of each bucket, by a sample of it; 1.0 for what would not be packed."""
     found = {}
     for gradient in outcome.gradients:
-        sides = [
-            side.reshape(-1) for side in (gradient.flat, gradient.output_grad, gradient.layer_input) if side is not None
-        ]
+        sides = [side.reshape(-1) for side in gradient.parts]
         num_bytes = sum(side.nbytes for side in sides)
         packable = num_bytes >= MIN_BYTES and all(map(fits, sides))
         found[gradient.bucket.index] = 1.0
@@ -193,7 +191,7 @@ def _packed(outcome: StepOutcome) -> dict[int, float]:
 def _step(
     engine: contract.Engine, model: torch.nn.Module, batch: Any, forms: Sequence[str]
 ) -> tuple[list[tuple[str, float]], list[tuple[int, float]], StepOutcome]:
-    """(seconds of each layer, seconds until each piece after the one before, what an update needs)."""
+    """(seconds of each layer, seconds until each bucket after the one before, what an update needs)."""
     layers: list[tuple[str, float]] = []
     ready: list[tuple[int, float]] = []
     gradients: list[Gradient] = []

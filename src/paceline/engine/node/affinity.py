@@ -3,10 +3,8 @@
 Affinity is narrowed for all threads of the process that have the mask it began with, and given back. A container may
 see all cores of a machine and use the time of a few: there are no more threads than these.
 
-Memory that a step frees stays with the process, for the next step.
-
-glibc gives it back and asks for it again, page by page: of a small convolutional net's step, that was a third.
-Only the heap is kept, and no more than KEPT_BYTES that nobody uses; larger blocks come and go as before.
+Memory that a step frees stays with the process, for the next step. glibc gives it back and asks for it again, page by
+page: of a small convolutional net's step, that was a third. Only the heap is kept, and at most KEPT_BYTES of it unused.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ def physical(cpus: set[int], root: Path = CPUS) -> list[list[int]]:
 
 
 def share(rank: int, size: int, cpus: set[int], root: Path = CPUS, allowed: int = 0) -> tuple[set[int], int]:
-    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes everyone has all.
-
-    ``allowed``: by `quota.cores`, to all of them.
-    """
+    """(cpus of this one of ``size``, intra-op threads for them). With fewer cpus than processes each has all.
+    ``allowed``: by `cgroup_limits.cores`, to all of them."""
     cores = physical(cpus, root)
     if len(cores) < size:
         cores = [[cpu] for core in cores for cpu in core]
@@ -61,9 +57,9 @@ LARGE_BYTES = 32 << 20  # the largest that glibc takes
 
 
 def keep() -> bool:
-    """Whether it could be asked for: on glibc, and where the user has not said otherwise."""
-    said = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    if any(name in os.environ for name in said) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    """Whether the heap is kept from now on: on glibc, and where the user has not set it otherwise."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    if any(name in os.environ for name in names) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,11 +1,11 @@
-"""Small sums in the middle of a step, over threads, processes and nodes: what batch norm over everyone needs.
+"""Small all-reduces in the middle of a step, over threads, processes and nodes: for synchronised batch norm.
 
     ThreadReduce  the replicas of one process, as threads
-    InStepReduce  the processes of a node by a line to local rank 0, and the nodes by its link
+    InStepReduce  the processes of a node by a socket to local rank 0, and the nodes by its link
 
-At the start of a step all say whether they have rows. Those who have none compute nothing: local rank 0
-then only serves the others of its node, and a node without rows adds zeros until the others have ended.
-What was added up is told in the end to those who did not hear it.
+At the start of a step each process reports whether it has rows. One without rows computes nothing: local rank 0 then
+only serves the others of its node, and a node without rows adds zeros until the others have ended. At the end the sums
+are sent to the processes that took no part.
 
 *Cost*: one message each way per process and sum; one vote per step; over nodes one more message per sum in
 a step in which some node has no rows.
@@ -35,9 +35,9 @@ class InStepReduce:
         self.leads = local_group is None or local_group.rank == 0
         self._stale = False
         self._link(link)
-        self.hear: Callable[[Tensor], None] = lambda vector: None
+        self.receive: Callable[[Tensor], None] = lambda vector: None
         self._inside = False
-        self.waited_s = 0.0  # in all steps so far, for those who are slower
+        self.waited_s = 0.0  # in all steps so far, for slower processes
 
     def _link(self, link: transport.Link | None) -> None:
         self.lane = link.lane("norm") if self.leads and link is not None and link.size > 1 else None
@@ -71,14 +71,14 @@ class InStepReduce:
     def _begin(self, present: bool) -> None:
         if self._stale and self.local_group:
             self.local_group.close()
-            doubts = self.local_group.failure_detector
+            detector = self.local_group.failure_detector
             self.local_group = LocalGroup(self.local_group.rank, self.local_group.size, f"{self.local_group.name}+")
-            self.local_group.failure_detector = doubts
+            self.local_group.failure_detector = detector
         self._stale = False
         rows = self.local_group.gather([float(present)], DOING) if self.local_group else [[float(present)]]
         self._here = [rank for rank, (here,) in enumerate(rows) if here]
         self._absent = [rank for rank, (here,) in enumerate(rows) if rank and not here]
-        self._said: list[Tensor] = []
+        self._sums: list[Tensor] = []
         if self.lane:
             nodes = self.lane.sum(torch.tensor([float(bool(self._here))], dtype=torch.float64), DOING).wait()
             self._all_nodes = float(nodes[0]) == self.lane.size
@@ -100,7 +100,7 @@ class InStepReduce:
             return whole
 
     def _serve(self, vector: Tensor | None) -> Tensor | None:
-        """One sum, given to those of this node who are in it; None when they have ended."""
+        """One sum, sent to the processes of this node that take part; None when they have ended."""
         local_group, peers = self.local_group, [rank for rank in self._here if rank]
         parts = [] if vector is None else [vector]
         for peer in peers:
@@ -145,30 +145,30 @@ class InStepReduce:
             if present and 0 not in self._here:
                 self.local_group.send(0, b"e")
             while not present and self.local_group.peek(0) == b"n":
-                self.hear(_numbers(self.local_group.recv_long(0, b"n", DOING)))
+                self.receive(_numbers(self.local_group.recv_long(0, b"n", DOING)))
             if not present:
                 self.local_group.expect(0, b"e", DOING)
             return
         if not present:
             while self._here and (vector := self._serve(None)) is not None:
-                self.hear(vector)
+                self.receive(vector)
         if self.lane and not self._all_nodes:
             while (vector := self._over_nodes(None)) is not None:
                 if self._here:
                     raise LocalGroupError(
                         "batch_norm='sync': another node computes more batch-norm layers than this one"
                     )
-                self.hear(vector)
+                self.receive(vector)
                 self._keep(vector)
         for peer in self._absent:
             assert self.local_group
-            for vector in self._said:
+            for vector in self._sums:
                 self.local_group.send_long(peer, vector.numpy().tobytes(), b"n")
             self.local_group.send(peer, b"e")
 
     def _keep(self, vector: Tensor) -> None:
         if self._absent:
-            self._said.append(vector)
+            self._sums.append(vector)
 
     def close(self) -> None:
         if self.local_group:
@@ -176,7 +176,7 @@ class InStepReduce:
 
 
 class ThreadReduce:
-    """Sums over the threads of one process, then over everyone else by ``beyond``."""
+    """Sums over the threads of one process, then over all other processes by ``beyond``."""
 
     def __init__(self, beyond: Callable[[Tensor], Tensor]):
         self.beyond = beyond

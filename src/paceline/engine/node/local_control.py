@@ -1,7 +1,7 @@
-"""Control as the processes of a node see it: one of them speaks for the node, the others through it.
+"""Control messages of the processes of a node: local rank 0 speaks for the node, the others through it.
 
-FollowerControl    its words to local rank 0, and everyone's from it
-LeaderControl      the node's words to the other nodes; after a loss its processes are told with the next answer
+FollowerControl    sends its messages to local rank 0, and receives those of all from it
+LeaderControl      exchanges the node's messages with other nodes; reports a failure with its next answer
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,39 +21,30 @@ from paceline.errors import LinkError
 from paceline.messages import StepOutcome, Tally, Target, Vote, pack_frames, unpack_frames
 from paceline.transport import Joiner, ViewChange
 
-HANDING, ADDING, GATHERING, SPREADING, TAKING = "handing on", "adding up", "gathering words", "spreading", "taking in"
+HANDING, ADDING, GATHERING, SPREADING, TAKING = (
+    "handing on",
+    "adding up",
+    "gathering messages",
+    "spreading",
+    "taking in",
+)
 AVERAGING, DUE = "averaging", b"due"
 
 
 class LeaderControl(transport.Control):
-    """Local rank 0's. ``relay``: whose forms the other processes are told after a loss."""
+    """Local rank 0's. ``relay``: whose forms the other processes are sent after a failure."""
 
     def __init__(self, control: transport.Control, relay: LocalLeader):
-        self.control, self.relay, self.local_group, self.tolerates_loss = (
-            control,
-            relay,
-            relay.local_group,
-            control.tolerates_loss,
-        )
-        self._news: list[bytes] = []  # of losses, that the other processes have not been told
+        self.control, self.relay, self.local_group = control, relay, relay.local_group
+        self.tolerates_loss = control.tolerates_loss
+        self._news: list[bytes] = []  # of failures, not yet sent to the other processes
         control.on_view_change = self._note
         self._say_place()
 
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self.control.rank
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.control.size
-
-    @property
-    def generation(self) -> int:  # type: ignore[override]
-        return self.control.generation
-
-    @property
-    def num_view_changes(self) -> int:  # type: ignore[override]
-        return self.control.num_view_changes
+    rank: int = property(attrgetter("control.rank"))  # type: ignore[assignment]
+    size: int = property(attrgetter("control.size"))  # type: ignore[assignment]
+    generation: int = property(attrgetter("control.generation"))  # type: ignore[assignment]
+    num_view_changes: int = property(attrgetter("control.num_view_changes"))  # type: ignore[assignment]
 
     def _say_place(self) -> None:
         self.node_broadcast(json.dumps([self.rank, self.size, self.generation]).encode())
@@ -63,7 +55,7 @@ class LeaderControl(transport.Control):
             self.on_view_change(news)
 
     def _with_news(self, body: bytes) -> bytes:
-        """After a loss with the forms as well, which may be others now."""
+        """After a failure with the forms as well, which may have changed."""
         forms = letters(self.relay.renew_forms()) if self._news and not self.relay.alone else b""
         news, self._news = pack_frames(self._news), []
         return pack_frames([news, struct.pack("<I", self.num_view_changes), forms, body])
@@ -99,9 +91,9 @@ class LeaderControl(transport.Control):
         return result
 
     def _pass_on(self, outcome: StepOutcome) -> None:
-        told = self._with_news(self.relay.settle(outcome))
+        message = self._with_news(self.relay.settle(outcome))
         for peer in self.local_group.lines:
-            self.local_group.send(peer, b"v", told)
+            self.local_group.send(peer, b"v", message)
         self.relay.share_forms()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
@@ -110,27 +102,21 @@ class LeaderControl(transport.Control):
         self.local_group.all_gather_bytes(self._with_news(b""), ADDING)
         return self.local_group.gather(whole, ADDING)[0]
 
-    def all_gather(self, *words: bytes) -> list[bytes]:
-        node = [
-            word
-            for part in self.local_group.all_gather_bytes(pack_frames(words), GATHERING)
-            for word in unpack_frames(part)
-        ]
-        whole = self.control.all_gather(*node)
+    def all_gather(self, *messages: bytes) -> list[bytes]:
+        parts = self.local_group.all_gather_bytes(pack_frames(messages), GATHERING)
+        whole = self.control.all_gather(*(each for part in parts for each in unpack_frames(part)))
         self.local_group.all_gather_bytes(self._with_news(pack_frames(whole)), GATHERING)
         return whole
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         self.control.broadcast(tensors)
-        parts = [
-            each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for each in self.relay.apart(tensors)
-        ]
+        flats = [each.detach().contiguous().reshape(-1) for each in self.relay.apart(tensors)]
+        parts = [each.view(torch.uint8).numpy().tobytes() for each in flats]
         self.local_group.all_gather_bytes(self._with_news(b"".join(parts)), SPREADING)
         self.local_group.barrier(SPREADING)
 
-    def node_broadcast(self, words: bytes | bytearray) -> bytes:
-        return self.local_group.all_gather_bytes(bytes(words), HANDING)[0]
+    def node_broadcast(self, message: bytes | bytearray) -> bytes:
+        return self.local_group.all_gather_bytes(bytes(message), HANDING)[0]
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         try:
@@ -152,16 +138,16 @@ class FollowerControl(transport.Control):
 
     def __init__(self, control: transport.Control, relay: LocalFollower):
         self.relay, self.local_group, self.tolerates_loss = relay, relay.local_group, control.tolerates_loss
-        self._hear_place()
+        self._read_place()
 
-    def _hear_place(self) -> None:
+    def _read_place(self) -> None:
         self.rank, self.size, self.generation = json.loads(self.node_broadcast(b""))
 
-    def _hear(self, told: bytes) -> bytes:
-        news, regroups, forms, body = unpack_frames(told)
+    def _read(self, message: bytes) -> bytes:
+        news, regroups, forms, body = unpack_frames(message)
         (self.num_view_changes,) = struct.unpack("<I", regroups)
         if forms:
-            self.relay.hear_forms(forms)
+            self.relay.read_forms(forms)
         for each in map(ViewChange.unpack, unpack_frames(news)):
             self.size, self.generation = len(each.previous_ranks) + len(each.joined), each.generation
             self.rank = each.previous_ranks.index(self.rank)
@@ -171,28 +157,28 @@ class FollowerControl(transport.Control):
 
     def commit(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
         self.local_group.send(0, b"v", vote.pack())
-        return self.relay.hear(self._hear(self.local_group.expect(0, b"v", "agreeing on the step")))
+        return self.relay.read_outcome(self._read(self.local_group.expect(0, b"v", "agreeing on the step")))
 
     def recover(self, error: LinkError) -> StepOutcome:
-        """Local rank 0 has heard of it, or will: it is told that this process has no vote."""
+        """Local rank 0 knows of it, or will: it is sent that this process has no vote."""
         if not self.tolerates_loss:
             raise error
         return self.commit(Vote(ok=False), self.relay.finish)
 
     def transact(self, compute: Callable[[], Sequence[Target] | None]) -> Sequence[Target] | None:
-        return () if self._hear(self.local_group.all_gather_bytes(b"", AVERAGING)[0]) == DUE else None
+        return () if self._read(self.local_group.all_gather_bytes(b"", AVERAGING)[0]) == DUE else None
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         self.local_group.gather(values, ADDING)
-        self._hear(self.local_group.all_gather_bytes(b"", ADDING)[0])
+        self._read(self.local_group.all_gather_bytes(b"", ADDING)[0])
         return self.local_group.gather([0.0] * len(values), ADDING)[0]
 
-    def all_gather(self, *words: bytes) -> list[bytes]:
-        self.local_group.all_gather_bytes(pack_frames(words), GATHERING)
-        return unpack_frames(self._hear(self.local_group.all_gather_bytes(b"", GATHERING)[0]))
+    def all_gather(self, *messages: bytes) -> list[bytes]:
+        self.local_group.all_gather_bytes(pack_frames(messages), GATHERING)
+        return unpack_frames(self._read(self.local_group.all_gather_bytes(b"", GATHERING)[0]))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        body, start = bytearray(self._hear(self.local_group.all_gather_bytes(b"", SPREADING)[0])), 0
+        body, start = bytearray(self._read(self.local_group.all_gather_bytes(b"", SPREADING)[0])), 0
         apart = self.relay.apart(tensors)
         if (own := sum(each.numel() * each.itemsize for each in apart)) != len(body):
             raise ValueError(
@@ -206,12 +192,12 @@ class FollowerControl(transport.Control):
             start += num_bytes
         self.local_group.barrier(SPREADING)
 
-    def node_broadcast(self, words: bytes | bytearray) -> bytes:
+    def node_broadcast(self, message: bytes | bytearray) -> bytes:
         return self.local_group.all_gather_bytes(b"", HANDING)[0]
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
-        self._hear(self.local_group.all_gather_bytes(b"", TAKING)[0])
-        self.relay.hear_forms()
+        self._read(self.local_group.all_gather_bytes(b"", TAKING)[0])
+        self.relay.read_forms()
 
     def enter(self) -> None:
-        self._hear_place()
+        self._read_place()

@@ -1,8 +1,8 @@
-"""The exchange as the processes of a node see it: one of them has the real one, the others hear from it.
+"""Gradient synchronisation within a node: local rank 0 has the real exchange, the other processes go through it.
 
-    Follower       pieces into its place; verdict, forms and row counts from the Leader
-    Leader         waits for everyone's part of a piece, offers the node's piece to the real exchange,
-                   merges the votes into the node's, and says what was agreed (`local_control`)
+    LocalFollower  gradients into its place; decision, forms and row counts from the leader
+    LocalLeader    waits for each process's part of a bucket, offers the node's gradient to the real exchange,
+                   merges the votes into the node's, and sends the outcome (`local_control`)
 
 Where there is no other node, nothing is offered: each process adds up its own rows in the update.
 """
@@ -26,10 +26,8 @@ from paceline.messages import DENSE, FACTORS, Bucket, Decision, Gradient, StepOu
 
 
 class _Relay(contract.Exchange):
-    """What both kinds share: the forms, and places for what was agreed.
-
-    ``keeps``: a step may be computed again, so that its pieces stay as they are.
-    """
+    """What both kinds share: the forms, and places for the sums. ``keeps``: a step may be computed again, so that its
+    gradients stay as they are."""
 
     def __init__(
         self,
@@ -84,7 +82,7 @@ class LocalLeader(_Relay):
             self._forms = list(self.exchange.forms())
         self.share_forms()
         self._inbox: _GradientCollector | None = None
-        self._ballots: list[Vote] = []
+        self._votes: list[Vote] = []
 
     def share_forms(self) -> None:
         for peer in self.local_group.lines:
@@ -119,16 +117,15 @@ class LocalLeader(_Relay):
             for local_rank in range(1, size):
                 flat += self.places.flat(bucket, local_rank)
             return Gradient(bucket, flat=flat)
-        parts = [self.places.get(bucket, local_rank, rows[local_rank]) for local_rank in range(size)]
-        left = torch.cat([part.output_grad for part in parts if part.output_grad is not None])
-        right = torch.cat([part.layer_input for part in parts if part.layer_input is not None])
+        parts = [self.places.factors(bucket, local_rank, rows[local_rank]) for local_rank in range(size)]
+        left, right = map(torch.cat, zip(*parts, strict=True))
         return Gradient(bucket, output_grad=left, layer_input=right)
 
     def collect(self, vote: Vote) -> Vote:
         assert self._inbox
         with self.local_group.failure_detector.activity.at("waiting for the other processes of this node"):
-            self._ballots = [self._vote(vote), *self._inbox.finish()]
-        merged = Vote.merge(self._ballots)
+            self._votes = [self._vote(vote), *self._inbox.finish()]
+        merged = Vote.merge(self._votes)
         return merged if self.alone else self.exchange.collect(merged)
 
     def finish(self, tally: Tally) -> StepOutcome:
@@ -141,31 +138,31 @@ class LocalLeader(_Relay):
 
     def _alone(self, merged: Vote) -> StepOutcome:
         """No other node: factors wherever all rows fit in place of the gradient, else dense."""
-        lost = [
+        failed = [
             self._forms[bucket.index] == FACTORS
             and (bool(merged.dense[bucket.index]) or not bucket.fits(merged.rows[bucket.index]))
             for bucket in self.buckets
         ]
-        self._forms = [DENSE if dense else form for dense, form in zip(lost, self._forms, strict=True)]
-        if not merged.ok or any(lost):
+        self._forms = [DENSE if dense else form for dense, form in zip(failed, self._forms, strict=True)]
+        if not merged.ok or any(failed):
             return StepOutcome(Decision.RETRY, vote=merged)
         gradients = [
             self.places.read_result(bucket, -1)
             if self._forms[bucket.index] == DENSE
-            else self.node_piece(bucket, [vote.rows[bucket.index] for vote in self._ballots])
+            else self.node_piece(bucket, [vote.rows[bucket.index] for vote in self._votes])
             for bucket in self.buckets
         ]
         return StepOutcome(Decision.COMMIT, gradients, merged)
 
     def settle(self, outcome: StepOutcome) -> bytes:
-        """Gradients to where all can read them; the decision and the row counts, as the others are told them."""
+        """Gradients to where all can read them; the decision and the row counts, as the others are sent them."""
         settled = [self.places.publish(gradient) for gradient in outcome.gradients]
         outcome.gradients = [gradient for gradient, _ in settled]
         rows = [num_rows for _, num_rows in settled]
         self.renew_forms()
         counts = struct.pack(f"<I{len(rows)}i", len(rows), *rows)
-        word = outcome.decision.value.encode()
-        return bytes([outcome.drift, len(word)]) + word + counts + outcome.vote.pack()
+        decision = outcome.decision.value.encode()
+        return bytes([outcome.drift, len(decision)]) + decision + counts + outcome.vote.pack()
 
     def average(self, weights: Sequence[Tensor], now: bool) -> Sequence[Target] | None:
         return self.exchange.average(weights, now)
@@ -197,10 +194,11 @@ class LocalFollower(_Relay):
     """Another local rank's exchange: all it knows comes from local rank 0."""
 
     def _begin(self) -> None:
-        self.hear_forms()
+        self.read_forms()
 
-    def hear_forms(self, said: bytes | None = None) -> None:
-        self._forms = forms_of(self.local_group.expect(0, b"f", "learning the forms") if said is None else said)
+    def read_forms(self, message: bytes | None = None) -> None:
+        message = self.local_group.expect(0, b"f", "learning the forms") if message is None else message
+        self._forms = [FACTORS if letter == "f" else DENSE for letter in message.decode()]
 
     def put(self, gradient: Gradient) -> None:
         num_rows = self._put(gradient)
@@ -210,32 +208,28 @@ class LocalFollower(_Relay):
     def collect(self, vote: Vote) -> Vote:
         return self._vote(vote)
 
-    def hear(self, body: bytes) -> StepOutcome:
-        """What `LocalLeader.settle` said."""
+    def read_outcome(self, body: bytes) -> StepOutcome:
+        """What `LocalLeader.settle` sent."""
         drift, length = bool(body[0]), body[1]
         decision = Decision(body[2 : 2 + length].decode())
         (count,) = struct.unpack_from("<I", body, 2 + length)
         rows = struct.unpack_from(f"<{count}i", body, 6 + length)
         merged = Vote.unpack(body[6 + length + 4 * count :])
-        self.hear_forms()
+        self.read_forms()
         gradients = [
             self.places.read_result(bucket, num_rows) for bucket, num_rows in zip(self.buckets, rows, strict=False)
         ]
         return StepOutcome(decision, gradients, merged, drift)
 
     def dealt(self, largest: float) -> None:
-        self.hear_forms()
+        self.read_forms()
 
     def load(self, state: dict[str, Any]) -> None:
-        self.hear_forms()
+        self.read_forms()
 
 
 def letters(forms: Sequence[str]) -> bytes:
     return "".join(form[0] for form in forms).encode()
-
-
-def forms_of(said: bytes) -> list[str]:
-    return [FACTORS if letter == "f" else DENSE for letter in said.decode()]
 
 
 class _GradientCollector:
@@ -270,13 +264,13 @@ class _GradientCollector:
         with selectors.DefaultSelector() as eyes:
             for peer, line in local_group.lines.items():
                 eyes.register(line, selectors.EVENT_READ, peer)
-            heard_s = time.monotonic()
+            received_s = time.monotonic()
             while len(self.votes) < self.size - 1:
                 ready = eyes.select(POLL_S)
                 for peer in () if ready else set(local_group.lines) - set(self.votes):
-                    local_group.doubt(peer, "computing the step", time.monotonic() - heard_s)
+                    local_group.doubt(peer, "computing the step", time.monotonic() - received_s)
                 for key, _ in ready:
-                    heard_s = time.monotonic()
+                    received_s = time.monotonic()
                     kind, body = local_group.recv(key.data, "computing the step")
                     if kind == b"p":
                         self.mark(key.data, *struct.unpack("<Ii", body))

@@ -1,9 +1,8 @@
 """The processes of one node: a private socket each to local rank 0, and memory shared by all.
 
-The meeting point is a Linux abstract socket, the memory an anonymous file passed over it: neither has
-a name on disk, so nothing is left when any of them is killed. A closed socket is how a death is told.
-
-A process of this node that is waited for: it may compute for long, and if it is stopped that is told at once.
+The rendezvous is a Linux abstract socket, the memory an anonymous file passed over it: neither has a name on disk, so
+nothing is left when any process is killed. A closed socket reports a failure. A process that is waited for may compute
+for long; if it is stopped, that is reported at once.
 """
 
 from __future__ import annotations
@@ -26,31 +25,30 @@ from paceline.transport import Waits
 
 TIMEOUT_S = 1800.0  # for a process that computes
 POLL_S = 1.0  # between two looks at one that is waited for
-MESSAGE_BYTES = 1 << 17  # one packet; votes and verdicts are far smaller
-
+MESSAGE_BYTES = 1 << 17  # one packet; votes and outcomes are far smaller
 
 HELLO = struct.Struct("<II")  # local rank, local size
 END, RESUME = ENDS = b"E", b"R"  # why all processes of the node end; with RESUME the run resumes from a checkpoint
 KINDS = {
     b"b": "a barrier",
-    b"f": "the forms of pieces",
+    b"f": "the forms of buckets",
     b"g": "adding numbers up",
     b"h": "joining",
     b"e": "the end of a step",
     b"m": "sharing memory",
     b"n": "adding up batch statistics",
-    b"p": "a piece of the gradient",
+    b"p": "a bucket of the gradient",
     b"s": "gathering the optimizer's state",
     b"v": "the vote on a step",
 }
 
 
 class LocalGroupError(LinkError):
-    """Another process of this node ended, or said why it must."""
+    """Another process of this node ended, or reported why it must."""
 
 
 class LocalGroup:
-    """Local rank 0 hears everyone; the others hear local rank 0."""
+    """Local rank 0 receives from all; the others receive from local rank 0."""
 
     def __init__(self, rank: int, size: int, name: str):
         self.rank, self.size, self.name = rank, size, name
@@ -101,7 +99,7 @@ class LocalGroup:
                 self._admit(line)
 
     def _admit(self, line: socket.socket) -> None:
-        """Another user may not join, nor one who does not say who he is."""
+        """Another user may not join, nor a connection that does not identify itself."""
         line.settimeout(2.0)
         try:
             hello = line.recv(HELLO.size + 2)
@@ -150,7 +148,7 @@ class LocalGroup:
         self.send(0, b"h", HELLO.pack(self.rank, self.size))
 
     def _welcome(self) -> None:
-        """All are here and the door is closed: only now may anyone go on, or a next join would meet this one."""
+        """All are here and the socket is closed: only now may any continue, or a next join would meet this one."""
         if self.rank == 0:
             for peer in self.lines:
                 self.send(peer, b"h")
@@ -165,9 +163,9 @@ class LocalGroup:
             raise
         except OSError as error:
             left = isinstance(error, BrokenPipeError)
-            told = "it has ended, or left its loop before the others" if left else str(error)
-            why = f"local rank {self.rank} lost local rank {peer} of this node: {told}"
-            raise self._lost(self._last_word(peer) or why) from None
+            reason = "it has ended, or left its loop before the others" if left else str(error)
+            why = f"local rank {self.rank} lost local rank {peer} of this node: {reason}"
+            raise self._lost(self._last_message(peer) or why) from None
 
     def recv(self, peer: int, doing: str) -> tuple[bytes, bytes]:
         """(kind, body). Raises LocalGroupError when the other end died, gave up, or says nothing for TIMEOUT_S."""
@@ -183,8 +181,8 @@ class LocalGroup:
             raise
         except OSError as error:
             message, files, why = b"", [], str(error)
-            if isinstance(error, ConnectionResetError) and (word := self._last_word(peer)):
-                raise self._lost(word) from None
+            if isinstance(error, ConnectionResetError) and (reason := self._last_message(peer)):
+                raise self._lost(reason) from None
         else:
             why = "its process ended"
         if not message:
@@ -198,9 +196,8 @@ class LocalGroup:
         with contextlib.suppress(TimeoutError):
             return act()
         start = time.monotonic()
-        with self.failure_detector.activity.at(
-            f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"
-        ):
+        text = f"{doing}: waiting for local rank {peer} of this node, pid {self.pids[peer]}"
+        with self.failure_detector.activity.at(text):
             while True:
                 self.doubt(peer, doing, time.monotonic() - start)
                 with contextlib.suppress(TimeoutError):
@@ -211,8 +208,8 @@ class LocalGroup:
         if why := self.failure_detector.about(peer, doing, waited_s):
             raise self._lost(f"local rank {self.rank} lost local rank {peer} of this node while {doing}: {why}")
 
-    def _last_word(self, peer: int) -> str:
-        """Why the other end gave up, if it said so: a reset comes before what was said."""
+    def _last_message(self, peer: int) -> str:
+        """Why the other end gave up, if it reported that: a reset comes before its message."""
         line = self.lines[peer]
         line.settimeout(1.0)
         with contextlib.suppress(OSError):
@@ -235,7 +232,7 @@ class LocalGroup:
             )
 
     def barrier(self, doing: str) -> None:
-        """Nobody passes before all have come."""
+        """No process passes before all have come."""
         if self.rank == 0:
             for peer in self.lines:
                 self.expect(peer, b"b", doing)
@@ -246,7 +243,7 @@ class LocalGroup:
             self.expect(0, b"b", doing)
 
     def gather(self, values: Sequence[float], doing: str) -> list[list[float]]:
-        """Everyone's numbers, in local rank order, to everyone."""
+        """Each process's numbers, in local rank order, to all."""
         shape = f"<{len(values)}d"
         if self.rank:
             self.send(0, b"g", struct.pack(shape, *values))
@@ -259,7 +256,7 @@ class LocalGroup:
         return rows
 
     def all_gather_bytes(self, body: bytes, doing: str) -> list[bytes]:
-        """Everyone's bytes, of any length, in local rank order, to everyone."""
+        """Each process's bytes, of any length, in local rank order, to all."""
         if self.rank:
             self.send_long(0, body, b"s")
             return [self.recv_long(0, b"s", doing) for _ in range(self.size)]
@@ -294,12 +291,12 @@ class LocalGroup:
         return error
 
     def broadcast_error(self, error: BaseException) -> None:
-        """Local rank 0 tells the others why it must end, so that they end with the same words."""
+        """Local rank 0 reports to the others why it must end, so that they end with the same message."""
         if self.rank == 0:
             self.give_up(str(error), RESUME if getattr(error, "resumes", False) else END)
 
     def give_up(self, why: str, kind: bytes = END) -> None:
-        """Those at the other ends of this process's lines end with these words."""
+        """The processes at the other ends of this process's sockets end with this message."""
         for line in self.lines.values():
             with contextlib.suppress(OSError):
                 line.send(kind + why.encode()[: MESSAGE_BYTES - 1])
@@ -335,7 +332,7 @@ class LocalFailureDetector:
         self.tells = rank == 0
         self.activity: Waits = Activity()
         self._stopped: dict[int, float] = {}  # since when
-        self._late: dict[int, float] = {}  # since when those were waited for of whom people have been told
+        self._late: dict[int, float] = {}  # since when those were waited for whose waits were reported
 
     def about(self, peer: int, doing: str, waited_s: float) -> str:
         """Why nothing can be hoped for any more from ``peer``, which has been waited for; empty where something can."""
@@ -370,6 +367,6 @@ def state(pid: int) -> str:
 
 
 def other_end(line: socket.socket) -> tuple[int, int]:
-    """(process id, user id) of whoever holds the other end of a local line."""
+    """(process id, user id) of the process at the other end of a local socket."""
     pid, uid, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(pid), int(uid)

@@ -1,6 +1,6 @@
-"""Whose part of each weight: the optimizer's work and state divided among the processes of a node.
+"""Sharding of the optimizer's work and state among the processes of a node.
 
-    slices           each element's update depends on that element alone (SGD, Adam, ...): everyone has rows
+    slices           each element's update depends on that element alone (SGD, Adam, ...): each process has rows
                      of every weight; a weight with fewer rows than processes has one owner
     whole tensors    any other optimizer (Muon, Adafactor, LARS, a user's own): every weight has one owner,
                      balanced by size; a trial on small tensors must show that tensors do not depend on each other
@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.engine.checks import own_steps
 from paceline.engine.compute.state_store import is_cut
 from paceline.engine.node.local_group import LocalGroup
+from paceline.engine.node.shared_memory import LINE_BYTES, tensor_at
 from paceline.messages import RowRange
 from paceline.registry import THREADS
 
@@ -31,7 +32,6 @@ from paceline.registry import THREADS
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 SLICES = "slices"
 ALL = (0, 0)
-LINE_BYTES = 64
 DOING = "gathering the optimizer's state"
 
 Part = tuple[str, slice, torch.nn.Parameter]  # name, rows, the part as the optimizer sees it
@@ -44,10 +44,8 @@ def division(optimizer: torch.optim.Optimizer) -> str:
 
 
 class OptimizerShards:
-    """This process's parts. ``nobodys``: parameters that the optimizer does not hold.
-
-    Raises ValueError for an optimizer that cannot be divided.
-    """
+    """This process's parts. ``nobodys``: parameters that the optimizer does not hold. Raises ValueError for an
+    optimizer that cannot be divided."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], local_group: LocalGroup):
         self.optimizer, self.local_group = optimizer, local_group
@@ -55,9 +53,8 @@ class OptimizerShards:
         elementwise = self.division == SLICES
         if not elementwise and local_group.size > 1 and _couples(optimizer):
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its "
-                f"work cannot be divided among {local_group.size} processes; use engine '{THREADS}:k', or an "
-                "optimizer of "
+                f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its work "
+                f"cannot be divided among {local_group.size} processes; use engine '{THREADS}:k', or an optimizer of "
                 f"torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
@@ -75,7 +72,7 @@ class OptimizerShards:
         optimizer.add_param_group = self._too_late  # type: ignore[method-assign,assignment]
 
     def _owners(self, names: Mapping[int, str], elementwise: bool) -> dict[int, int | None]:
-        """Per parameter's number its owner; None: everyone has rows. The largest first, to whoever has least."""
+        """Per parameter's number its owner; None: all have rows. The largest first, to the process that has least."""
         numbered = enumerate(p for group in self.optimizer.param_groups for p in group["params"])
         found = sorted(((i, p) for i, p in numbered if id(p) in names), key=lambda pair: (-pair[1].numel(), pair[0]))
         load, owners = [0] * self.local_group.size, dict[int, int | None]()
@@ -116,36 +113,32 @@ class OptimizerShards:
                 group["param_names"] = labels
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as if one process had trained. Every process of the node must call it.
-
-        Its tensors lie once in memory that the processes share, and are a copy of the optimizer's.
-        """
+        """The whole state, as if one process had trained. Every process of the node must call it. Its tensors lie once
+        in memory that the processes share, and are a copy of the optimizer's."""
         own = self._own_state()
         whole = self._gather([(i, ALL) for i in range(len(self._shapes))], own["state"])
         return {"state": whole, "param_groups": own["param_groups"]}
 
     def rows(self, wanted: Sequence[tuple[int, RowRange]]) -> list[dict[str, Any] | None]:
-        """The whole state of these rows of parameters, by their numbers; None where there is none.
-
-        Every process of the node must call it, for the same rows.
-        """
+        """The whole state of these rows of parameters, by their numbers; None where there is none. Every process of the
+        node must call it, for the same rows."""
         whole = self._gather(wanted, self._own_state()["state"])
         return [whole.get(at) for at in range(len(wanted))]
 
     def _gather(
         self, wanted: Sequence[tuple[int, RowRange]], own: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Everyone's part of what is wanted, by its place in ``wanted``."""
+        """All processes' parts of what is wanted, by its place in ``wanted``."""
         listed = [
             (at, key, *self._describe(i, key, value, window))
             for at, (i, window) in enumerate(wanted)
             for key, value in own.get(i, {}).items()
         ]
-        heard = [json.loads(body) for body in self.local_group.all_gather_bytes(json.dumps(listed).encode(), DOING)]
+        received = [json.loads(body) for body in self.local_group.all_gather_bytes(json.dumps(listed).encode(), DOING)]
         places: dict[tuple[int, str], tuple[int, list[int], torch.dtype]] = {}
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         num_bytes = 0
-        for at, key, value, shape, dtype in sorted((one for each in heard for one in each), key=lambda one: one[0]):
+        for at, key, value, shape, dtype in sorted((one for each in received for one in each), key=lambda one: one[0]):
             if dtype is None:
                 whole[at].setdefault(key, value)
             elif (at, key) not in places:
@@ -156,7 +149,7 @@ class OptimizerShards:
                 whole[at][key] = None
         memory = self.local_group.shared_memory(num_bytes)
         for (at, key), (start, shape, kind) in places.items():
-            whole[at][key] = _at(memory, start, shape, kind)
+            whole[at][key] = tensor_at(memory, start, shape, kind)
             i, window = wanted[at]
             if i in own:
                 mine = own[i][key]
@@ -279,13 +272,6 @@ def _cut(state: Mapping[str, Any], own: slice, shape: torch.Size) -> dict[str, A
     return {key: mine(value) for key, value in state.items()}
 
 
-def _at(memory: memoryview, start: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-
-
 def _couples(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a tensor's update depends on other tensors, by a trial: two small ones together, and each alone."""
     generator = torch.Generator().manual_seed(0)
@@ -342,9 +328,9 @@ def splits(optimizer: torch.optim.Optimizer) -> bool:
         for group, each in zip(twin.param_groups, some, strict=True):
             group["params"], start = parts[start : start + len(each)], start + len(each)
         for _ in range(3):
-            for turn in [parts] if together else [[part] for part in parts]:
+            for stage in [parts] if together else [[part] for part in parts]:
                 for part, grad in zip(parts, grads, strict=True):
-                    part.grad = grad.clone() if any(part is each for each in turn) else None
+                    part.grad = grad.clone() if any(part is each for each in stage) else None
                 twin.step()
         return [part.detach() for part in parts]
 

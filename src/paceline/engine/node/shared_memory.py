@@ -1,9 +1,8 @@
 """Where everything lies in the memory that the processes of a node share.
 
     weight NAME    once: every process's parameter is this memory
-    buffer I       once, in the order of `model.buffers()`, for handing local rank 0's buffers to the others
-    grad BUCKET r   each process's gradient of a bucket: flat, or the rows of left and then those of right
-    rows SPEC      everyone's factors, as agreed
+    grad BUCKET r  each process's gradient of a bucket: flat, or the rows of left and then those of right
+    rows BUCKET    the factors of all processes, as agreed
 
 Factors lie where the dense gradient would: they are used only while they are smaller.
 """
@@ -24,12 +23,7 @@ LINE_BYTES = 64
 class SharedBuffers:
     """Raises ValueError if the processes have built different models."""
 
-    def __init__(
-        self,
-        local_group: LocalGroup,
-        buckets: Sequence[Bucket],
-        weights: Mapping[str, Tensor],
-    ):
+    def __init__(self, local_group: LocalGroup, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]):
         self.rank, self.size = local_group.rank, local_group.size
         self._starts: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self._num_bytes = 0
@@ -51,15 +45,8 @@ class SharedBuffers:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         self._num_bytes += -(-num_bytes // LINE_BYTES) * LINE_BYTES
 
-    def _at(self, name: str) -> Tensor:
-        start, shape, dtype = self._starts[name]
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
-
     def weight(self, name: str) -> Tensor:
-        return self._at(f"weight {name}")
+        return tensor_at(self._memory, *self._starts[f"weight {name}"])
 
     def hold(self, tensor: Tensor) -> bool:
         """Whether it lies here, so that all processes have it."""
@@ -67,10 +54,10 @@ class SharedBuffers:
         return not tensor.numel() or begin <= tensor.data_ptr() < begin + self._num_bytes
 
     def flat(self, bucket: Bucket, local_rank: int = 0) -> Tensor:
-        return self._at(f"grad {bucket.index} {local_rank}")
+        return tensor_at(self._memory, *self._starts[f"grad {bucket.index} {local_rank}"])
 
     def write(self, gradient: Gradient) -> None:
-        """This process's piece into its own place."""
+        """This process's gradient into its own place."""
         place = self.flat(gradient.bucket, self.rank)
         if gradient.flat is not None:
             place.copy_(gradient.flat)
@@ -79,30 +66,33 @@ class SharedBuffers:
             left.copy_(gradient.output_grad)
             right.copy_(gradient.layer_input)
 
-    def get(self, bucket: Bucket, local_rank: int, num_rows: int) -> Gradient:
-        """A process's factors."""
-        left, right = _factors(bucket, self.flat(bucket, local_rank), num_rows)
-        return Gradient(bucket, output_grad=left, layer_input=right)
+    def factors(self, bucket: Bucket, local_rank: int, num_rows: int) -> tuple[Tensor, Tensor]:
+        """A process's output gradients and layer inputs. *Shapes*: (rows, out), (rows, in)."""
+        return _factors(bucket, self.flat(bucket, local_rank), num_rows)
 
     def read_result(self, bucket: Bucket, num_rows: int) -> Gradient:
         """What was agreed: ``num_rows`` of factors, or dense if negative."""
         if num_rows < 0:
             return Gradient(bucket, flat=self.flat(bucket))
-        left, right = _factors(bucket, self._at(f"rows {bucket.index}"), num_rows)
+        left, right = _factors(bucket, tensor_at(self._memory, *self._starts[f"rows {bucket.index}"]), num_rows)
         return Gradient(bucket, output_grad=left, layer_input=right)
 
     def publish(self, gradient: Gradient) -> tuple[Gradient, int]:
-        """An agreed piece to where all can read it; the piece there, and its ``num_rows``."""
+        """An agreed gradient to where all can read it; the gradient there, and its ``num_rows``."""
         num_rows = -1 if gradient.output_grad is None else len(gradient.output_grad)
         there = self.read_result(gradient.bucket, num_rows)
-        for source, target in (
-            (gradient.flat, there.flat),
-            (gradient.output_grad, there.output_grad),
-            (gradient.layer_input, there.layer_input),
-        ):
-            if source is not None and target is not None and source.data_ptr() != target.data_ptr():
+        for source, target in zip(gradient.parts, there.parts, strict=True):
+            if source.data_ptr() != target.data_ptr():
                 target.copy_(source)
         return there, num_rows
+
+
+def tensor_at(memory: memoryview, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor that begins at this byte of ``memory``."""
+    count = torch.Size(shape).numel()
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
 
 
 def _factors(bucket: Bucket, place: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
