@@ -65,15 +65,15 @@ def check(settings: Settings) -> None:
 
 def check_same(here: dict[str, Any], kept: dict[str, Any], run: str) -> None:
     """Raises ValueError where a run's checkpoints are of another training than the one asked for, or of other data."""
-    told = {
+    changes = {
         "classes": "the classes are {here}, and were {kept}: a label means something else now",
         "images": "there are {here} images to train on and to test on, and were {kept}: some would change sides; "
         "put back what is missing, or begin a new run, which leaves unreadable ones out by --skip-broken",
         "asked": "it was asked for with {here}, and then with {kept}",
     }
-    for name, words in told.items():
+    for name, text in changes.items():
         if name in kept and name in here and kept[name] != here[name]:
-            what = words.format(here=here[name] or "no options", kept=kept[name] or "none")
+            what = text.format(here=here[name] or "no options", kept=kept[name] or "none")
             raise ValueError(
                 f"the checkpoints in {run} are of another run: {what}; give another --out, or what it was begun with"
             )
@@ -107,15 +107,14 @@ def run(settings: Settings) -> dict[str, Any]:
     batch_size, epochs = settings.batch_size or net.batch_size, settings.epochs or net.epochs
     optimizer = make_optimizer(settings, net, model, batch_size)
     steps = -(-len(train) // batch_size)
+    # from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
+    start = min(1.0, lr_schedule.scaled(1.0, net.batch_size, batch_size, settings.lr_scaling))
     scheduler = lr_schedule.make(
         optimizer,
         warmup_steps=round(settings.warmup * steps),
         decay=settings.decay,
         total_steps=epochs * steps,
-        # from the unscaled rate to the scaled one, where it was scaled up (Goyal et al. 2017)
-        start=min(1.0, lr_schedule.scaled(1.0, net.batch_size, batch_size, settings.lr_scaling))
-        if settings.lr_scaling != "none"
-        else None,
+        start=start if settings.lr_scaling != "none" else None,
     )
     pace = join(
         model,
@@ -172,8 +171,8 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
             waited_s += batch.wait_s
             steps = batch.num_steps or 1
             done = batch.epoch * steps + batch.step + 1
-            words = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
-            progress.update(bar, completed=done, total=epochs * steps, description=words)
+            text = f"epoch {batch.epoch + 1}/{epochs}: {tally}"
+            progress.update(bar, completed=done, total=epochs * steps, description=text)
             every = settings.save_every
             if pace.folder and (batch.ends_epoch or (every and pace.num_steps % every == 0)):
                 pace.save(wait=False)
@@ -182,7 +181,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
                 accuracy = pace.evaluate(test)
                 result = {"epochs": batch.epoch + 1, "test_accuracy": accuracy, **sums}
                 pace.record.write("epoch", epoch=batch.epoch, **result)
-                console.print(f"{words}, test accuracy {accuracy:.1%}")
+                console.print(f"{text}, test accuracy {accuracy:.1%}")
                 tally = Tally()
     num_steps = pace.num_steps - first
     if pace.leader and isinstance(train, Pictures) and num_steps:
@@ -220,11 +219,11 @@ class Tally:
         self.loss_sum += vote.loss_sum
 
     def sums(self) -> dict[str, float]:
-        seconds = time.perf_counter() - self.start
+        rows, seconds = self.rows, time.perf_counter() - self.start
         return {
-            "loss": self.loss_sum / self.rows,
-            "accuracy": self.right / self.rows,
-            "per_s": self.rows / seconds,
+            "loss": self.loss_sum / rows,
+            "accuracy": self.right / rows,
+            "per_s": rows / seconds,
             "seconds": seconds,
         }
 
@@ -238,7 +237,7 @@ def main() -> None:
         run(Settings.from_json(sys.argv[1] if len(sys.argv) > 1 else "{}"))
     except (ValueError, OSError) as error:
         if isinstance(error, LinkError | CheckpointError):
-            raise  # which have words of their own
+            raise  # which have messages of their own
         # before the processes have met all say the same; later a fault may be in one process's rows alone
         if os.environ.get("LOCAL_RANK", "0") == "0" or _met:
             log.error(str(error))

@@ -1,4 +1,4 @@
-"""What `paceline train` was asked for. Imports no torch, so that a plan once made starts at once."""
+"""Settings of `paceline train`. Imports no torch, so that a plan once made starts at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ SCALINGS = ("none", "linear", "sqrt")
 DECAYS = ("none", "cosine", "poly", "step")
 PRECISIONS = ("fp32", "bf16", "fp16")
 FIDELITIES = ("exact", "rounded", "approximate")
-# what may differ where a run goes on: how long, how fast, how often, and where its images lie (they are compared)
-FREE = (
-    *("epochs", "json", "data", "workers", "save_every", "keep", "fidelity", "device"),
-    *("precision", "shares", "encrypt"),
-)
+# what may differ where a run resumes: how long, how fast, how often, and where its images lie (they are compared)
+FREE = "epochs", "json", "data", "workers", "save_every", "keep", "fidelity", "device", "precision", "shares", "encrypt"
 
 
 @dataclass
@@ -110,8 +107,8 @@ class Settings:
         except ValueError as error:
             raise ValueError(f"{where} cannot be read: {error}") from None
         known = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(given, dict) or (strange := sorted(given.keys() - known)):
-            raise ValueError(f"{where} is not what `paceline train` wrote: {strange or given!r} is not known")
+        if not isinstance(given, dict) or (unknown := sorted(given.keys() - known)):
+            raise ValueError(f"{where} is not what `paceline train` wrote: {unknown or given!r} is not known")
         return cls(**given)
 
     @property
