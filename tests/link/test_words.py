@@ -1,4 +1,4 @@
-"""Words come whole and in order however the wire cuts them, and a machine is told from a process that stands still."""
+"""Messages come whole and in order however the network cuts them; a stopped process differs from a failed machine."""
 
 import socket
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from paceline.link.net.auth import GUEST, SERVER, MessageAuthenticator
-from paceline.link.net.framing import MAX_BYTES, Words
+from paceline.link.net.framing import MAX_BYTES, MessageSocket
 
 
 def seal(part):
@@ -20,7 +20,7 @@ def pair():
         other, _ = server.accept()
     for line in (one, other):
         line.setblocking(False)
-    yield Words(one, seal(GUEST)), Words(other, seal(SERVER))
+    yield MessageSocket(one, seal(GUEST)), MessageSocket(other, seal(SERVER))
     one.close()
     other.close()
 
@@ -29,7 +29,7 @@ def hear(words, count):
     found, end = [], time.monotonic() + 20
     while len(found) < count:
         assert time.monotonic() < end
-        some, more = words.hear()
+        some, more = words.receive()
         found += some
         assert more
     return found
@@ -40,12 +40,12 @@ def test_words_come_whole_and_in_order(pair):
     one, other = pair
     found = []
     for kind, body in said:
-        one.say(kind, body)
-        found += other.hear()[0]
+        one.send(kind, body)
+        found += other.receive()[0]
         one.push()
     while len(found) < len(said):
         one.push()
-        found += other.hear()[0]
+        found += other.receive()[0]
     assert found == said
 
 
@@ -53,7 +53,7 @@ def test_half_a_word_is_kept_until_the_rest_comes(pair):
     one, other = pair
     whole = seal(GUEST).wrap([b"h", b"abc"])
     for i in range(len(whole)):
-        assert other.hear() == ([], True)
+        assert other.receive() == ([], True)
         one.line.send(whole[i : i + 1])
         time.sleep(0.002)
     assert hear(other, 1) == [(b"h", b"abc")]
@@ -63,10 +63,10 @@ def test_a_word_that_is_too_long_ends_it_and_so_does_the_end(pair):
     one, other = pair
     one.line.send((MAX_BYTES + 1).to_bytes(4, "little"))
     time.sleep(0.05)
-    assert other.hear() == ([], False)
+    assert other.receive() == ([], False)
     other.line.close()
     time.sleep(0.05)
-    assert one.hear() == ([], False)
+    assert one.receive() == ([], False)
 
 
 def test_a_word_that_is_changed_or_said_again_ends_it(pair):
@@ -74,12 +74,12 @@ def test_a_word_that_is_changed_or_said_again_ends_it(pair):
     word = seal(GUEST).wrap([b"q", b""])
     one.line.send(word + word)
     time.sleep(0.05)
-    assert other.hear() == ([(b"q", b"")], False)
+    assert other.receive() == ([(b"q", b"")], False)
 
 
 def test_a_machine_confirms_what_a_process_that_stands_still_has_not_read(pair):
     one, _ = pair
-    one.say(b"h", b"x" * 1000)
+    one.send(b"h", b"x" * 1000)
     end = time.monotonic() + 20
     while not one.arrived:
         assert time.monotonic() < end
@@ -88,5 +88,5 @@ def test_a_machine_confirms_what_a_process_that_stands_still_has_not_read(pair):
     assert one.way_s > 0
     while one.arrived or not one.stuck:  # until the other side's memory is full
         assert time.monotonic() < end
-        one.say(b"h", bytes(500_000))
+        one.send(b"h", bytes(500_000))
     assert not one.arrived

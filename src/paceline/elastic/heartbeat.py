@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from paceline.errors import LinkError
 from paceline.link.net.auth import GUEST, SERVER, SIZE, MessageAuthenticator, mac, same
-from paceline.link.net.framing import MAX_BYTES, Words
+from paceline.link.net.framing import MAX_BYTES, MessageSocket
 from paceline.report import activity
 from paceline.report.activity import MIN_S, Activity
 from paceline.transport import boottime_s
@@ -68,7 +68,7 @@ class Heartbeat:
         self.stacks: dict[int, str] = {}  # as last answered
         self._closing = threading.Event()
         self._changed = threading.Condition()
-        self._peers: dict[int, Words] = {}
+        self._peers: dict[int, MessageSocket] = {}
         self._heard: dict[int, float] = {}
         self._told: dict[int, dict[str, Any]] = {}
         self._wanted: list[int] = []  # stacks that other threads ask for
@@ -136,7 +136,7 @@ class Heartbeat:
         del strangers[line]
         rank = int.from_bytes(said[SIZE:], "little")
         if rank in missing and same(said[:SIZE], mac(self._secret, BEAT, rank, nonce)):
-            self._peers[rank] = Words(line, self._seal(SERVER, rank, nonce))
+            self._peers[rank] = MessageSocket(line, self._seal(SERVER, rank, nonce))
             missing.discard(rank)
         else:
             line.close()
@@ -146,7 +146,7 @@ class Heartbeat:
         address, port, nonce = store.get("pulse").decode().split()
         try:
             hub = socket.create_connection((address, int(port)), timeout=JOIN_S)
-            self._peers[0] = Words(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
+            self._peers[0] = MessageSocket(hub, self._seal(GUEST, self.rank, bytes.fromhex(nonce)))
             proof = mac(self._secret, BEAT, self.rank, bytes.fromhex(nonce))
             hub.sendall(proof + struct.pack("<H", self.rank))
         except OSError as error:
@@ -160,9 +160,9 @@ class Heartbeat:
     def _run(self) -> None:
         self._heard = dict.fromkeys(self._peers, time.monotonic())
         with selectors.DefaultSelector() as eyes:
-            for peer, words in self._peers.items():
-                words.line.setblocking(False)
-                eyes.register(words.line, selectors.EVENT_READ, peer)
+            for peer, line in self._peers.items():
+                line.line.setblocking(False)
+                eyes.register(line.line, selectors.EVENT_READ, peer)
             next_beat, self._turn_s = time.monotonic(), boottime_s()
             while not self._closing.is_set() and eyes.get_map():
                 said = eyes.select(min(POLL_S, max(0.0, next_beat - time.monotonic())))
@@ -193,7 +193,7 @@ class Heartbeat:
         news = json.dumps(self.peer_status() if self.rank == 0 else self.activity.tell()).encode()
         for peer in self._alive():
             if not self._peers[peer].stuck:
-                self._peers[peer].say(b"h", news)
+                self._peers[peer].send(b"h", news)
 
     def _judge(self) -> list[int]:
         """The peers that have been without a sign of life for too long, who are dead from now on."""
@@ -211,7 +211,7 @@ class Heartbeat:
 
     def _hear(self, peer: int) -> bool:
         """Reads what a peer says; False once it will say no more."""
-        said, more = self._peers[peer].hear()
+        said, more = self._peers[peer].receive()
         if said:
             now = time.monotonic()
             if now - self._heard[peer] > STILL_S:
@@ -249,8 +249,8 @@ class Heartbeat:
             self.dead[peer] = how
             self._changed.notify_all()
         if self.rank == 0:
-            for words in self._peers.values():
-                words.say(b"x", RANK.pack(peer) + how.encode())
+            for line in self._peers.values():
+                line.send(b"x", RANK.pack(peer) + how.encode())
 
     def verdict(self, grace_s: float) -> int | None:
         """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
@@ -301,23 +301,23 @@ class Heartbeat:
     def _ask(self, rank: int) -> None:
         if rank == self.rank:
             self._answered(rank, self.activity.stacks().encode(errors="replace"))
-        elif words := self._peers.get(rank if self.rank == 0 else 0):
-            words.say(b"?", RANK.pack(rank))
+        elif line := self._peers.get(rank if self.rank == 0 else 0):
+            line.send(b"?", RANK.pack(rank))
 
     def _asked(self, peer: int, rank: int) -> None:
         if rank == self.rank:
             stacks = self.activity.stacks().encode(errors="replace")  # a folder's name need not be UTF-8
-            self._peers[peer].say(b"a", RANK.pack(rank) + stacks)
+            self._peers[peer].send(b"a", RANK.pack(rank) + stacks)
         elif self.rank == 0 and rank in self._peers:
             self._askers[rank].add(peer)
-            self._peers[rank].say(b"?", RANK.pack(rank))
+            self._peers[rank].send(b"?", RANK.pack(rank))
 
     def _answered(self, rank: int, stack: bytes) -> None:
         with self._changed:
             self.stacks[rank] = stack.decode(errors="replace")
             self._changed.notify_all()
         for peer in self._askers.pop(rank, ()):
-            self._peers[peer].say(b"a", RANK.pack(rank) + stack)
+            self._peers[peer].send(b"a", RANK.pack(rank) + stack)
 
     def _mind_the_wait(self) -> None:
         """Tells people, once, of a wait that has lasted too long, with the stacks of those who are not there."""
@@ -360,13 +360,13 @@ class Heartbeat:
             return
         self._closing.set()
         self._thread.join(2 * BEAT_S)
-        for words in self._peers.values():
-            words.say(b"q")
+        for line in self._peers.values():
+            line.send(b"q")
         self._hang_up()
 
     def _hang_up(self) -> None:
-        for words in self._peers.values():
-            words.line.close()
+        for line in self._peers.values():
+            line.line.close()
 
 
 def _close(lines: Iterable[socket.socket]) -> None:

@@ -28,7 +28,7 @@ from paceline.link.net.keepalive import SILENT_S, shut_after, watched
 from paceline.link.net.rendezvous import introduce, join
 from paceline.link.net.route import REACH_S, Member
 from paceline.link.net.store_client import StoreClient
-from paceline.link.net.works import TIMEOUT_S, All, Done, Patient, Promise, Then, first_line, outlive
+from paceline.link.net.works import TIMEOUT_S, All, Done, Patient, Promise, Then, first_line, loss, outlive
 from paceline.messages import CommCost
 from paceline.transport import Detect, FailureDetector, Waits
 
@@ -61,8 +61,13 @@ class Link(transport.Link):
         detect: Detect | None = None,
         activity: Waits | None = None,
     ):
+        self.check()
         self.activity = activity
         self._begin(*join(rank, size, host, port, generation, secret=self.secret()), generation, detect)
+
+    @staticmethod
+    def check() -> None:
+        """Raises ValueError where this process cannot have such a link."""
 
     @staticmethod
     def secret() -> bytes:
@@ -182,17 +187,12 @@ class Link(transport.Link):
         return self._reduce("max", tensor, dist.ReduceOp.MAX, what)
 
     def _reduce(self, kind: str, tensor: Tensor, operation: Any, what: str) -> transport.Handle:
-        options = dist.AllreduceOptions()
-        options.reduceOp = operation
         if not tensor.numel():
             return Done(tensor)
-        return self._handle(
-            self._start(lambda: self._group.allreduce([tensor], options), what),
-            kind,
-            tensor.nbytes,
-            what,
-            lambda: tensor,
-        )
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        work = self._start(lambda: self._group.allreduce([tensor], options), what)
+        return self._handle(work, kind, tensor.nbytes, what, lambda: tensor)
 
     def _start(self, operation: Callable[[], Any], what: str) -> Any:
         try:
@@ -265,27 +265,17 @@ class Link(transport.Link):
     def lost(self, what: str, waited_s: float, error: Exception | None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
         cut = self._cut_off(error)
-        detector = self.detector
-        peer = detector.verdict(2.5 if error and cut is None else 0.0) if detector else None
+        peer = self.detector.verdict(2.5 if error and cut is None else 0.0) if self.detector else None
         if peer is None and cut is not None:
             text = f"lost {cut} during {what} (waited {waited_s:.1f} s): no answer from there for {SILENT_S} s"
             return LinkError(f"{text}, though rank 0 may hear it; look at the network between the two", cut.rank)
-        if peer is None and detector and detector.left:
-            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(detector.left))
-            return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
-        if peer is None or detector is None:
-            return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {first_line(error)}")
-        who = f"rank {peer} on {self.hosts[peer]}"
-        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
+        return loss(self, peer, what, waited_s, error)
 
     def _cut_off(self, error: Exception | None) -> Member | None:
-        """Whom gloo could not reach any more, as its words say: [address]:port and "timed out"."""
-        words = str(error or "")
-        if "timed out" not in words:
-            return None
-        return next(
-            (each for each in self.members if f"[{each.address}]" in words or f" {each.address}:" in words), None
-        )
+        """Whom gloo could not reach any more, by its message: [address]:port and "timed out"."""
+        text = str(error) if "timed out" in str(error) else ""
+        named = (each for each in self.members if f"[{each.address}]" in text or f" {each.address}:" in text)
+        return next(named, None)
 
     def close(self) -> None:
         if self.detector and not self.detector.dead:

@@ -110,10 +110,9 @@ class _Handle(transport.Handle):
 
     def wait(self, deadline_s: float | None = None) -> Any:
         hub, rank = self.link.hub, self.link.rank
+        limit_s = hub.patience_s if deadline_s is None else deadline_s
         with hub.changed[rank]:
-            hub.changed[rank].wait_for(
-                lambda: self.done() or self._lost(), hub.patience_s if deadline_s is None else deadline_s
-            )
+            hub.changed[rank].wait_for(lambda: self.done() or self._lost(), limit_s)
             if not self.done():
                 if lost := self._lost():
                     raise LinkError(f"rank {lost[-1]} {hub.gone[rank][lost[-1]]}", lost[-1])
@@ -149,11 +148,7 @@ class Link(transport.Link):
         self.hub.deliver(self.rank, self.name, put, receivers)
 
     def _collective(
-        self,
-        kind: str,
-        tensor: Tensor,
-        combine: Callable[[list[Tensor]], Any],
-        senders: Sequence[int] = (),
+        self, kind: str, tensor: Tensor, combine: Callable[[list[Tensor]], Any], senders: Sequence[int] = ()
     ) -> _Handle:
         key, senders = (self.name, self.sequence), senders or range(self.size)
         self.sequence += 1

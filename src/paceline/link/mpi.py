@@ -29,6 +29,7 @@ from paceline.link.net.auth import secret_of_environment
 from paceline.link.net.keepalive import SILENT_S, addresses, unanswered
 from paceline.link.net.mpi_progress import Flight, library
 from paceline.link.net.route import is_loopback
+from paceline.link.net.works import loss
 from paceline.messages import CommCost
 from paceline.registry import LINK
 from paceline.transport import Detect, FailureDetector, Waits
@@ -81,9 +82,9 @@ class Link(transport.Link):
         self.hosts = [f"the node of rank {r}" for r in range(size)]
         self._library.unclosed.add(self)
         self._comm = self._duplicate(world, "joining the others")
-        names = self._tell(socket.gethostname())
-        self.hosts = self._tell(os.environ.get("PACELINE_HOST", socket.gethostname()))
-        places = [words.split() for words in self._tell(" ".join(addresses()))]
+        names = self._gather_text(socket.gethostname())
+        self.hosts = self._gather_text(os.environ.get("PACELINE_HOST", socket.gethostname()))
+        places = [text.split() for text in self._gather_text(" ".join(addresses()))]
         self._addresses = {each for its in places for each in its}
         if size > 1 and detect:
             try:
@@ -104,10 +105,9 @@ class Link(transport.Link):
         lane.Set_errhandler(self._library.mpi.ERRORS_RETURN)
         return lane
 
-    def _tell(self, word: str) -> list[str]:
-        """Every rank's word."""
-        mine = torch.tensor(list(word.encode()[:NAME_BYTES].ljust(NAME_BYTES)), dtype=torch.uint8)
-        everyone = self.all_gather(mine, "the names of the nodes", even=True).wait(JOIN_S)
+    def _gather_text(self, text: str) -> list[str]:
+        """Every rank's text."""
+        everyone = self.all_gather(_letters(text), "the names of the nodes", even=True).wait(JOIN_S)
         return [bytes(part.tolist()).decode(errors="replace").strip() for part in everyone]
 
     def lane(self, name: str) -> Link:
@@ -213,17 +213,8 @@ class Link(transport.Link):
 
     def lost(self, what: str, waited_s: float, error: Exception | None = None) -> LinkError:
         """The error for a broken operation: which peer, on which host, how long we waited."""
-        detector = self.detector
-        peer = detector.verdict(2.5 if error else 0.0) if detector else None
-        if detector and peer is not None:
-            who = f"rank {peer} on {self.hosts[peer]}"
-            return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
-        if detector and detector.left:
-            who = ", ".join(f"{r} on {self.hosts[r]}" for r in sorted(detector.left))
-            return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
-        return LinkError(
-            f"lost a peer during {what} (waited {waited_s:.1f} s): {str(error).partition(chr(10))[0][:200]}"
-        )
+        peer = self.detector.verdict(2.5 if error else 0.0) if self.detector else None
+        return loss(self, peer, what, waited_s, error)
 
     def cut_off(self, what: str, waited_s: float, address: str) -> LinkError:
         """The error for a node that does not answer this one any more, though rank 0 may hear both."""
@@ -272,18 +263,20 @@ class _Handle(transport.Handle):
 
 
 class _Bulletin:
-    """What the heartbeat asks of a store: rank 0 says one word, all others hear it."""
+    """What the heartbeat asks of a store: rank 0 sends one value, all others receive it."""
 
     def __init__(self, link: Link):
         self.link = link
 
-    def set(self, key: str, word: str) -> None:
-        letters = torch.tensor(list(word.encode().ljust(NAME_BYTES)), dtype=torch.uint8)
-        self.link.broadcast(letters, 0, f"the address of the {key}").wait(JOIN_S)
+    def set(self, key: str, value: str) -> None:
+        self.link.broadcast(_letters(value), 0, f"the address of the {key}").wait(JOIN_S)
 
     def get(self, key: str) -> bytes:
-        letters = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-        return bytes(self.link.broadcast(letters, 0, f"the address of the {key}").wait(JOIN_S).tolist())
+        return bytes(self.link.broadcast(_letters(""), 0, f"the address of the {key}").wait(JOIN_S).tolist())
+
+
+def _letters(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()[:NAME_BYTES].ljust(NAME_BYTES)), dtype=torch.uint8)
 
 
 def _address(host: str, names: list[str], places: list[list[str]]) -> str:

@@ -21,7 +21,6 @@ from torch import Tensor
 from paceline.link import gloo as plain
 from paceline.link.net.works import TIMEOUT_S
 from paceline.registry import LINK
-from paceline.transport import Detect, Waits
 
 POLL_S = 5e-5  # a step's messages are some: the host looks often
 
@@ -32,19 +31,6 @@ class Link(plain.Link):
     """One node's end, as `link.gloo`'s. Raises ValueError where torch has no NCCL, or sees no GPU."""
 
     carrier, by_all = "NCCL", True
-
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        host: str,
-        port: int,
-        generation: int = 0,
-        detect: Detect | None = None,
-        activity: Waits | None = None,
-    ):
-        self.check()
-        super().__init__(rank, size, host, port, generation, detect, activity)
 
     @staticmethod
     def check() -> None:
@@ -77,16 +63,12 @@ class Group:
         self.host, self.make, self.on_device = host, make, on_device
         self.device: Any = None
 
-    def _group(self, tensor: Tensor) -> Any:
+    def _begin(self, tensor: Tensor, begin: Callable[[Any], Any]) -> Any:
         if not self.on_device(tensor):
-            return self.host
+            return begin(self.host)
         if self.device is None:
             self.device = self.make()
-        return self.device
-
-    def _begin(self, tensor: Tensor, begin: Callable[[Any], Any]) -> Any:
-        group = self._group(tensor)
-        return begin(group) if group is self.host else Work(begin(group))
+        return Work(begin(self.device))
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> Any:
         return self._begin(tensors[0], lambda group: group.allreduce(tensors, options))

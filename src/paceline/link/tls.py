@@ -53,7 +53,7 @@ class Link(plain.Link):
         self._identity = Identity()
         self.store.set(f"certificate/{self.rank}", self._identity.certificate)
         keys = [f"certificate/{rank}" for rank in range(self.size)]
-        self._certificates = [bytes(told) for told in self.store.multi_get(keys)]
+        self._certificates = [bytes(certificate) for certificate in self.store.multi_get(keys)]
 
     def _connect(self, store: Any) -> Any:
         limit_s = REACH_S - MARGIN_S

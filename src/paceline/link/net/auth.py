@@ -48,19 +48,18 @@ def secret_of_environment() -> bytes:
 
     It is taken out of the environment and kept here: what this process starts from now on does not get it.
     """
-    if (said := os.environ.pop("PACELINE_SECRET", None)) is not None:
-        _taken[:] = [said.encode()]
+    if (secret := os.environ.pop("PACELINE_SECRET", None)) is not None:
+        _taken[:] = [secret.encode()]
     return _taken[0] if _taken else b""
 
 
 def exactly(line: socket.socket, count: int) -> bytes:
-    """So many bytes of what the other side says. Raises ConnectionResetError where it hangs up before."""
+    """So many bytes from the peer. Raises ConnectionResetError where it closes the connection before."""
     found = b""
     while len(found) < count:
-        words = line.recv(count - len(found))
-        if not words:
+        if not (received := line.recv(count - len(found))):
             raise ConnectionResetError("it hung up")
-        found += words
+        found += received
     return found
 
 
@@ -73,8 +72,7 @@ def mac(secret: bytes, part: bytes, rank: int, nonces: bytes) -> bytes:
     return _mac(secret, HEADER, what, part, struct.pack("<H", rank), nonces)
 
 
-def same(proof: bytes, other: bytes) -> bool:
-    return hmac.compare_digest(proof, other)
+same = hmac.compare_digest
 
 
 class MessageAuthenticator:
@@ -135,17 +133,15 @@ class StreamCipher:
         return self._cipher is not None
 
     def hide(self, words: bytes | memoryview, number: int) -> bytes:
-        if self._cipher is None:
-            return bytes(words)
-        hidden: bytes = self._cipher.encrypt(struct.pack("<QI", number, 0), words, None)
-        return hidden
+        return bytes(words if self._cipher is None else self._cipher.encrypt(_nonce(number), words, None))
 
     def show(self, words: bytes | memoryview, number: int) -> bytes:
         """Of what has been proved to be a member's."""
-        if self._cipher is None:
-            return bytes(words)
-        shown: bytes = self._cipher.decrypt(struct.pack("<QI", number, 0), words, None)
-        return shown
+        return bytes(words if self._cipher is None else self._cipher.decrypt(_nonce(number), words, None))
+
+
+def _nonce(number: int) -> bytes:
+    return struct.pack("<QI", number, 0)
 
 
 def pack(fields: Sequence[bytes]) -> bytes:

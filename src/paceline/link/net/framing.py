@@ -1,9 +1,7 @@
-"""Words over a socket that waits for nobody: a kind and a body, sealed, and hidden where the run hides what it says.
+"""Messages over a non-blocking socket: a kind and a body, authenticated, and encrypted where the run is.
 
-What has not gone or come whole is kept.
-
-Lines that end with this process, though it has forked others: a loader's worker lives for some seconds longer than
-a trainer that is killed, and a line that it holds, too, would not end so that anybody learns of the death.
+What has not been sent or received whole is kept. Sockets are closed in forked children: a loader's worker outlives a
+killed trainer by seconds, and a socket that it holds, too, would not end for the peer to notice.
 """
 
 from __future__ import annotations
@@ -15,24 +13,25 @@ import os
 import socket
 import struct
 import termios
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from paceline.link.net.auth import MessageAuthenticator
 
-MAX_BYTES = 1 << 20  # of a word
+MAX_BYTES = 1 << 20  # of a message
 BITE = 1 << 16
 ROUND_TRIP = struct.Struct("I")  # tcpi_rtt, in microseconds
 
 
-class Words:
+class MessageSocket:
     """``line`` must be set not to block."""
 
     def __init__(self, line: socket.socket, seal: MessageAuthenticator):
         self.line, self._seal = alone(line), seal
         self._out, self._in = bytearray(), bytearray()
 
-    def say(self, kind: bytes, body: bytes = b"") -> None:
+    def send(self, kind: bytes, body: bytes = b"") -> None:
         self._out += self._seal.wrap([kind, body])
         self.push()
 
@@ -48,8 +47,7 @@ class Words:
 
     @property
     def arrived(self) -> bool:
-        """Whether the machine at the other end has confirmed all that was said: its kernel does, whatever its process
-        is at."""
+        """Whether the peer's kernel has confirmed all that was sent, whatever its process is doing."""
         left = array.array("i", [0])
         try:
             fcntl.ioctl(self.line, termios.TIOCOUTQ, left)
@@ -61,29 +59,40 @@ class Words:
     def way_s(self) -> float:
         """There and back, as the kernel has measured it; 0: it does not say."""
         with contextlib.suppress(OSError, struct.error):
-            return (
-                float(ROUND_TRIP.unpack_from(self.line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 68)[0])
-                / 1e6
-            )
+            info = self.line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+            return float(ROUND_TRIP.unpack_from(info, 68)[0]) / 1e6
         return 0.0
 
-    def hear(self) -> tuple[list[tuple[bytes, bytes]], bool]:
-        """(the words that have come whole, whether more can come). Nonsense ends it."""
+    def receive(self) -> tuple[list[tuple[bytes, bytes]], bool]:
+        """(the messages that have come whole, whether more can come). Nonsense ends it."""
         try:
-            heard = self.line.recv(BITE)
+            received = self.line.recv(BITE)
         except BlockingIOError:
             return [], True
         except OSError:
-            heard = b""
-        self._in += heard
+            received = b""
+        self._in += received
         found: list[tuple[bytes, bytes]] = []
         try:
-            while word := self._seal.take(self._in):
-                kind, body = word
+            while fields := self._seal.take(self._in):
+                kind, body = fields
                 found.append((kind, body))
         except ValueError:  # Distrust is one
             return found, False
-        return found, bool(heard)
+        return found, bool(received)
+
+
+@contextlib.contextmanager
+def closed_on_error(thing: Closable) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        thing.close()
+        raise
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 Line = TypeVar("Line", bound=socket.socket)

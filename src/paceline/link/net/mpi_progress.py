@@ -1,9 +1,7 @@
-"""mpi4py, begun once per process and ended in peace; with the types and operations that MPI has not.
+"""mpi4py, initialised once per process and finalised in peace; with the types and operations that MPI has not.
 
-Operations that advance only while somebody asks for them: a thread asks for all of them in turn.
-
-MPI moves most messages inside its own calls. Without this thread, what was started during backward would
-travel only once the step waits for it.
+A progress thread tests all pending requests in turn: MPI moves most messages inside its own calls, and without this
+thread, what was started during backward would travel only once the step waits for it.
 """
 
 from __future__ import annotations
@@ -49,15 +47,8 @@ class Library:
             )
         self.progress = Progress()
         self.unclosed: set[object] = set()
-        self.types = {
-            torch.float32: MPI.FLOAT,
-            torch.float64: MPI.DOUBLE,
-            torch.uint8: MPI.UINT8_T,
-            torch.int8: MPI.INT8_T,
-            torch.int16: MPI.INT16_T,
-            torch.int32: MPI.INT32_T,
-            torch.int64: MPI.INT64_T,
-        }
+        self.types = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.uint8: MPI.UINT8_T}
+        self.types |= {getattr(torch, f"int{bits}"): getattr(MPI, f"INT{bits}_T") for bits in (8, 16, 32, 64)}
         self.widths = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
         self.operations: dict[tuple[str, torch.dtype | None], Any] = {("sum", None): MPI.SUM, ("max", None): MPI.MAX}
         for half in (torch.bfloat16, torch.float16):

@@ -15,6 +15,7 @@ from paceline.environment import join_s
 from paceline.errors import LinkError
 from paceline.link.net import route
 from paceline.link.net.auth import EncryptionKey, secret_of_environment
+from paceline.link.net.framing import closed_on_error
 from paceline.link.net.route import Member, ReachabilityServer
 from paceline.link.net.store_client import StoreClient
 from paceline.link.net.store_server import RendezvousStore
@@ -49,14 +50,11 @@ def join(
     secret = secret_of_environment() if secret is None else secret
     point, place, number = _place(rank, size, host, port, secret, patience_s)
     meeting = StoreClient(place, number, secret, rank, size, patience_s, point, LONGER)
-    try:
+    with closed_on_error(meeting):
         store = dist.PrefixStore(f"paceline/{generation}", meeting)
         members = introduce(meeting, store)
         meeting.advice = ""
         return meeting, store, members
-    except BaseException:
-        meeting.close()
-        raise
 
 
 def _place(

@@ -167,24 +167,22 @@ def complaint(me: Member, members: Sequence[Member], limit_s: float = KNOCK_S) -
 
 def _knock(me: Member, peer: Member, limit_s: float) -> str:
     end = time.monotonic() + limit_s
-    why = f"no answer within {limit_s:.0f} s"
-    heard = b""
+    why, received = f"no answer within {limit_s:.0f} s", b""
     try:
         with socket.create_connection((peer.address, peer.port), limit_s, (me.address, 0)) as line:
-            while len(heard) < TOKEN and (left_s := end - time.monotonic()) > 0:
+            while len(received) < TOKEN and (left_s := end - time.monotonic()) > 0:
                 line.settimeout(left_s)
-                words = line.recv(TOKEN - len(heard))
-                if not words:
+                if not (more := line.recv(TOKEN - len(received))):
                     break
-                heard += words
+                received += more
     except TimeoutError:
         pass
     except OSError as error:
         why = error.strerror or str(error)
-    if heard == peer.token:
+    if received == peer.token:
         return ""
-    if len(heard) == TOKEN:
-        why = "somebody else answered"
+    if len(received) == TOKEN:
+        why = "another process answered"
     return (
         f"{me} does not reach {peer} at port {peer.port}: {why}; a firewall that lets only one direction through? All "
         f"ports that the system gives out must be open among the nodes, both ways"

@@ -15,23 +15,8 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import (
-    GUEST,
-    HEADER,
-    HELLO,
-    MAGIC,
-    MAX_BYTES,
-    REFUSED,
-    SERVER,
-    SIZE,
-    VERSION,
-    AuthError,
-    MessageAuthenticator,
-    exactly,
-    mac,
-    same,
-)
-from paceline.link.net.framing import alone
+from paceline.link.net import auth
+from paceline.link.net.framing import alone, closed_on_error
 from paceline.link.net.store_server import HANDSHAKE_S, RendezvousStore
 
 POLL_S = 0.5  # for which a wait holds the line, that other threads may want
@@ -73,9 +58,9 @@ class StoreClient(Store):
         super().__init__()
         self.host, self.port, self.rank, self.size, self.patience_s = host, port, rank, size, patience_s
         self.point, self.secret, self.advice = point, secret, advice
-        self.alert: Callable[[], None] = _calm
+        self.alert: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._heard = bytearray()
+        self._received = bytearray()
         self._line, self._seal = self._reach(secret)
 
     @property
@@ -92,67 +77,61 @@ class StoreClient(Store):
         """This end of the line: where the route to rank 0 leaves."""
         return str(self._line.getsockname()[0])
 
-    def _reach(self, secret: bytes) -> tuple[socket.socket, MessageAuthenticator]:
+    def _reach(self, secret: bytes) -> tuple[socket.socket, auth.MessageAuthenticator]:
         end, why = time.monotonic() + self.patience_s, "nobody answered"
         while (left_s := end - time.monotonic()) > 0:
             try:
                 line = connect(self.host, self.port, min(HANDSHAKE_S, left_s))
-            except OSError as error:
-                why = str(error)
-            else:
-                try:
+                with closed_on_error(line):
                     return line, self._greet(line, secret)
-                except LinkError:
-                    line.close()
-                    raise
-                except OSError as error:  # it may be busy with strangers
-                    line.close()
-                    why = str(error)
+            except LinkError:
+                raise
+            except OSError as error:  # it may be busy with strangers
+                why = str(error)
             time.sleep(RETRY_DELAY_S)
         raise LinkError(
             f"{self.here} could not reach {self.place} within {self.patience_s:.0f} s ({why}); check MASTER_ADDR, "
             f"MASTER_PORT, the firewall, and that rank 0 is running{self.advice}"
         )
 
-    def _greet(self, line: socket.socket, secret: bytes) -> MessageAuthenticator:
+    def _greet(self, line: socket.socket, secret: bytes) -> auth.MessageAuthenticator:
         line.settimeout(HANDSHAKE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        header = exactly(line, len(HEADER))
-        if not header.startswith(MAGIC):
+        header = auth.exactly(line, len(auth.HEADER))
+        if not header.startswith(auth.MAGIC):
             raise LinkError(
                 f"{self.here}: what answers at {self.host}:{self.port} is no meeting point of paceline; give all "
                 f"ranks another MASTER_PORT"
             )
-        if header != HEADER:
-            line.sendall(HEADER)
+        if header != auth.HEADER:
+            line.sendall(auth.HEADER)
             raise LinkError(
-                f"{self.here} speaks version {VERSION} of the meeting, rank 0 at {self.host}:{self.port} version "
+                f"{self.here} speaks version {auth.VERSION} of the meeting, rank 0 at {self.host}:{self.port} version "
                 f"{header[-1]}; install the same paceline on every node"
             )
-        nonce = secrets.token_bytes(SIZE)
-        nonces = exactly(line, SIZE) + nonce
-        line.sendall(HELLO.pack(HEADER, self.rank, nonce, mac(secret, GUEST, self.rank, nonces)))
-        answer = exactly(line, SIZE)
-        if answer == REFUSED or not same(answer, mac(secret, SERVER, self.rank, nonces)):
-            whose = "refused this process" if answer == REFUSED else "did not prove that it belongs to this run"
+        nonce = secrets.token_bytes(auth.SIZE)
+        nonces = auth.exactly(line, auth.SIZE) + nonce
+        line.sendall(auth.HELLO.pack(auth.HEADER, self.rank, nonce, auth.mac(secret, auth.GUEST, self.rank, nonces)))
+        answer = auth.exactly(line, auth.SIZE)
+        if answer == auth.REFUSED or not auth.same(answer, auth.mac(secret, auth.SERVER, self.rank, nonces)):
+            whose = "refused this process" if answer == auth.REFUSED else "did not prove that it belongs to this run"
             raise LinkError(
                 f"{self.here}: rank 0 at {self.host}:{self.port} {whose}: their PACELINE_SECRET differ; start all "
                 f"ranks of a run with the same, or all without, and all or none with --encrypt (PACELINE_ENCRYPT)"
             )
-        return MessageAuthenticator(secret, GUEST, self.rank, nonces)
+        return auth.MessageAuthenticator(secret, auth.GUEST, self.rank, nonces)
 
     def _ask(self, *fields: bytes) -> list[bytes]:
         with self._lock:
             try:
                 self._line.settimeout(HANDSHAKE_S + POLL_S)
                 self._line.sendall(self._seal.wrap(fields))
-                while (answer := self._seal.take(self._heard)) is None:
-                    words = self._line.recv(MAX_BYTES)
-                    if not words:
+                while (answer := self._seal.take(self._received)) is None:
+                    if not (received := self._line.recv(auth.MAX_BYTES)):
                         raise ConnectionResetError("it hung up")
-                    self._heard += words
+                    self._received += received
                 return answer
-            except (OSError, AuthError) as error:
+            except (OSError, auth.AuthError) as error:
                 self._line.close()  # half a frame may be under way
                 raise LinkError(
                     f"{self.here} lost {self.place} ({error}): rank 0 ended, or the network to it broke; look there", 0
@@ -226,8 +205,7 @@ class StoreClient(Store):
             self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        asked_s = timeout.total_seconds() if timeout else self.patience_s
-        self._wait(keys, min(asked_s, self.patience_s))
+        self._wait(keys, min(timeout.total_seconds() if timeout else self.patience_s, self.patience_s))
 
     def check(self, keys: list[str]) -> bool:
         return self._ask(b"check", *(key.encode() for key in keys))[1] == b"1"
@@ -254,10 +232,6 @@ class StoreClient(Store):
 
     def clone(self) -> StoreClient:
         return self
-
-
-def _calm() -> None:
-    pass
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -15,22 +15,7 @@ import threading
 import time
 
 from paceline.errors import LinkError
-from paceline.link.net.auth import (
-    GUEST,
-    HEADER,
-    HELLO,
-    MAGIC,
-    MAX_BYTES,
-    REFUSED,
-    SERVER,
-    SIZE,
-    VERSION,
-    AuthError,
-    EncryptionKey,
-    MessageAuthenticator,
-    mac,
-    same,
-)
+from paceline.link.net import auth
 from paceline.link.net.framing import alone
 from paceline.link.net.keepalive import watch
 from paceline.report.log import log
@@ -39,7 +24,7 @@ HANDSHAKE_S = 5.0
 BUSY_S = 2.0  # for which a port that is in use is tried again
 MAX_STRANGERS = 64
 MAX_NOTES = 8  # lines about those who were refused
-MAX_WAITING_BYTES = 16 * MAX_BYTES  # of answers that a member does not read
+MAX_WAITING_BYTES = 16 * auth.MAX_BYTES  # of answers that a member does not read
 NEVER = float("inf")
 
 
@@ -48,9 +33,9 @@ class _Guest:
 
     def __init__(self, line: socket.socket, host: str):
         self.line, self.host = line, host
-        self.heard, self.to_say = bytearray(), bytearray()
-        self.nonce = secrets.token_bytes(SIZE)
-        self.seal: MessageAuthenticator | None = None
+        self.received, self.to_send = bytearray(), bytearray()
+        self.nonce = secrets.token_bytes(auth.SIZE)
+        self.seal: auth.MessageAuthenticator | None = None
         self.wanted: list[bytes] = []  # keys that it waits for
         self.deadline = time.monotonic() + HANDSHAKE_S  # of a stranger's proof, or of a member's wait
         self.leaving = False  # once all is said
@@ -138,7 +123,7 @@ class RendezvousStore:
         guest = self._guests[line] = _Guest(alone(line), where[0])
         self._eyes.register(line, selectors.EVENT_READ)
         try:
-            self._say(guest, HEADER + guest.nonce)
+            self._say(guest, auth.HEADER + guest.nonce)
         except OSError:
             self._drop(guest)
 
@@ -162,44 +147,43 @@ class RendezvousStore:
             self._drop(guest)
 
     def _hear(self, guest: _Guest) -> None:
-        words = guest.line.recv(MAX_BYTES)
-        if not words:
+        if not (received := guest.line.recv(auth.MAX_BYTES)):
             raise ConnectionResetError
         if guest.leaving:
             return
-        guest.heard += words
+        guest.received += received
         if guest.seal is None:
             self._admit(guest)
-        while guest.seal and (fields := guest.seal.take(guest.heard)):
+        while guest.seal and (fields := guest.seal.take(guest.received)):
             if guest.wanted:
-                raise AuthError("a question before the answer to the last")
+                raise auth.AuthError("a question before the answer to the last")
             self._answer(guest, *fields)
 
     def _admit(self, guest: _Guest) -> None:
-        header = bytes(guest.heard[: len(HEADER)])
-        if not MAGIC.startswith(header[: len(MAGIC)]):
-            raise AuthError("another language")
-        if len(header) == len(HEADER) and header != HEADER:
-            self._note(guest, f"it speaks version {header[-1]} of the meeting, this process version {VERSION}")
-            raise AuthError("another version")
-        if len(guest.heard) < HELLO.size:
+        header = bytes(guest.received[: len(auth.HEADER)])
+        if not auth.MAGIC.startswith(header[: len(auth.MAGIC)]):
+            raise auth.AuthError("another language")
+        if len(header) == len(auth.HEADER) and header != auth.HEADER:
+            self._note(guest, f"it speaks version {header[-1]} of the meeting, this process version {auth.VERSION}")
+            raise auth.AuthError("another version")
+        if len(guest.received) < auth.HELLO.size:
             return
-        _, rank, nonce, proof = HELLO.unpack_from(guest.heard)
+        _, rank, nonce, proof = auth.HELLO.unpack_from(guest.received)
         nonces = guest.nonce + nonce
-        if not same(proof, mac(self._secret, GUEST, rank, nonces)):
+        if not auth.same(proof, auth.mac(self._secret, auth.GUEST, rank, nonces)):
             self._note(guest, f"it calls itself rank {rank}, and {self._unlike(rank, nonces, proof)}")
             guest.leaving = True
-            self._say(guest, REFUSED)
+            self._say(guest, auth.REFUSED)
             return
-        del guest.heard[: HELLO.size]
+        del guest.received[: auth.HELLO.size]
         guest.deadline = NEVER
-        self._say(guest, mac(self._secret, SERVER, rank, nonces))
-        guest.seal = MessageAuthenticator(self._secret, SERVER, rank, nonces)
+        self._say(guest, auth.mac(self._secret, auth.SERVER, rank, nonces))
+        guest.seal = auth.MessageAuthenticator(self._secret, auth.SERVER, rank, nonces)
 
     def _unlike(self, rank: int, nonces: bytes, proof: bytes) -> str:
-        hides = isinstance(self._secret, EncryptionKey)
-        other = bytes(self._secret) if hides else EncryptionKey(self._secret)
-        if same(proof, mac(other, GUEST, rank, nonces)):
+        hides = isinstance(self._secret, auth.EncryptionKey)
+        other = bytes(self._secret) if hides else auth.EncryptionKey(self._secret)
+        if auth.same(proof, auth.mac(other, auth.GUEST, rank, nonces)):
             mine, theirs = ("with", "without") if hides else ("without", "with")
             return f"it was started {theirs} --encrypt (PACELINE_ENCRYPT), and this run {mine}"
         return "its PACELINE_SECRET is not that of this run"
@@ -224,13 +208,11 @@ class RendezvousStore:
             self._reply(guest, b"ok", b"%d" % len(values))
             return
         key, *rest = words or (b"",)
-        if verb == b"set" and len(rest) == 1:
+        if verb in (b"set", b"lease") and len(rest) == 1:
             values[key] = rest[0]
-            self._reply(guest, b"ok")
-        elif verb == b"lease" and len(rest) == 1:
-            values[key] = rest[0]
-            self._holders[key] = guest
-            watch(guest.line)
+            if verb == b"lease":
+                self._holders[key] = guest
+                watch(guest.line)
             self._reply(guest, b"ok")
         elif verb == b"append" and len(rest) == 1:
             values[key] = values.get(key, b"") + rest[0]
@@ -246,7 +228,7 @@ class RendezvousStore:
                 values[key] = desired
             self._reply(guest, b"ok", values.get(key, expected))
         else:
-            raise AuthError("an unknown word")
+            raise auth.AuthError("an unknown word")
         for other in list(self._guests.values()):
             self._serve(other)
 
@@ -263,14 +245,14 @@ class RendezvousStore:
             self._drop(guest)
 
     def _say(self, guest: _Guest, words: bytes) -> None:
-        guest.to_say += words
+        guest.to_send += words
         with contextlib.suppress(BlockingIOError):
-            del guest.to_say[: guest.line.send(guest.to_say)]
-        if len(guest.to_say) > MAX_WAITING_BYTES:
-            raise AuthError("a guest that does not listen")
-        more = selectors.EVENT_WRITE if guest.to_say else 0
+            del guest.to_send[: guest.line.send(guest.to_send)]
+        if len(guest.to_send) > MAX_WAITING_BYTES:
+            raise auth.AuthError("a guest that does not listen")
+        more = selectors.EVENT_WRITE if guest.to_send else 0
         self._eyes.modify(guest.line, selectors.EVENT_READ | more)
-        if guest.leaving and not guest.to_say:
+        if guest.leaving and not guest.to_send:
             guest.line.shutdown(socket.SHUT_WR)  # the guest hangs up, or its deadline does
 
 

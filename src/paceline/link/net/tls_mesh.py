@@ -1,16 +1,14 @@
-"""TLS lines between all ranks, for one lane: from each to each other a line of its own, written at one end alone.
+"""TLS connections between all ranks, for one lane: one from each rank to each other, written at one end alone.
 
-    guest -> gate:  TLS 1.3; both show a certificate that the other was told at the meeting
-    gate -> guest:  what the gate has told of itself at the meeting, so that no lane is taken for another
+    guest -> gate:  TLS 1.3; both show the certificate that they published at the rendezvous
+    gate -> guest:  the token that the gate published there, so that no lane is taken for another
 
 A rank listens until all have come; then its port is closed. OpenSSL does not let a line be read and written at once by
-two threads, so after that nobody writes but the guest. Strangers have HANDSHAKE_S, and are never more than
-MAX_STRANGERS: the oldest goes.
+two threads, so after that only the guest writes. Unauthenticated connections have HANDSHAKE_S, and are never more than
+MAX_STRANGERS: the oldest is closed.
 
-Who a rank is to the others of its link: a key that never leaves its memory, and a certificate that they are told.
-
-Certificates are told at the meeting, which only members can join or change; nobody else vouches for them, and nothing
-but their own bytes counts: neither names nor dates. A key lives as long as its link, and is never written to a disk.
+Certificates are published at the rendezvous, which only members can join or change; no authority signs them, and only
+their own bytes count: neither names nor dates. A key lives as long as its link, and is never written to a disk.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import LinkError
 from paceline.link.net.auth import exactly
-from paceline.link.net.framing import alone
+from paceline.link.net.framing import alone, closed_on_error
 from paceline.link.net.route import Member
 
 HANDSHAKE_S = 5.0
@@ -96,10 +94,10 @@ class Mesh:
         while (left_s := self._end - time.monotonic()) > 0:
             try:
                 line = socket.create_connection((member.address, port), min(HANDSHAKE_S, left_s))
-                with _closed_on_error(line):
+                with closed_on_error(line):
                     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     safe = alone(self._outside.wrap_socket(line))
-                with _closed_on_error(safe):
+                with closed_on_error(safe):
                     if safe.getpeercert(True) != self._certificates[member.rank]:
                         raise ConnectionError("another rank answered")
                     if exactly(safe, TOKEN) != token:
@@ -127,7 +125,7 @@ class Mesh:
             try:
                 line, _ = server.accept()
                 line.settimeout(HANDSHAKE_S)
-                with _closed_on_error(line):
+                with closed_on_error(line):
                     safe = alone(self._inside.wrap_socket(line, server_side=True, do_handshake_on_connect=False))
             except TimeoutError:
                 continue
@@ -143,7 +141,7 @@ class Mesh:
 
     def _greet(self, safe: ssl.SSLSocket) -> None:
         try:
-            with _closed_on_error(safe):
+            with closed_on_error(safe):
                 safe.do_handshake()
                 guest = self._certificates.index(safe.getpeercert(True) or b"")
                 safe.sendall(self._token)
@@ -165,15 +163,6 @@ class Mesh:
         """Whoever reads or writes on a line is told, and closes it."""
         for line in (*self.out.values(), *self.into.values()):
             _hang_up(line)
-
-
-@contextlib.contextmanager
-def _closed_on_error(line: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        line.close()
-        raise
 
 
 def _hang_up(line: socket.socket) -> None:
@@ -207,16 +196,9 @@ class Identity:
         key = ec.generate_private_key(ec.SECP256R1())
         # OpenSSL looks for who vouches for a certificate by name: each has its own, and vouches for itself
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, secrets.token_hex(16))])
-        made = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(BEGIN)
-            .not_valid_after(NEVER)
-            .sign(key, hashes.SHA256())
-        )
+        builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(BEGIN).not_valid_after(NEVER)
+        made = builder.sign(key, hashes.SHA256())
         self.certificate = made.public_bytes(serialization.Encoding.DER)
         self._both = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

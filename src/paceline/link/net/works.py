@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from paceline import transport
+from paceline.errors import LinkError
 
 TIMEOUT_S = 1800.0  # a lost peer is noticed by its heartbeat, not by this
 
@@ -98,6 +99,18 @@ class Then(transport.Handle):
     def wait(self, deadline_s: float | None = None) -> Any:
         self.handle.wait(deadline_s)
         return self.then()
+
+
+def loss(link: transport.Link, peer: int | None, what: str, waited_s: float, error: Exception | None) -> LinkError:
+    """Of a broken operation. ``peer``: the rank that is known to have failed, if any."""
+    detector = link.detector
+    if detector and peer is not None:
+        who = f"rank {peer} on {link.hosts[peer]}"
+        return LinkError(f"lost {who} during {what} (waited {waited_s:.1f} s): it {detector.dead[peer]}", peer)
+    if detector and detector.left:
+        who = ", ".join(f"{r} on {link.hosts[r]}" for r in sorted(detector.left))
+        return LinkError(f"waited for {what}, but rank {who} has left: its script ended earlier than this one")
+    return LinkError(f"lost a peer during {what} (waited {waited_s:.1f} s): {first_line(error)}")
 
 
 def first_line(error: Exception | None) -> str:
