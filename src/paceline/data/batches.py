@@ -50,27 +50,20 @@ class Cursor:
     again: list[int] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Batch(GlobalBatch):
     """One of a dataset's."""
 
-    assigned = True
+    source: Source
+    indices: Indices
     epoch: int
     step: int
+    num_steps: int | None
+    ends_epoch: bool
+    wait_s: float = 0.0
 
-    def __init__(
-        self,
-        source: Source,
-        indices: Indices,
-        epoch: int,
-        step: int,
-        num_steps: int | None,
-        ends_epoch: bool,
-        wait_s: float = 0.0,
-    ):
-        self.source, self.indices, self.epoch, self.step = source, indices, epoch, step
-        self.num_steps, self.ends_epoch, self.wait_s = num_steps, ends_epoch, wait_s
-        self.weight = float(len(indices))
-        self.num_local_samples = 0
+    def __post_init__(self) -> None:
+        self.weight, self.assigned, self.num_local_samples = float(len(self.indices)), True, 0
         self._take: Callable[[Batch, Share], Any] = Batch.fetch
 
     @property
@@ -134,7 +127,7 @@ def batches(
     """
     if workers < 0 or ahead < 0 or min(start) < 0:
         raise ValueError(f"batches() got workers={workers}, ahead={ahead}, start={start}; give numbers of 0 or more")
-    now: Callable[[], Assignment] = assignment if callable(assignment) else partial(_same, assignment)
+    now: Callable[[], Assignment] = assignment if callable(assignment) else lambda: assignment
     source, options = as_source(dataset), {}
     if isinstance(dataset, DataLoader):
         workers, options = workers or dataset.num_workers, options_of(dataset)
@@ -179,10 +172,6 @@ def samples(dataset: Any, source: Source) -> Indices:
     if isinstance(dataset, DataLoader) and not isinstance(source, Stream):
         return samples_of(dataset, len(source))
     return np.arange(len(source))
-
-
-def _same(assignment: Assignment) -> Assignment:
-    return assignment
 
 
 def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Iterator[Batch]:

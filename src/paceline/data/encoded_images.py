@@ -83,9 +83,8 @@ class Pictures:
             for slot in range(len(indices)):
                 place(slot)
         if faults:
-            raise ValueError(
-                f"cannot read {len(faults)} of {len(indices)} images:\n{listing(faults)}\n{self._remedy()}"
-            )
+            what = f"cannot read {len(faults)} of {len(indices)} images"
+            raise ValueError(f"{what}:\n{listing(faults)}\n{self._remedy()}")
         return images, self._labels[torch.as_tensor(indices, dtype=torch.int64)]
 
     def _remedy(self) -> str:

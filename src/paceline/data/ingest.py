@@ -1,4 +1,4 @@
-"""What a long job has done, one JSON line each, so that an interrupted one goes on where it was.
+"""Journal of a long job, one JSON line per finished part, so that an interrupted job resumes where it was.
 
 One process at a time holds a journal; others wait for it. A line torn by a kill is dropped, and a
 journal of another job is begun anew.
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 
@@ -59,9 +58,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 

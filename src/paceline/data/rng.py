@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -30,9 +29,7 @@ class OwnRng:
         self._outside = _state()
         _restore(self._inside)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._inside = _state()
         _restore(self._outside)
 

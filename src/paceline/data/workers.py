@@ -46,7 +46,7 @@ class Rows:
         if self._rows is None:
             raise StopIteration
         try:
-            return _from_pipe(next(self._rows))
+            return _mapped(next(self._rows), _Bytes, _Bytes.tensor)
         except BaseException:
             self.close()
             raise
@@ -180,10 +180,6 @@ class _Bytes:
 
 def _to_pipe(rows: Any) -> Any:
     return _mapped(rows, torch.Tensor, _Bytes)
-
-
-def _from_pipe(rows: Any) -> Any:
-    return _mapped(rows, _Bytes, _Bytes.tensor)
 
 
 def _mapped(rows: Any, kind: type, function: Callable[[Any], Any]) -> Any:
