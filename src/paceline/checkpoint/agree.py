@@ -61,7 +61,10 @@ def agreed(
         everyone = [json.loads(words) for words in gather(json.dumps(mine).encode())]
         if error:
             raise error
-        _raise(everyone)
+        for rank, one in enumerate(everyone):
+            if one["error"]:
+                kind = CheckpointError if one["refused"] else ValueError
+                raise kind(f"rank {rank}: {one['error']}")
         if rounds and len(everyone) != len(first):  # a node was lost: others have these ranks now
             rounds, most = [], None
             continue
@@ -81,13 +84,6 @@ def agreed(
         if len({one["seal"] for one in said.values()}) == 1:
             return Choice(kept, lacking, tuple(dict.fromkeys(_passed_over(rounds))))
         most = min(steps) if len(set(steps)) > 1 else steps[0] - 1
-
-
-def _raise(everyone: list[dict[str, Any]]) -> None:
-    for rank, one in enumerate(everyone):
-        if one["error"]:
-            kind = CheckpointError if one["refused"] else ValueError
-            raise kind(f"rank {rank}: {one['error']}")
 
 
 def _passed_over(rounds: list[Said]) -> Iterable[str]:

@@ -74,11 +74,8 @@ class Draft:
             offsets[name] = start, end
         entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         for name, tensor in tensors.items():
-            entries[name] = {
-                "dtype": CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": offsets[name],
-            }
+            shape = list(tensor.shape)
+            entries[name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": offsets[name]}
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._header = len(header).to_bytes(8, "little") + header
@@ -130,13 +127,11 @@ def of_bytes(data: bytearray, start: int = 0) -> dict[str, Tensor]:
     try:
         entries = json.loads(data[start + 8 : begin])
         entries.pop("__metadata__", {})
-        forms = {
-            name: (DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]) for name, entry in entries.items()
-        }
-        bytes_ = torch.frombuffer(data, dtype=torch.uint8)[begin:]
-        return together(
-            {name: bytes_[at:end].view(dtype).view(shape) for name, (dtype, shape, (at, end)) in forms.items()}
-        )
+        octets, tensors = torch.frombuffer(data, dtype=torch.uint8)[begin:], {}
+        for name, entry in entries.items():
+            at, end = entry["data_offsets"]
+            tensors[name] = octets[at:end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
+        return together(tensors)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no safetensors file ({error!r})") from None
 

@@ -47,7 +47,8 @@ class CheckpointTransfer:
             folder = None
             if here[:1] == [self.rank]:
                 folder = self._try(lambda: stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-            sizes = self._tell(self._try(_sizes, source) if source else None)[0]
+            found = self._try(lambda: [(source / name).stat().st_size for name in FILES]) if source else None
+            sizes = self._tell(found)[0]
             for name, size in zip(FILES, sizes or (), strict=False):
                 for start in range(0, size, PART_BYTES):
                     part = self._try(_part, source / name, start) if source else None
@@ -87,10 +88,6 @@ class CheckpointTransfer:
                     f"rank {rank} does not see the checkpoint and could not be sent it: {faults[0]}; make room (TMPDIR "
                     f"names another place), or put the run's folder where every node sees it"
                 )
-
-
-def _sizes(folder: Path) -> list[int]:
-    return [(folder / name).stat().st_size for name in FILES]
 
 
 def _part(path: Path, start: int) -> bytes:
