@@ -107,7 +107,7 @@ def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
 
         for _ in range(MAX_VAIN):
             until(level)
-            welcome._admit()
+            welcome.admit()
         welcome._look()
         assert door.told["late"]["refused"] == IN_VAIN
         assert not welcome._following
@@ -182,7 +182,7 @@ def test_who_does_not_come_when_all_meet_for_it_is_met_for_no_more(monkeypatch):
             if (following := welcome._following.get("late")) and following.placed:
                 following.part(state_transfer.state_part(pace.run, following.next))
             if welcome._ready:
-                welcome._admit()
+                welcome.admit()
                 meetings += 1
         assert meetings == 2
         assert door.told["late"]["refused"].startswith("all met to take it in, 2 times")

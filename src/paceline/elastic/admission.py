@@ -66,7 +66,7 @@ class Admission(StepObserver, Door):
         self._refuses = OWN if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
         # whoever comes is in the same call of `batches`, so that it ends with the others
         if run.last.vote.join_generation > run.control.generation and run.cursor.began == self._began and not own:
-            self._admit()
+            self.admit()
         self._began = run.cursor.began
         if self._follows(run.last):
             self._copy()
@@ -139,9 +139,6 @@ class Admission(StepObserver, Door):
 
     def copy(self) -> bool:
         return self.run.world.node == 0 and self._copy()
-
-    def admit(self) -> None:
-        self._admit()
 
     def end(self, number: int) -> None:
         if number:
@@ -252,7 +249,7 @@ class Admission(StepObserver, Door):
         self.run.control.admit(self._ready)
         return self.came
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         run, begin = self.run, time.perf_counter()
         came = self._meet()
         for joiner in self._ready if not came else ():
@@ -262,17 +259,16 @@ class Admission(StepObserver, Door):
         following = {joiner.name: self._following.pop(joiner.name, None) for joiner in came}
         level = {name: each is not None and each.end(not each.diverging) for name, each in following.items()}
         all_level = b"level" if all(level.values()) else b""
-        rest, large = (
-            state_transfer.small_state(run),
-            {} if run.control.node_broadcast(all_level) else state_transfer.full_state(run),
-        )
+        rest = state_transfer.small_state(run)
+        large = {} if run.control.node_broadcast(all_level) else state_transfer.full_state(run)
         if not run.leader:
             return
         for joiner in came:
             message = state_transfer.Message(rest if level[joiner.name] else {**large, **rest})
             ahead = following[joiner.name]
             try:
-                line = (ahead and ahead.line) or _desk(run).line(joiner.name)
+                assert run.members.join_desk
+                line = (ahead and ahead.line) or run.members.join_desk.line(joiner.name)
                 line.hurry()
                 line.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation finds out, as for any other member
@@ -285,8 +281,3 @@ class Admission(StepObserver, Door):
                 ahead_bytes=ahead.num_bytes if ahead else 0,
                 seconds=time.perf_counter() - begin,
             )
-
-
-def _desk(run: RunState) -> JoinDesk:
-    assert run.members.join_desk
-    return run.members.join_desk

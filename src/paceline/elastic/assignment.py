@@ -56,12 +56,10 @@ def settle(
         if assignment.shares:
             raise ValueError(
                 f"join: shares={assignment.shares} give node {over[0]} {dealt[over[0]]} of {count} rows, and its "
-                "most_rows "
-                f"is {most[over[0]]}; give it less, or use shares='measured'"
+                f"most_rows is {most[over[0]]}; give it less, or use shares='measured'"
             )
-        assignment = dataclasses.replace(
-            assignment, shares=fair_shares(count, [0.0] * nodes, [1.0] * nodes, least, most)
-        )
+        shares = fair_shares(count, [0.0] * nodes, [1.0] * nodes, least, most)
+        assignment = dataclasses.replace(assignment, shares=shares)
     follows = job.shares == "measured" and nodes > 1 and not assignment.virtual
     return assignment, LoadBalancer(count, least, most) if follows else None, Limits(tuple(least), tuple(most))
 

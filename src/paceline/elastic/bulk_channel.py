@@ -25,7 +25,7 @@ from collections.abc import Iterable
 
 from paceline.errors import LinkError
 from paceline.link.net.auth import GUEST, HEADER, HELLO, REFUSED, SERVER, SIZE, TAG, StreamCipher, exactly, mac, same
-from paceline.link.net.framing import alone
+from paceline.link.net.framing import alone, closed_on_error
 from paceline.link.net.store_client import NO_RANK_YET, connect
 
 HANDSHAKE_S = 5.0
@@ -203,11 +203,8 @@ def reach(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
     """The joiner's end, under its name. Raises LinkError."""
     try:
         line = connect(address, port, HANDSHAKE_S)
-        try:
+        with closed_on_error(line):
             return _greet(line, secret, name)
-        except BaseException:
-            line.close()
-            raise
     except OSError as error:
         raise LinkError(f"the node at {address}:{port} that was to give its state is gone ({error})") from error
 

@@ -2,9 +2,8 @@
 
     leader   copies its weights and optimizer state, a part between two steps, and sends them from a thread of its own;
              from the first part on also each step's sums, as everybody applies them
-    joiner    takes part after part, and applies the same sums in the same order: replicas stay bit-equal, once each
-    part
-             has replaced what sums have made of the joiner's own
+    joiner   takes part after part, and applies the same sums in the same order: replicas are bit-equal once each
+             part has replaced what sums have made of the joiner's own
 
 Once all is sent but the last step, the joiner can be taken in, and what is left to be sent then is small.
 
@@ -90,7 +89,7 @@ class CatchUp:
         def kept(tensor: Tensor) -> Tensor:
             if (place := next(places, None)) is not None:
                 return place.copy_(tensor)
-            return tensor if alike and self._gathered else _own(tensor)
+            return tensor if alike and self._gathered else tensor.detach().to("cpu", copy=True)
 
         self._put(state_transfer.Message(mapped(state, kept)))
         self._parted_bytes = self.num_bytes
@@ -135,9 +134,8 @@ class CatchUp:
         groups = state_transfer.options(self._optimizer)
         gradients = [_copied(gradient) for gradient in outcome.gradients]
         how = {"scale": rule.scale, "clip": rule.clip, "step": rule.step}
-        message = state_transfer.Message(
-            {"pieces": gradients, "used": outcome.vote.used, "rule": how, "groups": groups}
-        )
+        update = {"pieces": gradients, "used": outcome.vote.used, "rule": how, "groups": groups}
+        message = state_transfer.Message(update)
         return lambda: self._put(message)
 
     def stop(self) -> None:
@@ -169,10 +167,6 @@ def _tensors(tree: Any) -> list[Tensor]:
 
     mapped(tree, note)
     return found
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _copied(gradient: Gradient) -> dict[str, Any]:

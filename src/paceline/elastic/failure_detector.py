@@ -50,19 +50,16 @@ class ConnectionFailureDetector:
     def _missing(self) -> list[str]:
         return [name for name in self._names if name not in self._lines or self._lines[name].broken]
 
-    def _open(self, name: str) -> None:
-        with contextlib.suppress(LinkError):
-            line = self._reach(name)
-            line.keep()
-            with self._lock:
-                if self._closing.is_set():
-                    line.close()
-                else:
-                    self._lines[name] = line
-
     def _open_missing(self) -> None:
         for name in self._missing():
-            self._open(name)
+            with contextlib.suppress(LinkError):
+                line = self._reach(name)
+                line.keep()
+                with self._lock:
+                    if self._closing.is_set():
+                        line.close()
+                    else:
+                        self._lines[name] = line
         self._tried.set()
 
     def ended(self, name: str, limit_s: float = 0.0) -> bool:

@@ -82,7 +82,7 @@ class FaultTolerantControl(transport.Control):
         try:
             outcome = self.control.vote(vote, finish)
         except LinkError as error:
-            return self._again(error, ended) or self._redo()
+            return self._meet(str(error), ended) or self._redo()
         if self.size > 1:
             self._end(messages.pack_frames(self.control.ballots))
             self._all_know()
@@ -95,14 +95,14 @@ class FaultTolerantControl(transport.Control):
         try:
             self._hear_all()
         except LinkError as error:
-            self._again(error, _impossible)
+            self._meet(str(error), _impossible)
 
     def _hear_all(self) -> None:
         zero = torch.zeros(1, dtype=torch.uint8)
         self.members.link.all_gather(zero, "making sure that all know", even=True).wait()
 
     def recover(self, error: LinkError) -> StepOutcome:
-        return self._again(error, _impossible) or self._redo()
+        return self._meet(str(error), _impossible) or self._redo()
 
     def _redo(self) -> StepOutcome:
         self.num_view_changes += 1
@@ -120,7 +120,7 @@ class FaultTolerantControl(transport.Control):
             try:
                 result = operation()
             except LinkError as error:
-                if (found := self._again(error, bytes)) is not None:
+                if (found := self._meet(str(error), bytes)) is not None:
                     return found
                 self.num_view_changes += 1
             else:
@@ -145,17 +145,14 @@ class FaultTolerantControl(transport.Control):
 
     # after a loss
 
-    def _again(self, error: LinkError, finish: Callable[[bytes], Result]) -> Result | None:
-        """What ``finish`` makes of the broken operation's result, where it came through for others.
-
-        Raises LinkError where this process cannot go on.
-        """
-        return self._meet(str(error), finish)
-
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
         self._meet("they met to take a node in", _impossible, joiners)
 
     def _meet(self, why: str, finish: Callable[[bytes], Result], joiners: Sequence[Joiner] = ()) -> Result | None:
+        """What ``finish`` makes of the broken operation's result, where it came through for others.
+
+        Raises LinkError where this process cannot resume.
+        """
         begin, before = time.perf_counter(), list(self.members.link.hosts)
         who: list[int | Joiner] = list(range(len(before)))
         found: Result | None = None

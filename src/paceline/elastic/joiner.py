@@ -42,6 +42,7 @@ from paceline.errors import LinkError
 from paceline.link.gloo import Link
 from paceline.link.net import route
 from paceline.link.net.auth import EncryptionKey, secret_of_environment
+from paceline.link.net.framing import closed_on_error
 from paceline.link.net.store_client import NO_RANK_YET, StoreClient
 from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import JoinTicket
@@ -84,7 +85,7 @@ class JoiningLink:
         self.glance: Callable[[], None] = lambda: None  # while waiting: raises where waiting is to end
 
     def request(
-        self, who: dict[str, Any], more: dict[str, Any] | None = None, hear: Callable[[bytearray], None] | None = None
+        self, who: dict[str, Any], more: dict[str, Any] | None = None, hear: Callable[[bytearray], object] | None = None
     ) -> dict[str, Any]:
         """The leader's answer to who this is, and then to ``more``. ``hear`` is given the messages before that answer.
 
@@ -102,7 +103,7 @@ class JoiningLink:
                     self._told = self._ask(line, {**who, **more}, end, hear)
                 return self._told
             except Over:
-                self._hang_up()
+                self.leave()
                 over_s = min(over_s, time.monotonic())
                 if time.monotonic() - over_s > OVER_S:
                     self._ticket.unlink(missing_ok=True)  # nobody tries again
@@ -110,11 +111,11 @@ class JoiningLink:
                 self.glance()
                 time.sleep(LONG_POLL_S)
             except (Refused, Unheard):
-                self._hang_up()
+                self.leave()
                 raise
             except LinkError as error:
                 why, over_s = str(error), math.inf
-                self._hang_up()
+                self.leave()
                 self.glance()
                 time.sleep(LONG_POLL_S)
         raise LinkError(f"this node, {self._host}, was not answered within {TIMEOUT_S:.0f} s ({why}); look there")
@@ -153,11 +154,8 @@ class JoiningLink:
     def _members_at(self, place: MemberAddress) -> tuple[StoreClient, list[MemberAddress]]:
         """(a line there, the members that it knows of)."""
         line = StoreClient(place.address, place.port, self._secret, NO_RANK_YET, 0, TURN_S)
-        try:
+        with closed_on_error(line):
             return line, [MemberAddress.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
-        except BaseException:
-            line.close()
-            raise
 
     def _known(self) -> Iterator[MemberAddress]:
         """Where to look for who leads: whom one names is asked next."""
@@ -170,7 +168,7 @@ class JoiningLink:
                 yield place
 
     def _ask(
-        self, line: StoreClient, said: dict[str, Any], end: float, hear: Callable[[bytearray], None] | None = None
+        self, line: StoreClient, said: dict[str, Any], end: float, hear: Callable[[bytearray], object] | None = None
     ) -> dict[str, Any]:
         self._turn += 1
         notice_s = time.monotonic() + NOTICE_S
@@ -209,7 +207,8 @@ class JoiningLink:
                 self._link.hears(0, "the state of those who train")
         return self._bulk.receive()
 
-    def _hang_up(self) -> None:
+    def leave(self) -> None:
+        """What it requested is forgotten: it is a member, or asks again by another line."""
         if self._line:
             self._line.close()
         if self._bulk:
@@ -230,10 +229,6 @@ class JoiningLink:
         self._link = self._kind.of(meeting, generation, detect, activity)
         survivors = Reconfiguration(rank, places, generation, self._point, self._secret, int(self._told["least"]))
         return Joined(self._link, survivors, len(members), tuple(joiner for _, joiner in joiners))
-
-    def leave(self) -> None:
-        """What it asked is forgotten: it is a member, or gives up."""
-        self._hang_up()
 
 
 def _awaited(path: Path) -> JoinTicket:
@@ -288,16 +283,14 @@ class JoinClient:
         if self.late:
             limits = self.run.limits
             own = {"size": self.run.world.local_size, "least": limits.least[0], "most": limits.most[0]}
-            words = json.dumps(self.late.request({"said": self.said, **own}, more, self._pass_on)).encode()
+            reply = self.late.request({"said": self.said, **own}, more, lambda message: self._hear(hand(message)))
+            words = json.dumps(reply).encode()
             hand(b"")  # which no message is
         else:
             while message := hand(b""):
                 self._hear(message)
         told: dict[str, Any] = json.loads(bytes(hand(words)))
         return told
-
-    def _pass_on(self, message: bytearray) -> None:
-        self._hear(self.run.control.node_broadcast(message))
 
     def enter(self, epochs: int) -> bool:
         """False where the others have finished this call, of so many epochs. Every process of the node calls it."""

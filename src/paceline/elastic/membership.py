@@ -39,6 +39,9 @@ class Joined:
     guests: tuple[Joiner, ...]
 
 
+Join = Callable[[transport.Detect, Activity], Joined]
+
+
 def detect(activity: Activity) -> transport.Detect:
     """By a heartbeat, which also tells the others what this process is at."""
     return lambda rank, size, board, address, secret, alert: Heartbeat(
@@ -61,7 +64,7 @@ def alone() -> Members:
     return Members(module("link", ALONE).world(1)[0], Activity())
 
 
-def joining(activity: Activity, collective: str, join: Callable[[transport.Detect, Activity], Joined]) -> Members:
+def joining(activity: Activity, collective: str, join: Join) -> Members:
     """Of a node that comes late, which is alone until it is taken in; ``join`` waits for that."""
     return Members(module("link", ALONE).world(1)[0], activity, collective, join)
 
@@ -72,13 +75,7 @@ class Members(transport.Membership):
     ``join``: of a node that comes late, waits until it is taken in.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        activity: Activity,
-        collective: str = "",
-        join: Callable[[transport.Detect, Activity], Joined] | None = None,
-    ):
+    def __init__(self, link: Link, activity: Activity, collective: str = "", join: Join | None = None):
         self.activity, self._collective, self._join = activity, collective, join
         self.expects_joiners = join is not None
         self._survivors: Reconfiguration | None = None
@@ -102,8 +99,8 @@ class Members(transport.Membership):
         atexit.register(point.close)
         mine = MemberAddress(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, point.port)
         link.store.set(f"place/{link.rank}", mine.write())
-        told = link.store.multi_get([f"place/{rank}" for rank in range(link.size)])
-        places = [MemberAddress.read(text) for text in told]
+        texts = link.store.multi_get([f"place/{rank}" for rank in range(link.size)])
+        places = [MemberAddress.read(text) for text in texts]
         self._survive(Reconfiguration(link.rank, places, link.generation, point, link.meeting.secret, least))
 
     def _survive(self, survivors: Reconfiguration) -> None:
@@ -113,7 +110,7 @@ class Members(transport.Membership):
         self.activity.between_s = BACK_S
 
     def _notice(self, text: str) -> None:
-        self.activity.notice(text)  # which is another's to say once all have joined
+        self.activity.notice(text)  # which another sets once all have joined
 
     def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
         if self._join:

@@ -69,10 +69,8 @@ def decide(found: Sequence[Found], minimum: int = 1, names: Sequence[str] = ()) 
         return ", ".join(names[rank] for rank in ranks)
 
     if by[Found.AHEAD]:
-        return QuorumDecision(
-            QuorumVerdict.END,
-            why="the others could not reach this node for a while, and continued without it; start it again",
-        )
+        why = "the others could not reach this node for a while, and continued without it; start it again"
+        return QuorumDecision(QuorumVerdict.END, why=why)
     if by[Found.EXPECTED]:
         return QuorumDecision(QuorumVerdict.WAIT, why=f"waits for {who(by[Found.EXPECTED])}: alive, and not there yet")
     if len(came) > len(against) or (len(came) == len(against) and came[:1] < against[:1]):

@@ -160,19 +160,15 @@ class Reconfiguration(JoinDesk):
 
         def alert() -> None:
             nonlocal next_s
-            self._look_after_guests()
+            for place, joiner in self.came:  # the others are alive, and need not wait for long
+                if place.probe() != ALIVE:
+                    raise LinkError(f"{joiner.host} was to be taken in and is gone")
             if time.monotonic() > next_s:
                 self._look_after([self.places[rank] for rank in ranks if rank != self.rank])
                 next_s = time.monotonic() + LOOK_S
 
         meeting.alert = alert
         return meeting, self.generation, ranks
-
-    def _look_after_guests(self) -> None:
-        """While waiting for them: the others are alive, and need not wait for long."""
-        for place, joiner in self.came:
-            if place.probe() != ALIVE:
-                raise LinkError(f"{joiner.host} was to be taken in and is gone")
 
     def _look_after(self, others: Sequence[MemberAddress]) -> None:
         """While waiting for those who were met a moment ago. Raises LinkError where one is gone by now."""
@@ -335,7 +331,9 @@ class Reconfiguration(JoinDesk):
 
     def waiting(self) -> dict[str, dict[str, Any]]:
         if not self.point.num_leased and not (self.bulk_server and self.bulk_server.here):
-            self._shut()
+            if self.bulk_server:  # which listens while a joining node asks
+                self.bulk_server.close()
+                self.bulk_server = None
             return {}  # as in nearly every step
         asked = {name: json.loads(words) for name, words in self.point.posted(GUEST).items()}
         asked = {name: said for name, said in asked.items() if said.keys() >= ASKS}
@@ -354,12 +352,6 @@ class Reconfiguration(JoinDesk):
                 self._post(name, {"refused": why}, said)
             here.setdefault(_node(name), f"{said['host']}, which waits to be taken in")
         return asked
-
-    def _shut(self) -> None:
-        """What listens for those who come late does so while somebody asks."""
-        if self.bulk_server:
-            self.bulk_server.close()
-            self.bulk_server = None
 
     def answer(self, name: str, said: dict[str, Any]) -> None:
         if asked := self.waiting().get(name):

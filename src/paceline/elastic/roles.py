@@ -49,13 +49,15 @@ class Roles:
     def announce(self, news: ViewChange) -> None:
         """On the screen and in the record, where this process leads."""
         run, num_nodes, words = self.run, len(news.previous_ranks) + len(news.joined), []
+        trains = enough(num_nodes, run.world.min_nodes)
         if news.lost or not news.joined:
-            how = "go on" if enough(num_nodes, run.world.min_nodes) else "are left"
+            how = "go on" if trains else "are left"
             left = f"{len(news.previous_ranks)} of {len(news.previous_ranks) + len(news.lost)} nodes {how} ({news.why})"
             words.append(f"lost {', '.join(news.lost) or 'no node'} at step {run.num_steps}; {left}")
         if news.joined:
             came = ", ".join(joiner.host for joiner in news.joined)
-            words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {_do(run, num_nodes)}")
+            does = "train" if trains else f"are here, of at least {run.world.min_nodes}"
+            words.append(f"{came} came at step {run.num_steps}; {num_nodes} nodes {does}")
         words += _too_many(run)
         if run.leader:
             for each in words:
@@ -71,10 +73,6 @@ class Roles:
             seconds=news.seconds,
             why=news.why,
         )
-
-
-def _do(run: RunState, num_nodes: int) -> str:
-    return "train" if enough(num_nodes, run.world.min_nodes) else f"are here, of at least {run.world.min_nodes}"
 
 
 def _too_many(run: RunState) -> list[str]:
