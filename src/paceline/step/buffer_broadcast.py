@@ -56,7 +56,8 @@ def _packed(buffer: torch.Tensor) -> bytes:
     here = buffer.detach().cpu()
     values = here._values().contiguous()
     head = json.dumps([list(values.shape), here.is_coalesced()]).encode()
-    return pack_frames([head, here._indices().contiguous().numpy().tobytes(), _bytes(values)])
+    octets = bytes(values.reshape(-1).view(torch.uint8).numpy())
+    return pack_frames([head, here._indices().contiguous().numpy().tobytes(), octets])
 
 
 def _unpacked(words: bytes, like: torch.Tensor) -> torch.Tensor:
@@ -67,10 +68,6 @@ def _unpacked(words: bytes, like: torch.Tensor) -> torch.Tensor:
     places, numbers = places.view(like.sparse_dim(), -1), numbers.view(shape)
     made = torch.sparse_coo_tensor(places, numbers, like.shape, is_coalesced=coalesced, check_invariants=True)
     return made.to(like.device)
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return bytes(values.reshape(-1).view(torch.uint8).numpy())
 
 
 def saved(model: torch.nn.Module) -> dict[str, bool]:

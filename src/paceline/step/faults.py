@@ -6,21 +6,20 @@ Weights are those before the step. With schemes that do not agree on every step 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-from paceline.contract import Engine
+from paceline.contract import GlobalBatch
 from paceline.errors import NoGradient, NotFinite, UnlikeOptions
 from paceline.messages import Decision, StepOutcome, Vote
-from paceline.transport import Control
+from paceline.step.run_state import RunState
 
 
-def refuse(outcome: StepOutcome, engine: Engine, control: Control, together: bool, who: str, step: int) -> None:
-    """Raises NoGradient and UnlikeOptions, in every process that knows of it. ``together``: all agree on every step."""
-    vote = outcome.vote
+def refuse(run: RunState, outcome: StepOutcome) -> None:
+    """Raises NoGradient and UnlikeOptions, in every process that knows of it."""
+    vote, together, step = outcome.vote, run.exchange.consensus == "step", run.num_steps
     if outcome.decision is Decision.COMMIT and (nothing := _trains_nothing(vote, together)):
         raise NoGradient(f"step {step} trains nothing: {nothing}. Weights are those before the step")
-    if vote.unlike and together and (how := _unlike_options(engine, control, who)):
+    if vote.unlike and together and (how := _unlike_options(run)):
         raise UnlikeOptions(
             f"the optimizer's numbers differ between processes at step {step}: {how}. Change them on all "
             f"alike, as a scheduler does. Weights are those before the step"
@@ -45,38 +44,28 @@ def _trains_nothing(vote: Vote, together: bool) -> str:
     return ""
 
 
-def _unlike_options(engine: Engine, control: Control, who: str) -> str:
-    """How, in the words of all."""
-    words = json.dumps([who, engine.options()]).encode()
-    return engine.compare_options([json.loads(each) for each in control.all_gather(words) if each])
+def _unlike_options(run: RunState) -> str:
+    mine = json.dumps([run.identity, run.engine.options()]).encode()
+    return run.engine.compare_options([json.loads(each) for each in run.control.all_gather(mine) if each])
 
 
-def not_finite(
-    what: str,
-    rows: Callable[[], Any],
-    kept: Any,
-    vote: Vote,
-    engine: Engine,
-    control: Control,
-    together: bool,
-    who: str,
-    step: int,
-) -> NotFinite:
+def not_finite(run: RunState, what: str, batch: GlobalBatch, vote: Vote, kept: Any) -> NotFinite:
     """Of a step that has never been; looking for the cause computes it again, and leaves no trace either.
 
-    ``what``: "loss" or "gradient". ``rows``: this process's. ``kept``: the engine's snapshot before the step.
+    ``what``: "loss" or "gradient". ``kept``: the engine's snapshot before the step.
     """
+    engine = run.engine
     engine.rollback(kept)
-    found = engine.diagnose(rows(), backward=what == "gradient")
+    found = engine.diagnose(batch.share(run.assignment), backward=what == "gradient")
     engine.rollback(kept)
-    mine = f"{found} ({who})".encode() if found else b""
-    said = control.all_gather(mine) if together else [mine]
-    first = next((words.decode() for words in said if words), "")
+    mine = f"{found} ({run.identity})".encode() if found else b""
+    reports = run.control.all_gather(mine) if run.exchange.consensus == "step" else [mine]
+    first = next((text.decode() for text in reports if text), "")
     where = f"; the first number that is not finite: {first}" if first else ""
     given = [group.get("lr") for group in engine.optimizer.param_groups]
     rates = ", ".join(f"{rate:g}" for rate in sorted({float(rate) for rate in given if rate is not None}))
     return NotFinite(
-        f"the {what} is not finite at step {step}: loss sum {vote.loss_sum} over weight "
+        f"the {what} is not finite at step {run.num_steps}: loss sum {vote.loss_sum} over weight "
         f"{vote.weight:g}, learning rate {rates or 'none'}{where}. Weights are those "
         f"before the step. Lower the learning rate, add warm-up, or join(clip=1.0)"
     )

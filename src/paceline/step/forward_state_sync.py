@@ -96,10 +96,9 @@ class ForwardStateSync(StepObserver):
 
     @torch.no_grad()
     def load(self, state: Any) -> None:
-        said = state
-        self.told = said["told"]
-        self.moving.found |= set(said["found"])
-        for name, its in said["frozen"].items():
+        self.told = state["told"]
+        self.moving.found |= set(state["found"])
+        for name, its in state["frozen"].items():
             self.moving.frozen[name].copy_(its)
 
     def _compare(self) -> None:

@@ -59,12 +59,8 @@ class ConsumedBatch(GlobalBatch):
     def __init__(self, batch: GlobalBatch):
         self.batch = batch
         self.epoch, self.step, self.ends_epoch = batch.epoch, batch.step, batch.ends_epoch
-        self.weight, self.wait_s, self.assigned, self.num_local_samples = (
-            batch.weight,
-            batch.wait_s,
-            batch.assigned,
-            batch.num_local_samples,
-        )
+        self.weight, self.wait_s = batch.weight, batch.wait_s
+        self.assigned, self.num_local_samples = batch.assigned, batch.num_local_samples
 
     def share(self, assignment: Share) -> None:
         return None

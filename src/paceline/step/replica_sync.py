@@ -88,13 +88,13 @@ class ReplicaSync(StepObserver):
         if not self.run.leader or self._said:
             return
         self._said = True
-        words = (
+        text = (
             f"the nodes' weights differ since step {step}, as they do where processors, libraries or numbers of "
             f"threads are not alike; from now on rank 0's weights and optimizer state go round, all of them in "
             f"{len(self.parts)} steps"
         )
-        log.warning(words)
-        self.run.record.write("hint", text=words)
+        log.warning(text)
+        self.run.record.write("hint", text=text)
 
     def _cut(self) -> list[Part]:
         numels = [weight.numel() for weight in self.engine.weights]
@@ -111,7 +111,7 @@ class ReplicaSync(StepObserver):
     def _spread(self, part: Part) -> None:
         """Rank 0's values of this part into everyone's."""
         views = self._views(part)
-        packed = torch.cat([_bytes(values) for _, values in views])
+        packed = torch.cat([values.contiguous().view(torch.uint8) for _, values in views])
         self.control.broadcast([packed])
         targets, start = [], 0
         for target, before in views:
@@ -138,7 +138,3 @@ class ReplicaSync(StepObserver):
                 elif first == 0:
                     found.append((index, value, 0, value.numel(), key))
         return [(Target(i, NOTHING, first, key), read(each, first, last)) for i, each, first, last, key in found]
-
-
-def _bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.contract import GlobalBatch
-from paceline.errors import NotFinite
 from paceline.messages import Decision, StepOutcome, Update, UpdateRule
 from paceline.report import activity
 from paceline.step import faults
@@ -17,23 +16,10 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -
     engine, vote, schedule = run.engine, outcome.vote, run.job.scheduler
     together = run.exchange.consensus == "step"
 
-    def without_value(what: str) -> NotFinite:
-        return faults.not_finite(
-            what,
-            lambda: batch.share(run.assignment),
-            kept,
-            vote,
-            engine,
-            run.control,
-            together,
-            run.identity,
-            run.num_steps,
-        )
-
     if not vote.finite and not run.scaler.can_shrink:
-        raise without_value("loss")
+        raise faults.not_finite(run, "loss", batch, vote, kept)
     try:
-        faults.refuse(outcome, engine, run.control, together, run.identity, run.num_steps)
+        faults.refuse(run, outcome)
     except Exception:
         engine.rollback(kept)
         raise
@@ -50,7 +36,7 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -
         if not applied:
             outcome.decision = Decision.SKIP
             if not run.scaler.can_shrink:
-                raise without_value("gradient")
+                raise faults.not_finite(run, "gradient", batch, vote, kept)
         run.scaler.move(applied)
     if schedule and not together:
         schedule.step()  # alike on all nodes, also on one that has no rows of a short batch
