@@ -183,11 +183,7 @@ class StepModel:
         )
         by_rows = self.factored_s if low is self else between(low.factored_s, self.factored_s)
         return replace(
-            self,
-            rows=rows,
-            forward_s=between(low.forward_s, self.forward_s),
-            parts=parts,
-            factored_s=by_rows,
+            self, rows=rows, forward_s=between(low.forward_s, self.forward_s), parts=parts, factored_s=by_rows
         )
 
 

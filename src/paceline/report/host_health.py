@@ -45,10 +45,7 @@ class HostHealth:
     ``roots``: the node's processes, which count as its own with all below them. ``root``: where /proc and /sys are."""
 
     def __init__(
-        self,
-        activity: Activity,
-        roots: Callable[[], Sequence[int]] = lambda: (os.getpid(),),
-        root: Path = Path("/"),
+        self, activity: Activity, roots: Callable[[], Sequence[int]] = lambda: (os.getpid(),), root: Path = Path("/")
     ):
         self.activity, self.roots, self.root = activity, roots, root
         self._ticks = os.sysconf("SC_CLK_TCK")

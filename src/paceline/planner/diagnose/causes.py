@@ -1,7 +1,7 @@
-"""What measurements mean: the causes for which N processes are not one process, each with its remedy.
+"""Diagnosis: why N processes do not train as one process does, each cause with its remedy.
 
-Everything here is a function of what was measured: by `experiments` inside one process, and by the `witness` of each
-process of each run. A cause is named for what an experiment showed, and never for a name.
+Input: what `experiments` measured inside one process, and what the `EquivalenceRun` of each process of each run noted.
+A cause is named for what an experiment showed, and never for a name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from paceline.planner.diagnose.saved_state import far
 from paceline.registry import CODEC, EXCHANGE
 
 Facts = Mapping[str, Any]
+Named = tuple[str, str]  # the kind of a cause, and its text
 FEW = 3
 
 
@@ -76,10 +77,8 @@ KINDS = tuple(REMEDIES)
 def causes(
     found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None, others: Sequence[Facts]
 ) -> list[Cause]:
-    """``found``: what `experiments.examine` measured. What witnesses noted: ``many``: of each process of the N;
-    ``one``: of the process alone; ``again``: of a second one; ``others``: of such that were told another rank, or
-    another number of processes.
-    """
+    """``found``: what `experiments.examine` measured. What runs noted: ``many``: each process of the N; ``one``: the
+    process alone; ``again``: a second one; ``others``: those that were given another rank or number of processes."""
     repeats = again is None or not _unlike_runs(one, again)
     ranks = list(_ranks(found, many, one, others if repeats else ()))
     named = [
@@ -89,15 +88,14 @@ def causes(
         *_randomness(found, repeats),
         *ranks,
         *_layers(found),
-        *_state(found, () if any(cause.kind == "rank" for cause in ranks) else many, one),
+        *_state(found, () if any(kind == "rank" for kind, _ in ranks) else many, one),
         *_losses(found),
         *_gradients(found),
         *_rest(found),
     ]
-    unlike_data = any(cause.kind.startswith("data") for cause in named)
-    if not named and not unlike_data and many and many[0].get("own_loop"):
-        named = [Cause.of("loop", "the model, its state and the data are the same: the loss in the script's own loop")]
-    return list({cause.kind + cause.text: cause for cause in named}.values())
+    if not named and many and many[0].get("own_loop"):
+        named = [("loop", "the model, its state and the data are the same: the loss in the script's own loop")]
+    return [Cause.of(kind, text) for kind, text in dict.fromkeys(named)]
 
 
 def of_rounding(found: Facts) -> Cause | None:
@@ -114,74 +112,69 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(name or "the model" for name in names[:FEW]) + more
 
 
-def _layers_of(names: Sequence[str]) -> list[str]:
-    """Modules as a sentence names them."""
-    return [name if name == "the loss" else f"layer {name!r}" if name else "the model" for name in names]
+def _layer(name: str) -> str:
+    """A module as a sentence names it."""
+    return name if name == "the loss" else f"layer {name!r}" if name else "the model"
 
 
-# what the script and the runs say
-
-
-def _declared(many: Sequence[Facts]) -> Iterator[Cause]:
+def _declared(many: Sequence[Facts]) -> Iterator[Named]:
     for facts in many[:1]:
         if facts.get("consensus", "step") != "step":
-            yield Cause.of("synchronisation", "the processes average weights now and then, and not gradients each step")
+            yield "synchronisation", "the processes average weights now and then, and not gradients each step"
         if facts.get("codec", "exact") == "approximate":
-            yield Cause.of("synchronisation", "the gradient compression is lossy")
+            yield "synchronisation", "the gradient compression is lossy"
 
 
-def _settings(many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
+def _settings(many: Sequence[Facts], one: Facts) -> Iterator[Named]:
     if not many:
         return
     if many[0].get("batch_size") != one.get("batch_size"):
         sizes = f"{many[0].get('batch_size')} with {len(many)} processes and {one.get('batch_size')} with one"
-        yield Cause.of("settings", f"the global batch size is {sizes}")
+        yield "settings", f"the global batch size is {sizes}"
     rates = [facts.get("lr", []) for facts in many]
     if any(far(rates[0], each) for each in rates[1:]):
-        yield Cause.of("rank", "the learning rate differs between ranks")
+        yield "rank", "the learning rate differs between ranks"
     elif far(rates[0], one.get("lr", [])):
-        first = (
+        both = (
             f"{rates[0][0][0]:g} with {len(many)} processes and {one['lr'][0][0]:g} with one" if rates[0] else "unlike"
         )
-        yield Cause.of("settings", f"the learning rate is {first}")
+        yield "settings", f"the learning rate is {both}"
 
 
-def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) -> Iterator[Cause]:
+def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) -> Iterator[Named]:
     if again and one.get("digests") != again.get("digests"):
         if found.get("drawn"):
-            yield Cause.of("data drawn when read", "reading the same samples twice gives other numbers")
+            yield "data drawn when read", "reading the same samples twice gives other numbers"
         else:
-            yield Cause.of("data at each start", "two starts of one process train on different samples")
+            yield "data at each start", "two starts of one process train on different samples"
         return
     if found.get("drawn"):
-        yield Cause.of("data drawn when read", "reading the same samples from another random state gives other numbers")
+        yield "data drawn when read", "reading the same samples from another random state gives other numbers"
         return
     wanted = found.get("dealt")
     for rank, facts in enumerate(many):
         right = wanted[rank] if wanted is not None and rank < len(wanted) else []
         if any(a != b for a, b in zip(facts.get("digests", []), right, strict=False)):
-            yield Cause.of("data", f"rank {rank} reads other samples than one process does for the same indices")
+            yield "data", f"rank {rank} reads other samples than one process does for the same indices"
             return
     if wanted is None and many and many[0].get("given"):
         for step, whole in enumerate(one.get("digests", [])):
             parts = [digest for facts in many for digest in (facts.get("digests", []) + [[]] * (step + 1))[step]]
             if sorted(parts) != sorted(whole):
-                yield Cause.of("data", "the processes' own batches are together not the one process's batch")
+                yield "data", "the processes' own batches are together not the one process's batch"
                 return
 
 
-def _randomness(found: Facts, repeats: bool) -> Iterator[Cause]:
-    where = _layers_of(found.get("repeats") or [])
+def _randomness(found: Facts, repeats: bool) -> Iterator[Named]:
+    where = [_layer(name) for name in found.get("repeats") or ()]
     drawn = found.get("random") or {}
     if not repeats and not found.get("drawn"):
-        yield Cause.of(
-            "unseeded randomness", f"two runs of one process differ: {_listed(where) or 'something'} ignores the seed"
-        )
+        yield "unseeded randomness", f"two runs of one process differ: {_listed(where) or 'something'} ignores the seed"
     elif where:
         text = f"{_listed(where)} gives something else each time, from the same weights, state and seed"
-        yield Cause.of("state outside the model", text)
+        yield "state outside the model", text
     elif drawn.get("differs"):
-        yield Cause.of("random numbers", f"forward draws random numbers ({_listed(_layers_of(drawn['where']))})")
+        yield "random numbers", f"forward draws random numbers ({_listed([_layer(name) for name in drawn['where']])})"
 
 
 def _unlike_runs(one: Facts, again: Facts) -> bool:
@@ -195,51 +188,48 @@ def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [name for name in one if name in other and far(list(one[name]), list(other[name]))]
 
 
-def _ranks(found: Facts, many: Sequence[Facts], one: Facts, others: Sequence[Facts]) -> Iterator[Cause]:
-    """What depends on the rank: processes that hold other values, and one process that is told another rank."""
+def _ranks(found: Facts, many: Sequence[Facts], one: Facts, others: Sequence[Facts]) -> Iterator[Named]:
+    """What depends on the rank: processes that hold other values, and one process that is given another rank."""
     kinds = one.get("kinds", {})
     if many and many[0].get("consensus", "step") == "step":
         for facts in many[1:]:
             steps = zip(many[0].get("state", []), facts.get("state", []), strict=False)
             first: list[str] = next((_unlike(a, b) for a, b in steps), [])
             if trained := [name for name in first if kinds.get(name) == "trained"]:
-                yield Cause.of("update", f"after one step the processes' weights differ ({_listed(trained)})")
+                yield "update", f"after one step the processes' weights differ ({_listed(trained)})"
                 break
     for facts in others:
-        if cause := _told(found, facts, one):
+        if cause := _by_rank(found, facts, one):
             yield cause
             return
 
 
-def _told(found: Facts, facts: Facts, one: Facts) -> Cause | None:
-    """What differs where one process is told another rank, or that it is one of several."""
+def _by_rank(found: Facts, facts: Facts, one: Facts) -> Named | None:
+    """What differs where one process is given another rank, or a larger number of processes."""
     random = (found.get("random") or {}).get("differs") or found.get("drawn")
     rank, size = facts.get("told") or (0, 1)
     kind, told = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
     if any(a != b for a, b in zip(facts.get("digests", []), one.get("digests", []), strict=False)):
         known = found.get("drawn") or found.get("dealt") is not None  # then it was compared already
-        return None if known else Cause.of("data", f"{told} reads other samples")
+        return None if known else ("data", f"{told} reads other samples")
     if far(facts.get("lr", []), one.get("lr", [])) or facts.get("batch_size") != one.get("batch_size"):
         return None  # a setting
     states = zip(facts.get("state", []), one.get("state", []), strict=False)
     unlike: list[str] = next((names for names in (_unlike(a, b) for a, b in states) if names), [])
     kinds = one.get("kinds", {})
     if still := [name for name in unlike if kinds.get(name) in ("frozen", "buffer")]:
-        return Cause.of(kind, f"{told} updates {_listed(still)} otherwise (a moving average that reads it)")
+        return kind, f"{told} updates {_listed(still)} otherwise (a moving average that reads it)"
     losses = list(zip(facts.get("losses", []), one.get("losses", []), strict=False))
     if random or not losses:
         return None
     if far(losses[0][0], losses[0][1]):
-        return Cause.of(kind, f"{told} has another loss in the first step")
+        return kind, f"{told} has another loss in the first step"
     if unlike or any(far(a, b) for a, b in losses):
-        return Cause.of(kind, f"{told} trains otherwise ({_listed(unlike) or 'its loss'})")
+        return kind, f"{told} trains otherwise ({_listed(unlike) or 'its loss'})"
     return None
 
 
-# what experiments say
-
-
-def _layers(found: Facts) -> Iterator[Cause]:
+def _layers(found: Facts) -> Iterator[Named]:
     layers = found.get("layers") or []
     for kind, cause, text in (
         ("normalises", "batch norm", "{} normalises over the samples that its process has (local batch norm)"),
@@ -249,15 +239,12 @@ def _layers(found: Facts) -> Iterator[Cause]:
     ):
         those = [each for each in layers if each["kind"] == kind]
         if those and not (kind == "normalises" and found.get("sync")):
-            names = [
-                f"{name} ({each['type']})"
-                for name, each in zip(_layers_of([e["name"] for e in those]), those, strict=True)
-            ]
+            names = [f"{_layer(each['name'])} ({each['type']})" for each in those]
             branch = " (a branch: it calls other layers)" if any(each["path"] for each in those) else ""
-            yield Cause.of(cause, text.format(_listed(names)) + branch)
+            yield cause, text.format(_listed(names)) + branch
 
 
-def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
+def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Named]:
     state = found.get("state") or []
     for kind, cause, text in (
         ("buffer", "buffers", "forward updates the buffers {} from its own samples"),
@@ -268,73 +255,61 @@ def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Cause]:
         names = [each["name"] for each in state if each["kind"] == kind]
         if names:
             read = " and reads them again" if any(each["feeds"] for each in state if each["kind"] == kind) else ""
-            yield Cause.of(cause, text.format(_listed(names)) + read)
+            yield cause, text.format(_listed(names)) + read
     moved = [each["name"] for each in state if each["kind"] == "momentum"]
     first = (one.get("state") or [{}])[0]
     unlike = {name for facts in many for name in _unlike((facts.get("state") or [{}])[0], first)}
     if moved := [name for name in moved if name in unlike]:
-        yield Cause.of(
-            "momentum encoder", f"each forward pass moves {_listed(moved)} once, and N make N of them a step"
-        )
+        yield "momentum encoder", f"each forward pass moves {_listed(moved)} once, and N make N of them a step"
 
 
-def _losses(found: Facts) -> Iterator[Cause]:
+def _losses(found: Facts) -> Iterator[Named]:
     for law in found.get("laws") or []:
         if not law["exact"]:
             term = f"the loss's term {law['term']!r}" if law["term"] else "the loss"
             yield _of_law(term, law)
 
 
-def _of_law(term: str, law: Facts) -> Cause:
+def _of_law(term: str, law: Facts) -> Named:
     factors, rest, grows = law["factors"], law["residual"], law["grows"]
     steady = not far(float(grows[0]), float(grows[-1]), 1e-3)
     alone = all(abs(each - 1.0) < 1e-3 for each in grows)
     if rest < 1e-4:
         if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not alone:
-            return Cause.of("sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch")
+            return "sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch"
         if law["weighed"]:
-            return Cause.of("weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts")
+            return "weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts"
         if abs(sum(factors) - 1.0) < 1e-4 and alone:
             if law["counts"]:
-                return Cause.of(
-                    "weighted mean", f"{term} is a mean over something other than samples: over {law['counts']}"
-                )
+                return "weighted mean", f"{term} is a mean over something other than samples: over {law['counts']}"
             over = "samples weighed by class" if law["by_class"] else "something else, such as tokens or class weights"
-            return Cause.of("weighted mean", f"{term} is a mean over something other than samples: {over}")
+            return "weighted mean", f"{term} is a mean over something other than samples: {over}"
         if alone:
-            return Cause.of("function of a mean", f"{term} is no mean but a function of one, such as its root")
+            return "function of a mean", f"{term} is no mean but a function of one, such as its root"
     if law["others"]:
-        return Cause.of(
-            "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
-        )
+        return "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
     if not alone:
-        return Cause.of("loss by size", f"{term} depends on the size of the batch (a branch or a divisor)")
+        return "loss by size", f"{term} depends on the size of the batch (a branch or a divisor)"
     if not law["by_output"] and not law["by_class"]:
-        return Cause.of("compares samples", f"{term} depends on which samples share a batch")
-    return Cause.of("batch weights", f"{term} weighs samples by what else is in the batch")
+        return "compares samples", f"{term} depends on which samples share a batch"
+    return "batch weights", f"{term} weighs samples by what else is in the batch"
 
 
-def _gradients(found: Facts) -> Iterator[Cause]:
+def _gradients(found: Facts) -> Iterator[Named]:
     hooks, backward = found.get("hooks") or {}, found.get("backward") or {}
     if hooks.get("updates"):
-        yield Cause.of("update in backward", f"a hook changes the weights {_listed(hooks['updates'])} during backward")
+        yield "update in backward", f"a hook changes the weights {_listed(hooks['updates'])} during backward"
     if names := hooks.get("names"):
-        yield Cause.of(
-            "gradient hook", f"a hook changes each process's gradient of {_listed(names)} by its size (clipping)"
-        )
+        yield "gradient hook", f"a hook changes each process's gradient of {_listed(names)} by its size (clipping)"
     if names := backward.get("names"):
         if backward["how"] == "hook":
-            yield Cause.of(
-                "gradient hook", f"a hook inside the model changes each process's gradient of {_listed(names)}"
-            )
+            yield "gradient hook", f"a hook inside the model changes each process's gradient of {_listed(names)}"
         else:
-            yield Cause.of("backward", f"the backward pass of {_listed(names)} is not linear in its gradient")
+            yield "backward", f"the backward pass of {_listed(names)} is not linear in its gradient"
 
 
-def _rest(found: Facts) -> Iterator[Cause]:
+def _rest(found: Facts) -> Iterator[Named]:
     if names := found.get("metric"):
-        yield Cause.of(
-            "metric", f"{_listed(names)} depends on how many samples it sees at a time: it is no sum over them"
-        )
+        yield "metric", f"{_listed(names)} depends on how many samples it sees at a time: it is no sum over them"
     if found.get("padding"):
-        yield Cause.of("padding", "the result depends on how far a process's samples are padded")
+        yield "padding", "the result depends on how far a process's samples are padded"

@@ -1,4 +1,4 @@
-"""Is the result the same? One run keeps its first and last weights and losses; another starts from the first.
+"""Equivalence test of two runs: one saves its first and last weights and losses, another starts from the first.
 
 In float64, so that what differs is the mathematics and not the rounding; with dropout off, since the
 masks of N processes cannot be those of one.
@@ -136,17 +136,16 @@ class EquivalenceRun:
             named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             floats = {name: each.detach() for name, each in named.items() if each.is_floating_point()}
             self.facts.setdefault("state", []).append({name: _sketch(each) for name, each in floats.items()})
-            trained = {name for name, each in model.named_parameters() if each.requires_grad}
-            frozen = {name for name, _ in model.named_parameters()} - trained
-            kinds = ("trained" if n in trained else "frozen" if n in frozen else "buffer" for n in floats)
-            self.facts["kinds"] = dict(zip(floats, kinds, strict=True))
+            weights = {name: "trained" if each.requires_grad else "frozen" for name, each in model.named_parameters()}
+            self.facts["kinds"] = {name: weights.get(name, "buffer") for name in floats}
         self.facts.setdefault("lr", []).append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         return len(self.losses) >= self.steps
 
     def said(self) -> dict[str, Any]:
         """Of this process."""
-        reads = [read.plain() for read in self.reads]
-        return {**self.facts, **_columns(reads), "losses": self.losses, "told": self.told}
+        ranges = [read.span for read in self.reads]
+        noted = {"ranges": ranges, "digests": [read.digests for read in self.reads], "given": None in ranges}
+        return {**self.facts, **noted, "losses": self.losses, "told": self.told}
 
     def end(self, everyone: list[Any], state: dict[str, Tensor] | None, found: dict[str, Any] | None = None) -> None:
         """After the last step; ``state``: to be kept by this process. Raises SystemExit, on every process."""
@@ -180,11 +179,6 @@ def _sketch(values: Tensor) -> list[float]:
     return [float(wide.sum()), float(wide.norm())]
 
 
-def _columns(reads: list[dict[str, Any]]) -> dict[str, Any]:
-    columns = {key: [each[key] for each in reads] for key in ("ranges", "digests")}
-    return {**columns, "given": any(each is None for each in columns["ranges"])}
-
-
 @dataclass
 class Read:
     """What one process read of one global batch. ``span``: which of its samples; None of a batch of its own."""
@@ -193,9 +187,6 @@ class Read:
     rows: Any = None
     span: tuple[int, int] | None = None
     digests: list[str] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        return {"ranges": self.span, "digests": self.digests}
 
 
 @dataclass(frozen=True)

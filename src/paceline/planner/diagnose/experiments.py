@@ -1,12 +1,12 @@
-"""Why N processes are not one: what a model, its loss, its hooks and its state do with a batch and with its parts.
+"""Experiments that compare a batch with its parts: model, loss, hooks and state, in one process.
 
-All in one process, on the weights that the model has, with everything put back after each pass. What is found are
-measurements; `causes` says what they mean.
+They use the weights that the model has, and put everything back after each pass. What is found are measurements;
+`causes` interprets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from paceline.planner.diagnose import gradient_hooks, layers_in_parts
 from paceline.planner.diagnose.equal_draws import Pinned
 from paceline.planner.diagnose.layers_in_parts import Part, Trace, cut
-from paceline.planner.diagnose.loss_kind import Fixed, Judge, Law, Through, laws, plain, repeated
-from paceline.planner.diagnose.passes import Passes
+from paceline.planner.diagnose.loss_kind import Fixed, Judge, Through, differentiable, laws, repeated
 from paceline.planner.diagnose.saved_state import far
-from paceline.planner.diagnose.subject import Subject
+from paceline.planner.diagnose.subject import Passes, Subject
 
 
 def examine(subject: Subject) -> dict[str, Any]:
@@ -44,8 +43,7 @@ class Look(Passes):
         super().__init__(subject)
         self.mixes = False  # samples depend on each other in other ways than by norms, too
         self.restless: set[str] = set()
-
-    # the model
+        self.unrepeated: list[str] = []
 
     def layers(self) -> list[dict[str, Any]]:
         """The layers that compute otherwise on a part of the batch."""
@@ -69,8 +67,6 @@ class Look(Passes):
             found = [{**each, "kind": "size"} if each["kind"] == "mixes" else each for each in found]
         return found
 
-    unrepeated: Sequence[str] = ()
-
     def _unlike(self, whole: Trace, forces: bool = False) -> tuple[dict[str, float], set[str]]:
         unlike, paths = dict[str, float](), set[str]()
         for part in self.subject.parts:
@@ -84,14 +80,14 @@ class Look(Passes):
     def _kind(self, name: str, gap: float, whole: Trace, path: bool) -> dict[str, Any]:
         """normalises: by what this batch is; buffers: by what it has stored before it answers; mixes: otherwise."""
         module = self.modules[name]
-        said = {"name": name, "type": type(module).__name__, "gap": gap, "path": path, "kind": "mixes"}
-        if any(True for _ in module.children()) and not list(module.buffers(recurse=False)):
-            return said  # it contains layers, and what these do is said of them
+        found = {"name": name, "type": type(module).__name__, "gap": gap, "path": path, "kind": "mixes"}
+        if list(module.children()) and not list(module.buffers(recurse=False)):
+            return found  # it contains layers, which are named for what they do
         if self._shifts(name, whole):
-            return {**said, "kind": "normalises"}
+            return {**found, "kind": "normalises"}
         if list(module.buffers()) and module.training and self._clean_in_eval(name):
-            return {**said, "kind": "normalises" if not self._heeds_buffers(name) else "buffers"}
-        return said
+            return {**found, "kind": "buffers" if self._reads_buffers(name) else "normalises"}
+        return found
 
     def _shifts(self, name: str, whole: Trace) -> bool:
         """Whether it takes out the mean and the size of its input, as batch norm does."""
@@ -111,17 +107,11 @@ class Look(Passes):
         return alike and bool((plain_ != plain_.reshape(-1)[:1]).any())
 
     def _clean_in_eval(self, name: str) -> bool:
-        inside = [m for m in self.modules[name].modules() if m.training]
-        for module in inside:
-            module.training = False
-        try:
+        with self.evaluating([name]):
             whole = layers_in_parts.trace(self.model, self.passes(self.subject.rows))
             return name not in self._unlike(whole)[0]
-        finally:
-            for module in inside:
-                module.training = True
 
-    def _heeds_buffers(self, name: str) -> bool:
+    def _reads_buffers(self, name: str) -> bool:
         """Whether its output in training depends on the values of its buffers."""
         module = self.modules[name]
         floats = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
@@ -148,12 +138,10 @@ class Look(Passes):
                     return False
         return True
 
-    # its state
-
     def repeats(self) -> list[str]:
         """What is not the same twice from the same state and the same seed: layers, or the loss."""
         found = list(self.unrepeated)
-        one, two = self.says(self.subject.rows), self.says(self.subject.rows)
+        one, two = self.results(self.subject.rows), self.results(self.subject.rows)
         if not found and any(far(a, b, 1e-12) for a, b in zip(one, two, strict=True)):
             found.append("the loss")
         return found
@@ -172,55 +160,39 @@ class Look(Passes):
                 continue  # a random number that it keeps
             if any(far(values[0], value) for value in values[1:]):
                 unlike[name] = kinds.pop()
-        saved = set(self.model.state_dict())
+        saved, norms = set(self.model.state_dict()), tuple(f"{norm}." if norm else "" for norm in self.norms)
         found = []
         for kind in dict.fromkeys(unlike.values()):
-            names = [name for name in unlike if unlike[name] == kind and not self._of_norm(name)]
+            names = [name for name in unlike if unlike[name] == kind and not name.startswith(norms)]
             feeds = bool(names) and self._feeds(names, after, parts[0])
             found += [{"name": name, "kind": kind, "feeds": feeds} for name in names if feeds or name in saved]
-        return found + [{"name": n, "kind": k, "feeds": False} for n, k in self._moved_alike(after, unlike)]
-
-    def _moved_alike(self, after: Mapping[str, tuple[str, Any]], unlike: Mapping[str, str]) -> list[tuple[str, str]]:
-        """Parameters that forward moves, the same way for a part: each forward pass moves them once."""
-        return [(name, "momentum") for name, (kind, _) in after.items() if kind == "frozen" and name not in unlike]
+        # each forward pass moves these once, the same way for a part
+        moved = [name for name, (kind, _) in after.items() if kind == "frozen" and name not in unlike]
+        return found + [{"name": name, "kind": "momentum", "feeds": False} for name in moved]
 
     def _after(self, rows: Any, seed: int = 0) -> dict[str, tuple[str, Any]]:
         with torch.no_grad(), Pinned():
-            output = self.run(rows, seed)
-        if self.subject.judge:
-            with torch.no_grad(), Pinned():
-                self.subject.judge(output, rows)
+            self.subject.terms(self.run(rows, seed), rows)
         found = self.kept.changed()
         self.rest()
         return found
 
-    def _of_norm(self, name: str) -> bool:
-        return any(name.startswith(f"{norm}." if norm else "") for norm in self.norms)
-
     def _feeds(self, names: Sequence[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         """Whether the next pass differs with the other's."""
-        said = []
+        results = []
         for each in (one, other):
             self.rest()
-            before = {name: each[name][1] for name in names if name in each}
             with torch.no_grad(), Pinned():
-                self.kept.put(before)
+                self.kept.put({name: each[name][1] for name in names if name in each})
                 output = self.subject.forward(self.subject.rows)
-                terms = self.subject.judge(output, self.subject.rows) if self.subject.judge else {}
-            said.append([leaf for leaf in tree_iter((output, list(terms.values()))) if isinstance(leaf, Tensor)])
-        return len(said[0]) != len(said[1]) or any(far(a, b) for a, b in zip(*said, strict=True))
-
-    # loss and gradient
+                terms = self.subject.terms(output, self.subject.rows)
+            results.append([leaf for leaf in tree_iter((output, list(terms.values()))) if isinstance(leaf, Tensor)])
+        return len(results[0]) != len(results[1]) or any(far(a, b) for a, b in zip(*results, strict=True))
 
     def laws(self) -> list[dict[str, Any]]:
-        subject = self.subject
-        if not subject.judge:
-            return []
-        return plain(self._laws())
-
-    def _laws(self) -> list[Law]:
         subject, judge = self.subject, self.subject.judge
-        assert judge
+        if not judge:
+            return []
         with self.calm():
             if not subject.own_loss:
                 with torch.no_grad():
@@ -254,32 +226,27 @@ class Look(Passes):
         """Whether the parts' gradients add up behind the model's outputs."""
         if self.mixes or self.restless:
             return {}
-        return gradient_hooks.inside(self.model, self._pulls(), self.subject.parts, self.calm)
+        return gradient_hooks.inside(self.model, self._pull, self.subject.parts, self.calm)
 
-    def _pulls(self) -> Callable[[Part | None, float], list[Tensor | None]]:
+    def _pull(self, part: Part | None, scale: float) -> list[Tensor | None]:
         """Gradients of the parameters for the same gradients at the outputs, of all samples or a part."""
         subject = self.subject
-
-        def pull(part: Part | None, scale: float) -> list[Tensor | None]:
-            output = self.run(cut(subject.rows, part) if part else subject.rows)
-            leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            generator = torch.Generator().manual_seed(1)
-            total = torch.zeros((), dtype=torch.float64)
-            count = part.size if part else subject.count
-            for leaf in leaves:
-                if not leaf.dim() or len(leaf) % count:
-                    continue
-                shape = (len(leaf) // count * subject.count, *leaf.shape[1:])
-                weights = torch.randn(shape, generator=generator, dtype=torch.float64) * (scale / subject.count)
-                total = total + (leaf * cut(weights, part) if part else leaf * weights).sum()
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            if not total.requires_grad:
-                raise ValueError("no output has the samples first")
-            total.backward()  # type: ignore[no-untyped-call]
-            return [parameter.grad for parameter in self.model.parameters()]
-
-        return pull
+        output = self.run(cut(subject.rows, part) if part else subject.rows)
+        generator = torch.Generator().manual_seed(1)
+        total = torch.zeros((), dtype=torch.float64)
+        count = part.size if part else subject.count
+        for leaf in differentiable(output):
+            if not leaf.dim() or len(leaf) % count:
+                continue
+            shape = (len(leaf) // count * subject.count, *leaf.shape[1:])
+            weights = torch.randn(shape, generator=generator, dtype=torch.float64) * (scale / subject.count)
+            total = total + (leaf * cut(weights, part) if part else leaf * weights).sum()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if not total.requires_grad:
+            raise ValueError("no output has the samples first")
+        total.backward()  # type: ignore[no-untyped-call]
+        return [parameter.grad for parameter in self.model.parameters()]
 
     def _parts_of_gradient(self) -> list[list[Tensor]]:
         """What each process adds, without hooks."""
@@ -292,36 +259,25 @@ class Look(Passes):
                 if subject.judge:
                     terms = [value * times / subject.count for value, times, _ in subject.judge(output, rows).values()]
                 else:
-                    leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-                    terms = [leaf.square().mean() for leaf in leaves]
+                    terms = [leaf.square().mean() for leaf in differentiable(output)]
                 total = sum(terms, start=torch.zeros((), dtype=torch.float64))
-                grads = torch.autograd.grad(total, [p for p in parameters if p.requires_grad], allow_unused=True)
-            known = iter(grads)
+                trained = [p for p in parameters if p.requires_grad]
+                known = iter(torch.autograd.grad(total, trained, allow_unused=True))
             each = [next(known) if p.requires_grad else None for p in parameters]
             found.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters, each, strict=True)])
         return found
 
-    # the rest
-
     def random(self) -> dict[str, Any]:
         """Whether a pass draws random numbers, so that another seed gives another result."""
         with Pinned(pins=False) as counts:
-            one, two = self.says(self.subject.rows, 0), self.says(self.subject.rows, 1)
+            one, two = self.results(self.subject.rows, 0), self.results(self.subject.rows, 1)
         differs = len(one) != len(two) or any(far(a, b) for a, b in zip(one, two, strict=True))
         where: list[str] = []
         if differs:
-
-            def drawn(seed: int) -> Callable[[], Any]:
-                def run() -> Any:
-                    with torch.no_grad():
-                        return self.run(self.subject.rows, seed)
-
-                return run
-
-            whole = layers_in_parts.trace(self.model, drawn(0))
-            where = sorted(layers_in_parts.compare(self.model, drawn(1), whole, self.subject.whole).unlike) or [
-                "the loss"
-            ]
+            passes = [self.passes(self.subject.rows, seed, pins=False) for seed in (0, 1)]
+            whole = layers_in_parts.trace(self.model, passes[0])
+            unlike = layers_in_parts.compare(self.model, passes[1], whole, self.subject.whole).unlike
+            where = sorted(unlike) or ["the loss"]
         return {"differs": differs, "draws": counts.draws, "where": where}
 
     def narrow(self) -> dict[str, int]:
@@ -338,11 +294,11 @@ class Look(Passes):
         try:
             with torch.no_grad(), Pinned(lambda: stack[-1] if stack else "the loss") as noted:
                 output = self.run(self.subject.rows)
-                said = self.subject.judge(output, self.subject.rows) if self.subject.judge else {}
+                terms = self.subject.terms(output, self.subject.rows)
         finally:
             for handle in handles:
                 handle.remove()
-        if any(value.dtype == torch.float32 for value, _, _ in said.values()):
+        if any(value.dtype == torch.float32 for value, _, _ in terms.values()):
             noted.narrow["the loss"] = noted.narrow.get("the loss", 0) + 1
         return {name or "the model": number for name, number in noted.narrow.items()}
 
@@ -373,11 +329,10 @@ class Look(Passes):
             if shapes[0] == shapes[1]:
                 continue
             with torch.no_grad(), self.calm():
-                said = []
+                losses = []
                 for rows in (mine, read):
-                    output = self.run(rows)
-                    terms = self.subject.judge(output, rows) if self.subject.judge else {}
-                    said.append([value * times / max(weight, 1e-30) for value, times, weight in terms.values()])
-            if any(far(a, b) for a, b in zip(*said, strict=True)):
+                    terms = self.subject.terms(self.run(rows), rows)
+                    losses.append([value * times / max(weight, 1e-30) for value, times, weight in terms.values()])
+            if any(far(a, b) for a, b in zip(*losses, strict=True)):
                 found.append(number)
         return found

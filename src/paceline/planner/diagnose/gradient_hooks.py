@@ -1,4 +1,4 @@
-"""What hooks do to gradients: the same to a sum as to its parts, or not (clipping, noise, an update)."""
+"""Gradient hooks: whether they are linear, or do to a sum what they do not do to its parts (clipping, noise)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ NEAR = 1e-5
 OURS = "paceline."
 
 
-def _tables(model: nn.Module) -> Iterator[Any]:
-    """Of hooks on gradients."""
-    for parameter in model.parameters():
-        for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            if table:
-                yield table
-    for module in model.modules():
-        for table in (module._backward_hooks, module._backward_pre_hooks):
-            if table:
-                yield table
+def _of_parameter(parameter: Tensor) -> list[Any]:
+    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [table for table in tables if table]
+
+
+@contextlib.contextmanager
+def _cleared(tables: Sequence[Any]) -> Iterator[None]:
+    kept = [(table, dict(table)) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.update(hooks)
 
 
 def _is_ours(hook: Any) -> bool:
@@ -36,22 +41,20 @@ def _is_ours(hook: Any) -> bool:
 @contextlib.contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Without any: those on parameters and modules, and those that a forward pass puts on tensors."""
-    kept = [(table, dict(table)) for table in _tables(model)]
     register = Tensor.register_hook
+    tables = [table for parameter in model.parameters() for table in _of_parameter(parameter)]
+    tables += [t for module in model.modules() for t in (module._backward_hooks, module._backward_pre_hooks) if t]
 
     class Handle:
         def remove(self) -> None:
             pass
 
-    for table, _ in kept:
-        table.clear()
-    Tensor.register_hook = lambda *_: Handle()  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.register_hook = register  # type: ignore[method-assign]
-        for table, hooks in kept:
-            table.update(hooks)
+    with _cleared(tables):
+        Tensor.register_hook = lambda *_: Handle()  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Tensor.register_hook = register  # type: ignore[method-assign]
 
 
 def on_parameters(
@@ -62,8 +65,7 @@ def on_parameters(
     ``parts``: the gradient that each process adds. "updates": a hook changes weights during backward.
     """
     named = dict(model.named_parameters())
-    hooked = [name for name, p in named.items() if _own(p)]
-    if not hooked:
+    if all(_is_ours(hook) for p in named.values() for table in _of_parameter(p) for hook in table.values()):
         return {}
 
     def through(grads: Sequence[Tensor]) -> list[Tensor | None]:
@@ -81,13 +83,11 @@ def on_parameters(
         whole = through([scale * sum(each, start=torch.zeros(())) for each in zip(*parts, strict=True)])
         updates |= {name for name, (kind, _) in kept.changed().items() if kind == "trained"}
         rest()
-        pieces = []
+        grads = []
         for part in parts:
-            pieces.append(through([scale * grad for grad in part]))
+            grads.append(through([scale * grad for grad in part]))
             rest()
-        for name, one, *many in zip(named, whole, *pieces, strict=True):
-            if not _adds_up(one, many):
-                found.add(name)
+        found |= {name for name, one, *many in zip(named, whole, *grads, strict=True) if not _adds_up(one, many)}
     return {"names": sorted(found), "updates": sorted(updates)} if found or updates else {}
 
 
@@ -97,10 +97,6 @@ def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
     return whole is None or not given or not far(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
 
 
-def _own(parameter: Tensor) -> bool:
-    return any(not _is_ours(hook) for table in _of_parameter(parameter) for hook in table.values())
-
-
 def inside(
     model: nn.Module,
     pull: Callable[[Part | None, float], list[Tensor | None]],
@@ -108,32 +104,19 @@ def inside(
     calm: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """Whether the parts' gradients add up to the whole batch's: "how" is hook where they do without hooks."""
-    leaf = [(table, dict(table)) for p in model.parameters() for table in _of_parameter(p)]
 
     def unlike() -> list[str]:
         names: set[str] = set()
         for scale in SCALES:
             whole = pull(None, scale)
-            pieces = [pull(part, scale) for part in parts]
-            for (name, _), one, *many in zip(model.named_parameters(), whole, *pieces, strict=True):
-                if not _adds_up(one, many):
-                    names.add(name)
+            grads = zip(model.named_parameters(), whole, *(pull(part, scale) for part in parts), strict=True)
+            names |= {name for (name, _), one, *many in grads if not _adds_up(one, many)}
         return sorted(names)
 
-    for table, _ in leaf:
-        table.clear()
-    try:
+    with _cleared([table for parameter in model.parameters() for table in _of_parameter(parameter)]):
         with calm():
             found = unlike()
         if not found:
             return {}
         with calm(), off(model):
             return {"names": found, "how": "function" if unlike() else "hook"}
-    finally:
-        for table, hooks in leaf:
-            table.update(hooks)
-
-
-def _of_parameter(parameter: Tensor) -> list[Any]:
-    tables = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return [table for table in tables if table]

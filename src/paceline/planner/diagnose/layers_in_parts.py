@@ -122,28 +122,25 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         order.append(name)
         number = seen[name] = seen.get(name, -1) + 1
-        calls = whole.calls.get(name, [])
-        if number >= len(calls):
-            begun.setdefault(name, []).append((False, number))
-            return None
-        leaves, bucket = tree_flatten((args, kwargs))
-        alike, changed = _alike(leaves, calls[number].inputs, part)
-        if not alike and forces and changed is not None:
-            begun.setdefault(name, []).append((True, number))
-            return tree_unflatten(changed, bucket)
+        calls, alike, given = whole.calls.get(name, []), False, None
+        if number < len(calls):
+            leaves, tree = tree_flatten((args, kwargs))
+            alike, changed = _alike(leaves, calls[number].inputs, part)
+            if not alike and forces and changed is not None:
+                alike, given = True, tree_unflatten(changed, tree)
         begun.setdefault(name, []).append((alike, number))
-        return None
+        return given
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         alike, number = begun[name].pop()
         if not alike:
             return None
-        leaves, bucket = tree_flatten(output)
+        leaves, tree = tree_flatten(output)
         same, changed = _alike(leaves, whole.calls[name][number].outputs, part)
         if same or changed is None:
             return None
         trial.unlike[name] = max(trial.unlike.get(name, 0.0), _gap(leaves, changed))
-        return tree_unflatten(changed, bucket)
+        return tree_unflatten(changed, tree)
 
     with _hooks(model, begin, end):
         run()
@@ -169,24 +166,20 @@ def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, li
         cut = part.of(before, leaf)
         if cut is None:
             return False, None
+        near = 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
         # what has no samples, such as a loss, may well differ
-        differs = (before.shape != leaf.shape or part.size == part.count) and far(cut, leaf, _near(leaf))
+        differs = (before.shape != leaf.shape or part.size == part.count) and far(cut, leaf, near)
         alike = alike and not differs
         changed.append(cut.to(leaf.dtype) if differs else leaf)
     return alike, changed
 
 
-def _near(leaf: Tensor) -> float:
-    return 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
-
-
 def _gap(leaves: list[Any], changed: list[Any]) -> float:
     most = 0.0
     for leaf, cut in zip(leaves, changed, strict=True):
-        if isinstance(leaf, Tensor) and leaf is not cut and leaf.is_floating_point():
-            most = max(most, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)))
-        elif isinstance(leaf, Tensor) and leaf is not cut:
-            most = max(most, 1.0)
+        if isinstance(leaf, Tensor) and leaf is not cut:
+            floats = leaf.is_floating_point()
+            most = max(most, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)) if floats else 1.0)
     return most
 
 

@@ -1,4 +1,4 @@
-"""What kind of mean a loss is, found by computing it on the whole batch, on its parts, and on parts laid twice.
+"""The kind of mean that a loss is: it is computed on the whole batch, on its parts, and on parts laid twice.
 
 Let g be the gradient at the outputs of all samples, and g_r that of part r alone. Where g, restricted to r, is f_r g_r:
 
@@ -25,6 +25,10 @@ from paceline.planner.diagnose.saved_state import NEAR
 
 Said = Mapping[str, tuple[Tensor, float, float]]  # of each term: the value, what it times to be a sum, over how much
 Judge = Callable[[Any, Any], Said]
+
+
+def differentiable(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Law:
 class Point:
     """A loss somewhere: the terms, and each term's gradient, at the outputs of the samples or at the parameters."""
 
-    said: dict[str, tuple[float, float, float]]
+    terms: dict[str, tuple[float, float, float]]
     grads: dict[str, list[Tensor]]
 
 
@@ -78,9 +82,8 @@ class Fixed:
             output, rows, count = cut(output, part), cut(rows, part), part.size
         if twice:
             output, rows = doubled(output, count), doubled(rows, count)
-        output = tree_map_only(Tensor, _asks, output)
-        leaves = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return _point(self.judge(output, rows), leaves)
+        output = tree_map_only(Tensor, _as_leaf, output)
+        return _point(self.judge(output, rows), differentiable(output))
 
 
 class Through:
@@ -97,8 +100,7 @@ class Through:
         self.by_sample = bool(self.used)
 
     def _leaves(self, output: Any) -> list[Tensor]:
-        tensors = [leaf for leaf in tree_iter(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        return [leaf for leaf in tensors if leaf.numel() > 1]
+        return [leaf for leaf in differentiable(output) if leaf.numel() > 1]
 
     def at(self, part: Part | None, twice: bool = False, others: Part | None = None) -> Point:
         rows, count = self.rows, self.count
@@ -115,55 +117,38 @@ class Through:
         return _point(said, [leaves[place] for place in self.used])
 
 
-def laws(source: Fixed | Through, parts: Sequence[Part], rows: Any, near: float = NEAR) -> list[Law]:
-    """One for each term. Raises whatever the loss raises on a part."""
+Source = Fixed | Through
+
+
+def laws(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
+    """A `Law` for each term, as JSON can hold it. Raises whatever the loss raises on a part."""
     whole, points = source.at(None), [source.at(part) for part in parts]
-    return [_law(source, term, parts, whole, points, rows, near) for term in whole.said]
+    return [asdict(_law(source, term, parts, whole, points, rows)) for term in whole.terms]
 
 
-def _law(
-    source: Fixed | Through,
-    term: str,
-    parts: Sequence[Part],
-    whole: Point,
-    points: Sequence[Point],
-    rows: Any,
-    near: float,
-) -> Law:
+def _law(source: Source, term: str, parts: Sequence[Part], whole: Point, points: Sequence[Point], rows: Any) -> Law:
     pairs = _pairs(source, parts, whole.grads[term], [point.grads[term] for point in points])
     factors, residual = _fit(pairs) if source.by_sample else _fit_all(whole.grads[term], points, term)
     shares = [part.size / part.count for part in parts]
-    given = [point.said[term] for point in points]
-    times, weight = whole.said[term][1:]
+    given = [point.terms[term] for point in points]
+    value, times, weight = whole.terms[term]
     total = sum(each[2] for each in given)
     exact = total > 0 and weight > 0
     if exact:  # what N processes add up and divide, beside what one does
-        of_all = sum(value * each_times for value, each_times, _ in given) / total
-        of_one = whole.said[term][0] * times / weight
+        of_all = sum(each[0] * each[1] for each in given) / total
+        of_one = value * times / weight
         ratios = [times / weight / (each[1] / total) if each[1] else 1.0 for each in given]
-        exact = abs(of_all - of_one) <= near * max(abs(of_one), abs(of_all)) + 1e-12
-        exact = exact and residual <= near * 10
-        exact = exact and all(
-            factor is None or abs(factor * ratio - 1) <= near * 10
-            for factor, ratio in zip(factors, ratios, strict=True)
-        )
-    law = Law(term, exact, [0.0 if f is None else f for f in factors], shares, residual)
-    law.by_output = source.by_sample
+        fits = [f is None or abs(f * ratio - 1) <= 10 * NEAR for f, ratio in zip(factors, ratios, strict=True)]
+        close = abs(of_all - of_one) <= NEAR * max(abs(of_one), abs(of_all)) + 1e-12
+        exact = close and residual <= 10 * NEAR and all(fits)
+    law = Law(term, exact, [0.0 if f is None else f for f in factors], shares, residual, by_output=source.by_sample)
     law.weighed = times == 1.0 and weight != 1.0
     if not exact:
-        _look_closer(law, source, parts, points, whole, rows, near)
+        _look_closer(law, source, parts, whole, rows)
     return law
 
 
-def _look_closer(
-    law: Law,
-    source: Fixed | Through,
-    parts: Sequence[Part],
-    points: Sequence[Point],
-    whole: Point,
-    rows: Any,
-    near: float,
-) -> None:
+def _look_closer(law: Law, source: Source, parts: Sequence[Part], whole: Point, rows: Any) -> None:
     first = parts[0]
     half = Part(first.start, first.start + max(1, first.size // 2), first.count)
     law.grows = tuple(_growth(source, part, law.term) for part in (half, first))
@@ -175,8 +160,8 @@ def _look_closer(
     law.by_class = source.by_sample and not law.counts and _by_class(source, law, parts, whole, rows)
 
 
-def _growth(source: Fixed | Through, part: Part, term: str) -> float:
-    once, twice = (source.at(part, twice).said[term][0] for twice in (False, True))
+def _growth(source: Source, part: Part, term: str) -> float:
+    once, twice = (source.at(part, twice).terms[term][0] for twice in (False, True))
     return twice / once if once else 1.0
 
 
@@ -194,7 +179,7 @@ def counted(factors: Sequence[float], parts: Sequence[Part], rows: Any) -> str:
     return ""
 
 
-def _by_class(source: Fixed | Through, law: Law, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
+def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
     """Whether the weight of a sample follows from its label alone, and not all labels weigh alike."""
     count = parts[0].count
     if count > 64:
@@ -215,14 +200,11 @@ def _by_class(source: Fixed | Through, law: Law, parts: Sequence[Part], whole: P
 
 
 def _pairs(
-    source: Fixed | Through, parts: Sequence[Part], whole: list[Tensor], points: Sequence[list[Tensor]]
+    source: Source, parts: Sequence[Part], whole: list[Tensor], points: Sequence[list[Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
     """(the whole batch's gradient at the outputs of a part, that of the part alone), of each part."""
-    if not source.by_sample:
-        return []
-    return [
-        (_flat([cut(leaf, part) for leaf in whole]), _flat(point)) for part, point in zip(parts, points, strict=True)
-    ]
+    both = zip(parts, points, strict=True) if source.by_sample else ()
+    return [(_flat([cut(leaf, part) for leaf in whole]), _flat(point)) for part, point in both]
 
 
 def _fit(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float | None], float]:
@@ -267,7 +249,7 @@ def _point(said: Said, leaves: Sequence[Tensor]) -> Point:
     return Point(numbers, grads)
 
 
-def _asks(leaf: Tensor) -> Tensor:
+def _as_leaf(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
 
 
@@ -289,7 +271,3 @@ def repeated(leaf: Tensor, kept: Part) -> Tensor:
     inside = range(kept.start, kept.stop)
     source = [i if i in inside else kept.start + i % kept.size for i in range(kept.count)]
     return torch.cat([leaf[i * each : (i + 1) * each] for i in source])
-
-
-def plain(found: Sequence[Law]) -> list[dict[str, Any]]:
-    return [asdict(law) for law in found]

@@ -1,6 +1,6 @@
 """All that a forward pass may change: parameters, buffers, and plain attributes of the modules; put back afterwards.
 
-What lies elsewhere (globals, closures) is seen by nobody here: a pass that is repeated then gives another result.
+State that lies elsewhere (globals, closures) is not restored: a repeated pass then gives another result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class Kept:
 
     def __init__(self, roots: Mapping[str, Any]):
         self.places = list(dict.fromkeys(_places(roots)))
-        self.tables: dict[int, Any] = {}
-        self.values: list[Any] = []
-        for table, key, _, _ in self.places:
-            self.values.append(_copied(table.of[key]))
+        self.values = [_copied(table.of[key]) for table, key, _, _ in self.places]
 
     def restore(self) -> None:
         for (table, key, _, _), value in zip(self.places, self.values, strict=True):

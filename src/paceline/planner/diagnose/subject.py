@@ -1,16 +1,21 @@
-"""A model, its loss and one of its batches, for experiments; and the batch's parts, one for each process."""
+"""A model under diagnosis: its loss, one of its batches and its parts, and forward passes from one saved state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
+from paceline.planner.diagnose.equal_draws import Pinned
 from paceline.planner.diagnose.layers_in_parts import Part
-from paceline.planner.diagnose.loss_kind import Judge
+from paceline.planner.diagnose.loss_kind import Judge, Said
+from paceline.planner.diagnose.saved_state import Kept
 
 MAX_PARTS = 3
 Counted = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
@@ -42,6 +47,66 @@ class Subject:
     @property
     def whole(self) -> Part:
         return Part(0, self.count, self.count)
+
+    def terms(self, output: Any, rows: Any) -> Said:
+        """Of the loss; none in a loop of the user's own."""
+        return self.judge(output, rows) if self.judge else {}
+
+
+class Passes:
+    """Forward passes of a model that is examined, each from the same state, and everything put back."""
+
+    def __init__(self, subject: Subject):
+        self.subject, self.model = subject, subject.model
+        self.kept = Kept({"": subject.model, "loss.": subject.loss})
+        self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        self.modules = dict(self.model.named_modules())
+        self.norms: list[str] = []  # layers that normalise over a batch
+
+    def rest(self) -> None:
+        """Everything as it was."""
+        self.kept.restore()
+        for parameter, grad in self.grads:
+            parameter.grad = grad
+        self.subject.seed(0)
+
+    @contextlib.contextmanager
+    def evaluating(self, names: Sequence[str]) -> Iterator[None]:
+        """Within, these layers compute as in evaluation."""
+        inside = [m for name in names for m in self.modules[name].modules() if m.training]
+        for module in inside:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in inside:
+                module.training = True
+
+    @contextlib.contextmanager
+    def calm(self) -> Iterator[None]:
+        """Layers that normalise over a batch do so by their running statistics."""
+        with self.evaluating(self.norms), Pinned():
+            yield
+
+    def run(self, rows: Any, seed: int = 0) -> Any:
+        self.rest()
+        self.subject.seed(seed)
+        return self.subject.forward(rows)
+
+    def passes(self, rows: Any, seed: int = 0, pins: bool = True) -> Callable[[], Any]:
+        def run() -> Any:
+            with torch.no_grad(), Pinned() if pins else contextlib.nullcontext():
+                return self.run(rows, seed)
+
+        return run
+
+    def results(self, rows: Any, seed: int = 0) -> list[Any]:
+        """What a pass gives: its outputs, and its loss."""
+        with torch.no_grad():
+            output = self.run(rows, seed)
+            terms = self.subject.terms(output, rows)
+        leaves = [leaf.detach().clone() for leaf in tree_iter(output) if isinstance(leaf, Tensor)]
+        return leaves + [value.detach().clone() for value, _, _ in terms.values()]
 
 
 def parts_of(count: int, edges: Sequence[tuple[int, int]] = ()) -> list[Part]:
