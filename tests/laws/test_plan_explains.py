@@ -143,14 +143,14 @@ def test_noise_is_no_merit():
 
 
 def test_failures_and_refusals_are_kept_with_their_reason_and_never_chosen():
-    big = Candidate("replicas:2", 0.01, refusal="out of memory: needs 99.0 GiB, 8.0 GiB are here")
+    big = Candidate("replicas:2", 0.01, refusal="out of memory: needs 99.0 of 8.0 GiB")
     full = Candidate("processes:2", trial=Trial("processes:2", error="RuntimeError: can't allocate memory: 9 bytes"))
     candidates = [SEQUENTIAL, BROKEN, big, full]
     assert choose(candidates)[0] == "sequential"
     assert reasons(candidates) == {
         "sequential": "chosen",
         "processes:4": "failed: RuntimeError: no such thing",
-        "replicas:2": "out of memory: needs 99.0 GiB, 8.0 GiB are here",
+        "replicas:2": "out of memory: needs 99.0 of 8.0 GiB",
         "processes:2": "out of memory: RuntimeError: can't allocate memory: 9 bytes",
     }
     assert choose(candidates)[2][1].measured_s is None

@@ -31,8 +31,7 @@ from paceline.planner.cluster import sums_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
 from paceline.planner.measure.network import Pair, Wires, measure, slope, turns
-from paceline.planner.measure.pairs import Between, between
-from paceline.planner.plan_file import Plan
+from paceline.planner.plan_file import Between, Plan
 from paceline.planner.plan_tables import pair_table
 from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
 from paceline_bench.cluster.namespaces import bits_per_s
@@ -511,7 +510,8 @@ class Distant(memory.Link):
 def test_one_slow_pair_of_three_is_known_by_the_names_of_its_hosts(tmp_path):
     hub = memory.Hub(3)
     wires = ranks.run(3, measure, [Distant(hub, rank) for rank in range(3)])[0]
-    pairs = between(wires, ["a.example", "b", "c"])
+    names = ["a.example", "b", "c"]
+    pairs = tuple(Between(names[p.one], names[p.other], p.latency_s, p.bytes_per_s) for p in wires.pairs)
     assert [(pair.one, pair.other) for pair in pairs] == [("a.example", "b"), ("a.example", "c"), ("b", "c")]
     near, far, other = pairs
     assert far.latency_s >= 0.003 / 2

@@ -28,7 +28,7 @@ FULL = Plan(
             steps=9,
             reason="chosen",
         ),
-        Row("processes:2", reason="out of memory: needs 99.0 GiB, 8.0 GiB are here"),
+        Row("processes:2", reason="out of memory: needs 99.0 of 8.0 GiB"),
     ),
     32,
     "exact",

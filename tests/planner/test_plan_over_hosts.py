@@ -23,9 +23,8 @@ from paceline.planner.cluster import START_LIMIT_S, imagine, make_over
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, shared_out
 from paceline.planner.measure import node_agent
 from paceline.planner.measure.network import Pair, Wires
-from paceline.planner.measure.pairs import Between
 from paceline.planner.measure.trial import Trial
-from paceline.planner.plan_file import Plan, Row
+from paceline.planner.plan_file import Between, Plan, Row
 from paceline.planner.planner import MIN_BUDGET_S
 from paceline.planner.step_model import LayerTiming
 from paceline.planner.teams import Team, WhatIf, answer, duration, rate

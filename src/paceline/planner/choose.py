@@ -1,4 +1,4 @@
-"""Measurements and predictions in, one choice out; losing rows are kept as the reason.
+"""The planner's decision: one configuration chosen by measurement or prediction, and why each other one was not.
 
 The choice is the fastest row that was measured and is allowed. Rows whose medians cannot be told apart count
 as equal, and then the simpler one wins: it comes first among the candidates. A few long steps tell little apart, so
@@ -63,16 +63,7 @@ def choose(
     fastest = ranking[0]
     equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
     best = next(one for one in equals if one.step_s <= (1 + GIVEN) * fastest.step_s)
-    base = candidates[0]
-
-    def reason(one: Candidate) -> str:
-        if one is best:
-            return CHOSEN
-        if one in equals:
-            return TIE
-        return _loss(one, best, base, level)
-
-    rows = tuple(_row(one, base, facts, reason(one)) for one in candidates)
+    rows = tuple(_row(one, best, candidates[0], facts, level, equals) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
         why = "the most promising, and the one row that there was time to measure"
@@ -83,14 +74,14 @@ def choose(
 
 def _foretold(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
     """By prediction alone, where there was no time to try anything."""
-    hopes = [one for one in candidates if one.predicted_s and not one.trial and not one.refusal]
-    hopes = [one for one in hopes if allowed(one.engine, level)]
+    untried = [one for one in candidates if one.predicted_s and not (one.trial or one.refusal)]
+    hopes = [one for one in untried if allowed(one.engine, level)]
     if not hopes:
         why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
         raise ValueError(f"no candidate could be run{why}")
-    best, base = min(hopes, key=lambda one: one.step_s), candidates[0]
-    rows = (_row(one, base, facts, CHOSEN if one is best else _loss(one, best, base, level)) for one in candidates)
-    return best.engine, "fastest as predicted; the budget left no time to try any", tuple(rows)
+    best = min(hopes, key=lambda one: one.step_s)
+    rows = tuple(_row(one, best, candidates[0], facts, level, ()) for one in candidates)
+    return best.engine, "fastest as predicted; the budget left no time to try any", rows
 
 
 def speedup(one: Candidate, base: Candidate) -> float | None:
@@ -121,7 +112,9 @@ def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
     return f"not tried: predicted {behind:.0%} slower" if behind > 0 else "not tried: no time left"
 
 
-def _row(one: Candidate, base: Candidate, facts: JobFacts | None, reason: str) -> Row:
+def _row(
+    one: Candidate, best: Candidate, base: Candidate, facts: JobFacts | None, level: str, equals: Sequence[Candidate]
+) -> Row:
     ran = one.ran
     return Row(
         one.engine,
@@ -135,7 +128,7 @@ def _row(one: Candidate, base: Candidate, facts: JobFacts | None, reason: str) -
         bool(ran and ran.extrapolated),
         len(ran.steps_s) if ran else 0,
         facts.division if facts and says("engine", head(one.engine)[0], "starts_processes") else "",
-        reason,
+        CHOSEN if one is best else TIE if one in equals else _loss(one, best, base, level),
     )
 
 

@@ -1,4 +1,4 @@
-"""How many machines, and would others be better? Nodes measure themselves and the wire, and a few teams are tried.
+"""The planner for several hosts: how many nodes to use, from measured nodes and network and a few trials.
 
     wire      every pair of nodes, and sums of all
     node      each by itself: its plan, and a step layer by layer with all rows of the batch and with a quarter of them
@@ -6,7 +6,7 @@
     try       the most promising for a few real steps
     answer    the fewest machines that are as fast as any, or one
 
-Imagined machines are like those that are there, by turns; an imagined link takes the measured one's place.
+Imagined machines repeat the measured ones in order; an imagined link replaces the measured one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from paceline.planner import planner as planning
 from paceline.planner.cluster_model import NetworkModel, Sent, Sums, ring
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, Try
 from paceline.planner.measure.node_agent import measure_node
-from paceline.planner.measure.pairs import between
 from paceline.planner.measure.trial import Trial
-from paceline.planner.plan_file import CHOSEN
+from paceline.planner.plan_file import CHOSEN, Between
 from paceline.planner.planner import Plan
 from paceline.planner.teams import EACH, SHARED, Team, WhatIf, answer
 
@@ -64,14 +63,14 @@ def make_over(
     wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
     show("measuring each host by itself")
     budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
-    asked = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
+    request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
-    said = far.ask(hosts, asked, limit_s)
-    nodes = [Node.of(name, said[name]) for name in names]
+    replies = far.ask(hosts, request, limit_s)
+    nodes = [Node.of(name, replies[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
     if len(sizes) > 1:
-        told = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
-        raise ValueError(f"the hosts gave the same script different batch sizes: {told}; make it the same everywhere")
+        given = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
+        raise ValueError(f"the hosts gave the same script different batch sizes: {given}; make it the same everywhere")
     places = {name: i for i, name in enumerate(names)}
 
     def wire(count: int) -> NetworkModel:
@@ -86,11 +85,11 @@ def make_over(
         show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")
         one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
-    plan, sentence = _plan(survey, teams)
-    plan = dataclasses.replace(plan, pairs=between(wires, names))
+    pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in wires.pairs)
+    plan = dataclasses.replace(_plan(survey, teams), pairs=tuple(pairs))
     if not rows:  # else it is no choice among all
         plan_cache.keep_over(plan, names, command)
-    return plan, sentence
+    return plan, plan.reason
 
 
 def imagine(
@@ -98,10 +97,10 @@ def imagine(
 ) -> tuple[Plan, str]:
     """``made``, the plan for this machine, with teams of machines like it. Every ``what_if`` must name a link."""
     check_links(what_if)
-    said = measure_node(list(command), made.fidelity, budget_s, made=made)
-    survey = Survey([Node.of(made.machine.get("name", "here"), said)], lambda _: _unmeasured(), real=False)
-    plan, sentence = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
-    return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), sentence
+    report = measure_node(list(command), made.fidelity, budget_s, made=made)
+    survey = Survey([Node.of(made.machine.get("name", "here"), report)], lambda _: _unmeasured(), real=False)
+    plan = _plan(survey, [survey.alone, *_imagined(survey, what_if)])
+    return dataclasses.replace(plan, num_nodes=None, hosts={}, reason=made.reason, chosen=made.chosen), plan.reason
 
 
 def _unmeasured() -> NetworkModel:
@@ -144,20 +143,19 @@ def promising(tries: Sequence[Try]) -> list[Try]:
 
 def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
     times = one.team.nodes if one.team.batch == EACH else 1
-    asked: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
+    request: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
     limit_s = TRIAL_LIMIT_S + 20 * trial_s
-    asked |= {"timed_s": trial_s, "limit_s": limit_s}
+    request |= {"timed_s": trial_s, "limit_s": limit_s}
     with ScratchFolder() as folder:
         ways = Path(folder) / "plan.toml"
         Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
         options = ["--plan", str(ways), "--shares", shares]
         try:
-            said = far.ask(hosts, asked, limit_s + START_LIMIT_S, options)
+            reply = far.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
         except (ValueError, TimeoutError) as error:
             return Trial(one.rows[0], error=str(error).splitlines()[-1])
-    told = said[hosts[0].name]
-    return Trial(**{**told, "steps_s": tuple(told["steps_s"])})
+    return Trial(**{**reply, "steps_s": tuple(reply["steps_s"])})
 
 
 def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
@@ -169,7 +167,8 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
     return [one.team for one in found if one]
 
 
-def _plan(survey: Survey, teams: Sequence[Team]) -> tuple[Plan, str]:
+def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
+    """Its reason is the answer in a sentence."""
     count, sentence = answer(teams)
     kept = tuple(
         dataclasses.replace(team, reason=CHOSEN)
@@ -178,7 +177,7 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> tuple[Plan, str]:
         for team in teams
     )
     first = survey.nodes[0]
-    plan = dataclasses.replace(
+    return dataclasses.replace(
         first.plan,
         chosen=survey.rows_of[first.name],
         reason=sentence,
@@ -189,4 +188,3 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> tuple[Plan, str]:
         hosts={node.name: survey.rows_of[node.name] for node in survey.nodes},
         teams=kept,
     )
-    return plan, sentence

@@ -1,4 +1,4 @@
-"""Seconds per step of N nodes that were never run together, from each node's own line and the wire between them.
+"""Cost model of a cluster: seconds per step of N nodes, from each node's own step model and the network between them.
 
     compute   forward, then backward, which makes one part after another ready on each node
     lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
@@ -186,23 +186,19 @@ def _costs(
 
 def reasons(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]) -> list[str]:
     """How each fully-connected layer travels, and what either form would take; the largest first."""
-    told, travel = list[str](), WireFormat.of(lines)
-    if not travel.ways.factors:
-        return told
-    for i, part in sorted(enumerate(lines[0].parts), key=lambda each: -each[1].numel):
+    found, travel = list[str](), WireFormat.of(lines)
+    linear = [(i, part) for i, part in enumerate(lines[0].parts) if part.sides and travel.ways.factors]
+    for i, part in sorted(linear, key=lambda each: -each[1].numel):
         everywhere = [line.parts[i] for line in lines]
-        if not part.sides:
-            continue
         if not _can(everywhere):
             total = sum(one.rows for one in everywhere)
-            told.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
+            found.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
             continue
         num_bytes, seconds = _costs(everywhere, wire, travel)
         each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
-        told.append(
-            f"{part.name} {forms[i]}: as factors {each[FACTORS]} with multiplying them out, dense {each[DENSE]}"
-        )
-    return told
+        factors = f"{each[FACTORS]} with multiplying them out"
+        found.append(f"{part.name} {forms[i]}: as factors {factors}, dense {each[DENSE]}")
+    return found
 
 
 def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
@@ -228,17 +224,15 @@ def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]
         wire_s += begun - max(now, entry) + took_s
         now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left
     vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
-    told_bytes: float = (nodes - 1) * VOTE_BYTES
+    vote_bytes: float = (nodes - 1) * VOTE_BYTES
     if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
-        vote_s, wire_s, sent_bytes, told_bytes = (
-            each / ways.every for each in (vote_s, wire_s, sent_bytes, told_bytes)
-        )
+        vote_s, wire_s, sent_bytes, vote_bytes = (t / ways.every for t in (vote_s, wire_s, sent_bytes, vote_bytes))
     moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
     norm_s = 0.0
     if nodes > 1 and ways.norm_sums:
         sent = wire.sums(nodes, ways.norm_numel, NORM_BYTES)
         norm_s = wire.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
-        told_bytes += sent.num_bytes
+        vote_bytes += sent.num_bytes
     rows = [line.rows for line in lines]
     update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
     hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
@@ -251,7 +245,7 @@ def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]
         wire_s + vote_s + norm_s,
         exposed_s,
         update_s,
-        sent_bytes + told_bytes,
+        sent_bytes + vote_bytes,
         tuple(forms),
         tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
     )

@@ -1,13 +1,13 @@
-"""What machines that have measured themselves would do together: whose rows, which shares, how long a step.
+"""Prediction of clusters from nodes measured one by one: their configurations, batch sizes and seconds per step.
 
-The fastest come first. More machines than there are are like those that are there, by turns.
+The fastest nodes come first. Imagined further machines repeat the measured ones in order.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.data.load_balance import fair_shares
@@ -17,7 +17,7 @@ from paceline.planner.plan_file import Plan, Row
 from paceline.planner.step_model import FACTORS, StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
 
-UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always said
+UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always given
 UNLIKE = 0.1  # of the speed: nodes closer than this get equal shares
 
 
@@ -32,10 +32,9 @@ class Node:
     quarter: StepModel
 
     @classmethod
-    def of(cls, name: str, said: dict[str, Any]) -> Node:
-        plan = Plan.of(said["plan"])
-        whole, quarter = (StepModel.read(line) for line in said["lines"])
-        return cls(name, plan, said["batch_size"], whole, quarter)
+    def of(cls, name: str, report: dict[str, Any]) -> Node:
+        whole, quarter = (StepModel.read(line) for line in report["lines"])
+        return cls(name, Plan.of(report["plan"]), report["batch_size"], whole, quarter)
 
     @property
     def rows(self) -> int:
@@ -69,7 +68,7 @@ class Try:
     team: Team
     rows: tuple[str, ...]
     shares: tuple[int, ...]
-    trial: Trial | None = field(default=None)
+    trial: Trial | None = None
 
 
 def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Seconds per step of a row that was never run, from a profile of the job's parts.
+"""Cost model of one machine: seconds per step of a configuration that was never run, from a profile of the job.
 
     layers        forward and backward, each timed by itself at the row's setting, several copies at once if it has them
     calibration   the model as it is over the sum of its layers, at the baseline: what layers do not cover
@@ -34,9 +34,8 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     layers_s = _layers_s(setting, profile)
     if layers_s is None:
         return None
-    base = _setting(profile.base)
     whole = profile.layers_s[profile.base]
-    calibration = profile.whole_s / whole if whole and base else 1.0
+    calibration = profile.whole_s / whole if whole else 1.0
     return (
         layers_s * calibration * profile.facts.parts
         + _update_s(way, setting, profile, cores)
@@ -51,10 +50,10 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
     if str(setting) in found:
         return found[str(setting)]
     if setting.words:
-        plain_s = _layers_s(_plain(setting, profile.absorbs), profile)
+        plain_s = _layers_s(replace(setting, words=(), factors=profile.absorbs), profile)
         for key, worded_s in found.items():
             other = _setting(key)
-            elsewhere = str(_plain(other, profile.absorbs))
+            elsewhere = str(replace(other, words=(), factors=profile.absorbs))
             if other.words == setting.words and elsewhere in found and plain_s:
                 return plain_s * worded_s / found[elsewhere]
         return None
@@ -106,10 +105,6 @@ def _engine_s(way: EngineSpec, setting: Setting, profile: Profile) -> float:
     if way.processes > 1:
         return moving_s + MESSAGES * profile.message_s + CROWD_S
     return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
-
-
-def _plain(setting: Setting, absorbs: bool) -> Setting:
-    return Setting(setting.threads, setting.rows, setting.copies, (), absorbs)
 
 
 def _setting(key: str) -> Setting:

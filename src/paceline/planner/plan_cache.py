@@ -1,11 +1,11 @@
-"""Plans that were made before, on disk: found again by what is trained, or by the command that trains it.
+"""Plan cache on disk: plans are found again by what is trained, or by the command that trains it.
 
-    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by what `join` is told, fidelity, and shapes of inputs; needs the model
+    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by `join`'s arguments, fidelity, and shapes of inputs; needs the model
     plans/jobs/KEY.json                        by command; needs neither the model nor torch
     plans/hosts/KEY.toml                       over several machines: by their names, the command and fidelity
 
-An entry that no longer fits (another torch, machine, script or model) is noticed and said, and not used. A
-broken entry counts as none. Whoever writes, writes whole files: planners do not harm each other.
+An entry that no longer fits (another torch, machine, script or model) is reported and not used. A broken entry counts
+as none. Files are written whole: several planners may run at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.launch.machine import Machine, survey
-from paceline.planner.plan_file import Plan, write_whole
+from paceline.planner.plan_file import Plan
+from paceline.report.record import write_whole
 
 if TYPE_CHECKING:
     import torch
 
 
 class Trained(Protocol):
-    """What `join` is told, as far as a step depends on it."""
+    """Arguments of `join`, as far as a step depends on them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -42,18 +43,8 @@ class Trained(Protocol):
 
 # settings of the main job that a step depends on
 STEP = (
-    "model",
-    "data",
-    "batch_size",
-    "optimizer",
-    "accumulate",
-    "precision",
-    "batch_norm",
-    "device",
-    "codec",
-    "exchange",
-    "clip",
-    "momentum",
+    *("model", "data", "batch_size", "optimizer", "accumulate", "precision", "batch_norm"),
+    *("device", "codec", "exchange", "clip", "momentum"),
 )
 LINK = "PACELINE_LINK", "PACELINE_ENCRYPT", "PACELINE_COLLECTIVE", "PACELINE_OVERLAP"  # how nodes send, and when
 BY_ROW = "fused", "foreach"  # options of an optimizer that a row's words change
@@ -89,7 +80,7 @@ def versions() -> dict[str, str]:
 def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None) -> str:
     """Equal for jobs that one plan serves: shapes and types count, values do not.
 
-    ``inputs``: of a row (`layers.shapes`), which nobody knows before the first batch; what they add follows a dash.
+    ``inputs``: of a row (`layers.shapes`), unknown before the first batch; what they add follows a dash.
     """
     parameters = [
         (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in job.model.named_parameters()
@@ -108,16 +99,16 @@ def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None
     return mark if inputs is None else f"{mark}-{_hash(list(inputs))}"
 
 
-def by_fingerprint(mark: str, machine: Machine | None = None) -> Plan | None:
+def by_fingerprint(mark: str, machine: Machine) -> Plan | None:
     try:
-        return Plan.read(_path(mark, machine or survey()))
+        return Plan.read(_path(mark, machine))
     except (ValueError, OSError):
         return None
 
 
 def of_job(job: Trained, fidelity: str, command: Sequence[str]) -> Plan | None:
-    """For a job whose inputs nobody has seen yet: the plan made for it, whatever they were. Where plans for unlike
-    inputs choose unlike rows, the one made for this command, if any."""
+    """For a job whose inputs are not known yet: the plan made for it, whatever they were. Where plans for unlike inputs
+    choose unlike rows, the one made for this command, if any."""
     machine, kept = survey(), []
     with contextlib.suppress(OSError):
         place = _path(f"{fingerprint(job, fidelity)}-*", machine)
@@ -150,9 +141,8 @@ def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None
     return by_fingerprint(str(was["fingerprint"]), machine), ""
 
 
-def store(plan: Plan, command: Sequence[str], machine: Machine | None = None) -> None:
+def store(plan: Plan, command: Sequence[str], machine: Machine) -> None:
     """A disk that is full or not ours to write on is no reason to stop."""
-    machine = machine or survey()
     entry = {
         "command": list(command),
         "script": _script(command),
@@ -184,8 +174,8 @@ def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     """By what makes a step: how long and how well it is trained changes no plan."""
     words = list(command)
     if words[:2] == ["-m", "paceline.train.run"] and len(words) > 2:
-        said = json.loads(words[2])
-        words[2] = json.dumps({name: said[name] for name in STEP if name in said})
+        settings = json.loads(words[2])
+        words[2] = json.dumps({name: settings[name] for name in STEP if name in settings})
     sent = [os.environ.get(name, "") for name in LINK]
     return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd(), sent)}.toml"
 

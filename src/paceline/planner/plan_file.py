@@ -1,4 +1,4 @@
-"""A plan on paper: every row with prediction beside measurement, the choice and its reason, as TOML and JSON.
+"""A plan as TOML and JSON: every configuration with prediction and measurement, the choice and its reason.
 
 Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``hosts`` (the rows
 of the hosts of -H that have another, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job
@@ -7,8 +7,9 @@ and its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: `
 per second), ``speedup`` (over the first row, by measurement where both have one), ``peak_bytes`` (of all processes,
 shared memory once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how
 processes divide its work: "slices" or "whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how
-many of them to use), ``hosts`` (the row of each, the fastest first), ``teams`` (`probe.teams`) and ``pairs``
-(`probe.pairs`), too. A number that is not known is left out of TOML and null in JSON.
+many of them to use), ``hosts`` (the row of each, the fastest first), ``teams`` (`planner.teams`) and ``pairs`` (of all
+hosts), too. Keys of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (of one message without content, one
+way), ``bytes_per_s`` (one way, the slower of both). A number that is not known is left out of TOML and null in JSON.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import dataclasses
 import difflib
 import json
 import os
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.planner.candidates import split
-from paceline.planner.measure.pairs import Between
 from paceline.planner.teams import Team
 from paceline.registry import THREADS
+from paceline.report.record import write_whole
 
 VERSION = 1
 CHOSEN, TIE = "chosen", "equal within the spread"
@@ -47,6 +47,16 @@ class Row:
     steps: int = 0
     optimizer: str = ""
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Two hosts. The keys are explained above."""
+
+    one: str
+    other: str
+    latency_s: float
+    bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,10 @@ class Plan:
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Plan:
+    def of(cls, fields: dict[str, Any]) -> Plan:
         """From what `to_dict` gave, through JSON."""
-        lists = {name: tuple(kind(**one) for one in said.get(name, ())) for name, kind in LISTS.items()}
-        plain = {key: value for key, value in said.items() if key != "version"}
-        return cls(**{**plain, **lists})
+        lists = {name: tuple(kind(**one) for one in fields.get(name, ())) for name, kind in LISTS.items()}
+        return cls(**{key: value for key, value in {**fields, **lists}.items() if key != "version"})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -171,15 +180,3 @@ def _check(kind: type, given: Any, where: str) -> None:
             faults += [f"{key!r} must hold strings, got {each}" for each in odd]
     if faults:
         raise ValueError(f"{where}: " + "; ".join(faults))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file is there whole or not at all, whoever else writes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise

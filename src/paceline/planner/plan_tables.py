@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.planner.measure.pairs import Between
-from paceline.planner.plan_file import CHOSEN, Plan, Row
+from paceline.planner.plan_file import CHOSEN, Between, Plan, Row
 from paceline.planner.teams import Team
 
 MAX_SHOWN = 15  # of six hosts; all are in the plan
@@ -17,40 +16,29 @@ MAX_SHOWN = 15  # of six hosts; all are in the plan
 
 def plan_table(plan: Plan) -> Table:
     """One line per row, the reason last."""
-
-    def measured(row: Row) -> str:
-        if row.measured_s is None:
-            return ""
-        about = "~" if row.extrapolated else ""
-        return f"{about}{row.measured_s:.4f} ± {row.spread_s or 0:.4f}"
-
     columns = {
         "candidate": [row.engine for row in plan.rows],
         "predicted s": [_number(row.predicted_s, "{:.4f}") for row in plan.rows],
-        "s/step": [measured(row) for row in plan.rows],
+        "s/step": [_measured(row) for row in plan.rows],
         "samples/s": [_number(row.per_s, "{:.0f}") for row in plan.rows],
         "speedup": [_number(row.speedup, "{:.2f}x") for row in plan.rows],
         "memory": [_number(row.peak_bytes, "{:.0f} MiB", 2**-20) for row in plan.rows],
         "fidelity": [row.fidelity for row in plan.rows],
         "optimizer": [row.optimizer for row in plan.rows],
-        "": ["<- chosen" if row.reason == CHOSEN else row.reason for row in plan.rows],
+        "": [_reason(row) for row in plan.rows],
     }
     return _drawn(columns)
 
 
 def team_table(teams: Sequence[Team]) -> Table:
     """One line per team, the reason last."""
-
-    def measured(team: Team) -> str:
-        return "" if team.measured_s is None else f"{team.measured_s:.4f} ± {team.spread_s or 0:.4f}"
-
     columns = {
         "nodes": [str(team.nodes) for team in teams],
         "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
         "engine": [_once(team.engines) for team in teams],
         "link": [team.link for team in teams],
         "predicted s": [_number(team.predicted_s, "{:.4f}") for team in teams],
-        "s/step": [measured(team) for team in teams],
+        "s/step": [_measured(team) for team in teams],
         "samples/s": [_number(team.per_s, "{:.1f}") for team in teams],
         "speedup": [_number(team.predicted_speedup, "{:.2f}x") for team in teams],
         "measured": [_number(team.measured_speedup, "{:.2f}x") for team in teams],
@@ -58,13 +46,13 @@ def team_table(teams: Sequence[Team]) -> Table:
         "MB sent": [_number(team.sent_bytes, "{:.2f}", 1e-6) for team in teams],
         "exposed ms": [_number(team.exposed_s, "{:.1f}", 1e3) for team in teams],
         "as factors": [team.factors for team in teams],
-        "": ["<- chosen" if team.reason == "chosen" else team.reason for team in teams],
+        "": [_reason(team) for team in teams],
     }
     return _drawn(columns)
 
 
 def _once(engines: str) -> str:
-    """Equal rows are said once."""
+    """Equal rows are printed once."""
     rows = engines.split(",")
     return rows[0] if len(set(rows)) == 1 else engines
 
@@ -80,6 +68,15 @@ def pair_table(pairs: Sequence[Between]) -> Table:
         cells = pair.one, pair.other, f"{pair.latency_s * 1e3:.2f}", f"{pair.bytes_per_s / 1e6:.1f}"
         drawn.add_row(*map(Text, cells))
     return drawn
+
+
+def _measured(one: Row | Team) -> str:
+    about = "~" if isinstance(one, Row) and one.extrapolated else ""
+    return "" if one.measured_s is None else f"{about}{one.measured_s:.4f} ± {one.spread_s or 0:.4f}"
+
+
+def _reason(one: Row | Team) -> str:
+    return "<- chosen" if one.reason == CHOSEN else one.reason
 
 
 def _number(value: float | None, form: str, times: float = 1.0) -> str:

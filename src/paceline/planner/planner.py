@@ -1,8 +1,8 @@
-"""Survey, profile, predict, try the best few, choose: how one machine trains one job the fastest.
+"""The planner for one machine: profile, predict, try the best few configurations, choose the fastest.
 
 `make` profiles the command once, predicts every row from that, and tries the baseline and the most promising rows in
-fresh processes for as long as the budget lasts; ``thorough`` tries them all. What cannot be told apart is timed
-again, by turns. `cached` finds a plan that was made before. Nothing here imports torch.
+fresh processes for as long as the budget lasts; ``thorough`` tries them all. Near-ties are timed again, interleaved.
+`cached` finds a plan that was made before. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def make(
 
     ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
     that the machine could do, and then nothing is stored. ``reproducible``: what that costs, and that it is chosen;
-    nothing is stored. ``show`` is told what is being done. Raises ValueError when
-    nothing could be run.
+    nothing is stored. ``show`` receives what is being done. Raises ValueError when nothing could be run.
     """
     check(fidelity)
     for row in rows or ():
@@ -67,12 +66,12 @@ def make(
     profile, unknown = take(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
     facts = profile.facts if profile else JobFacts(rows=machine.cores)  # as many as any row needs
-    if profile and not (thorough or rows or reproducible) and (found := by_fingerprint(profile.fingerprint, machine)):
-        measured = any(row.measured_s for row in found.rows)
-        if measured or budget_s is None:  # who names a budget wants it spent where nothing could be tried before
-            store(found, command, machine)
+    if profile and not (thorough or rows or reproducible) and (kept := by_fingerprint(profile.fingerprint, machine)):
+        measured = any(row.measured_s for row in kept.rows)
+        if measured or budget_s is None:  # a given budget is spent where nothing could be tried before
+            store(kept, command, machine)
             how = "measured before" if measured else "as before; `paceline plan` measures"
-            return dataclasses.replace(found, reason=f"{found.reason} ({how})")
+            return dataclasses.replace(kept, reason=f"{kept.reason} ({how})")
     names = list(rows or candidates(fidelity, machine, facts, planned(), thorough))
     names += [STEADY] if reproducible and STEADY not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
@@ -82,14 +81,14 @@ def make(
             show(f"trying {entry.engine}")
             entry.trial = budget.trial(command, entry)
     _settle(command, entries, fidelity, budget, show)
-    chosen, reason, told = choose(entries, fidelity, facts)
+    chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
-        chosen, reason, told = insisted(told, chosen, STEADY)
+        chosen, reason, found = insisted(found, chosen, STEADY)
     reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
     plan = Plan(
         chosen,
         reason,
-        told,
+        found,
         facts.rows if profile else None,
         fidelity,
         profile.fingerprint if profile else "",
@@ -106,9 +105,7 @@ def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Mac
     entry = Candidate(name, predicted_s(name, profile, machine.cores) if profile else None)
     needed = needed_bytes(name, facts, machine.cores)
     if needed > MARGIN * machine.memory_bytes:
-        entry.refusal = (
-            f"out of memory: needs {needed / 2**30:.1f} GiB, {machine.memory_bytes / 2**30:.1f} GiB are here"
-        )
+        entry.refusal = f"out of memory: needs {needed / 2**30:.1f} of {machine.memory_bytes / 2**30:.1f} GiB"
     return entry
 
 
@@ -124,8 +121,8 @@ def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> l
     """The baseline, then by prediction; rows without one come last, in their order."""
 
     def handicapped_s(one: Candidate) -> float:
-        pieces = one.engine.count("+") + (split(one.engine, 1).copies > 1)
-        return (one.predicted_s or float("inf")) * (1 + SIMPLER * pieces)
+        extras = one.engine.count("+") + (split(one.engine, 1).copies > 1)
+        return (one.predicted_s or float("inf")) * (1 + SIMPLER * extras)
 
     able = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
     if not able:  # a prediction of memory is too rough to forbid everything
@@ -182,16 +179,16 @@ class _Budget:
 
 
 def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
-    """Times the top two again by turns (A B, B A, ...) until they can be told apart, or time is over."""
+    """Times the top two again, interleaved (A B, B A, ...), until they differ by more than noise, or time is over."""
     ranking = run_off(entries, level)[:2]
     trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
     if len(trials) < 2:
         return
-    for turn in range(MAX_ROUNDS):
+    for number in range(MAX_ROUNDS):
         one, other = (entry.ran for entry in ranking)
         if not one or not other or not equal(one, other):
             return
-        for entry in ranking if turn % 2 else reversed(ranking):
+        for entry in ranking if number % 2 else reversed(ranking):
             if not budget.thorough and budget.left_s < budget.start_s + TIMED_S[0]:
                 return
             show(f"{ranking[0].engine} against {ranking[1].engine}")

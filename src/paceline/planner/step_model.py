@@ -1,4 +1,4 @@
-"""One step of a job on one node as a line of plain numbers: what a timeline says, at any number of rows.
+"""Step model: one step of a job on one node as plain numbers, interpolated to any number of samples.
 
 A line comes from the JSON of a timeline (`engine.timeline`) and needs no torch. Between two of them, recorded with
 fewer and with more rows, every number lies on the straight line through both.
@@ -6,6 +6,7 @@ fewer and with more rows, every number lies on the straight line through both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,16 +87,16 @@ class StepModel:
             backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
             parts = tuple(
                 LayerTiming(
-                    ", ".join(piece["names"][:2]),
-                    sum(_product(shape) for shape in piece["shapes"]),
-                    sum(piece["shapes"][0]) if piece["linear"] else 0,
-                    piece["factor_rows"],
+                    ", ".join(bucket["names"][:2]),
+                    sum(map(math.prod, bucket["shapes"])),
+                    sum(bucket["shapes"][0]) if bucket["linear"] else 0,
+                    bucket["factor_rows"],
                     backward[DENSE][i],
                     backward[FACTORS][i],
-                    piece["product_seconds"],
-                    *piece.get("packed", (1.0, 1.0)),
+                    bucket["product_seconds"],
+                    *bucket.get("packed", (1.0, 1.0)),
                 )
-                for i, piece in enumerate(timeline["pieces"])
+                for i, bucket in enumerate(timeline["pieces"])
             )
             update_s = timeline["update_seconds"]
             return cls(
@@ -114,11 +115,11 @@ class StepModel:
             raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
 
     @classmethod
-    def read(cls, said: dict[str, Any]) -> StepModel:
+    def read(cls, fields: dict[str, Any]) -> StepModel:
         """From its fields, as JSON gives them."""
-        order = {form: tuple(indexes) for form, indexes in said["order"].items()}
-        parts = tuple(LayerTiming(**part) for part in said["parts"])
-        return cls(**{**said, "parts": parts, "order": order, "ways": Ways(**said["ways"])})
+        order = {form: tuple(indexes) for form, indexes in fields["order"].items()}
+        parts = tuple(LayerTiming(**part) for part in fields["parts"])
+        return cls(**{**fields, "parts": parts, "order": order, "ways": Ways(**fields["ways"])})
 
     def ready(self, forms: Sequence[str]) -> list[float]:
         """When each part is ready, counted from the beginning of the step."""
@@ -185,10 +186,3 @@ class StepModel:
         return replace(
             self, rows=rows, forward_s=between(low.forward_s, self.forward_s), parts=parts, factored_s=by_rows
         )
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product

@@ -1,9 +1,9 @@
-"""How many machines? Every number of them as one line, prediction beside measurement, and the answer in a sentence.
+"""Scale-out plan: each number of nodes as one line, prediction beside measurement, and the answer in a sentence.
 
 Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
 ("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
 ``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
-``assumed`` (what was neither measured nor said of it);
+``assumed`` (what was neither measured nor given of it);
 ``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
 it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
 ``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
@@ -25,7 +25,7 @@ SAME = 0.03  # closer than this to the best, fewer machines win
 WAITS = 0.1  # of a step: then the network is named as the reason
 SHARED, EACH = "shared", "each"
 FAILED = "failed: "  # and why, as a reason
-MAX_LAYERS = 6  # whose way is told below a table; all are in the plan
+MAX_LAYERS = 6  # printed below a table; all are in the plan
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
         return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
     best = max((team for team in shared if team.measured_speedup), key=believed, default=best)
     why = f" ({best.waiting})" if best.waiting else ""
-    said = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
+    sentence = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
     believed = _believed(each)
     if each and believed(larger := max(each, key=believed)) >= WORTH:
-        said += f"; with {larger.batch_size} they would be {larger.numbers}"
-    return 1, said
+        sentence += f"; with {larger.batch_size} they would be {larger.numbers}"
+    return 1, sentence
 
 
 def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
@@ -118,16 +118,12 @@ def _imagined(teams: Sequence[Team]) -> str:
     if len(teams) < 2:
         return "one machine"
     best = max(teams[1:], key=lambda team: team.speedup)
-    return _would_be(best) + (f"; {best.assumed}" if best.assumed else "")
-
-
-def _would_be(best: Team) -> str:
-    link = f" over {best.link}" if best.link else ""
+    link, assumed = f" over {best.link}" if best.link else "", f"; {best.assumed}" if best.assumed else ""
     if best.speedup < WORTH:
         why = f" ({best.waiting})" if best.waiting else ""
-        return f"stay on one machine: {best.nodes} like this one{link} would be {best.numbers}{why}"
+        return f"stay on one machine: {best.nodes} like this one{link} would be {best.numbers}{why}{assumed}"
     kind = "" if best.batch == SHARED else f" and a global batch of {best.batch_size}"
-    return f"{best.nodes} machines like this one{link}{kind} would be {best.numbers}"
+    return f"{best.nodes} machines like this one{link}{kind} would be {best.numbers}{assumed}"
 
 
 def _subject(nodes: int, num_hosts: int) -> str:
@@ -138,13 +134,13 @@ def _subject(nodes: int, num_hosts: int) -> str:
 
 def forms_told(teams: Sequence[Team]) -> list[str]:
     """For below the table: how layers travel between the fewest nodes, and in what other numbers differ."""
-    told, before = [], ""
+    found, before = list[str](), ""
     for team in teams:
         if team.forms and team.factors != before:
             begins = f"{team.nodes} nodes{f' over {team.link}' if team.link else ''}: {team.factors} layers as factors"
-            told += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MAX_LAYERS])]
+            found += [f"{begins}, by prediction", *(f"  {line}" for line in team.forms.split("; ")[:MAX_LAYERS])]
             before = team.factors
-    return told
+    return found
 
 
 RATES = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
@@ -165,20 +161,20 @@ class WhatIf:
     @classmethod
     def parse(cls, text: str) -> WhatIf:
         """Raises ValueError."""
-        said: dict[str, str] = {}
+        given: dict[str, str] = {}
         for word in text.split(","):
             key, equals, value = word.strip().partition("=")
-            if not equals or key not in ("nodes", "link", "latency") or key in said:
+            if not equals or key not in ("nodes", "link", "latency") or key in given:
                 raise ValueError(f"--what-if {text!r}: {word.strip()!r} is not understood; accepted: {FORM}")
-            said[key] = value
-        nodes = said.get("nodes")
+            given[key] = value
+        nodes = given.get("nodes")
         if nodes is not None and not (nodes.isdecimal() and 1 < int(nodes) <= MAX_NODES):
             raise ValueError(f"--what-if {text!r}: nodes must be a whole number from 2 to {MAX_NODES}, got {nodes!r}")
         return cls(
             int(nodes) if nodes else None,
-            rate(said["link"]) if "link" in said else None,
-            duration(said["latency"]) if "latency" in said else None,
-            ", ".join([said[key] + " latency" * (key == "latency") for key in ("link", "latency") if key in said]),
+            rate(given["link"]) if "link" in given else None,
+            duration(given["latency"]) if "latency" in given else None,
+            ", ".join([given[key] + " latency" * (key == "latency") for key in ("link", "latency") if key in given]),
         )
 
 

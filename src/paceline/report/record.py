@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -131,6 +132,18 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
         f"{where} is not an event: got {line[:60]!r}; a line is a JSON object with 'event' and 'time'. Delete that "
         f"line, or restore the file"
     )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file is there whole or not at all, whichever other process writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.data.load_balance import wanted
-from paceline.planner.plan_file import write_whole
 from paceline.registry import CODEC, EXCHANGE, MODEL, MODEL_OF_SAMPLE
+from paceline.report.record import write_whole
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars")
 SCALINGS = ("none", "linear", "sqrt")
