@@ -195,15 +195,15 @@ def test_the_shape_of_inputs_is_that_of_a_row():
 def test_a_loop_of_one_s_own_finds_the_plan_of_its_job_whatever_its_inputs(command):
     assert plan_cache.of_job(job(), "exact", command) is None
     small, large = (dataclasses.replace(PLAN, fingerprint=mark(inputs=each)) for each in (IMAGES, LARGER))
-    plan_cache.store(small, command)
+    plan_cache.store(small, command, plan_cache.survey())
     assert plan_cache.of_job(job(), "exact", []) == small
     assert plan_cache.of_job(job(), "rounded", []) is None
     assert plan_cache.of_job(job(how={"accumulate": 2}), "exact", command) is None
     assert plan_cache.of_job(job(how={"precision": "bf16"}), "exact", command) is None
-    plan_cache.store(large, [*command, "--large"])
+    plan_cache.store(large, [*command, "--large"], plan_cache.survey())
     assert plan_cache.of_job(job(), "exact", []).chosen == "threads:2", "both say the same"
     large = dataclasses.replace(large, chosen="replicas:2")
-    plan_cache.store(large, [*command, "--large"])
+    plan_cache.store(large, [*command, "--large"], plan_cache.survey())
     assert plan_cache.of_job(job(), "exact", command) == small
     assert plan_cache.of_job(job(), "exact", [*command, "--large"]) == large
     assert plan_cache.of_job(job(), "exact", [*command, "--other"]) is None

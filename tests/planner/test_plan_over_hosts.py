@@ -75,7 +75,7 @@ def own(tmp_path, monkeypatch):
         job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), None, 64)
         mark = plan_cache.fingerprint(job, "exact", [("torch.float32", (256,)), ("torch.int64", ())])
         kept = Plan("sequential", rows=(Row("sequential", measured_s=0.01, spread_s=0.001),), fingerprint=mark)
-        plan_cache.store(kept, ["script.py"])
+        plan_cache.store(kept, ["script.py"], plan_cache.survey())
         yield {"PACELINE_SSH": server.ssh, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
