@@ -119,7 +119,7 @@ def test_a_short_last_batch_says_nothing_of_whole_ones(steps_s, tmp_path):
     samples = [16.0 if seconds == 0.4 else 64.0 for seconds in steps_s]
     said = {"steps_s": steps_s, "samples": samples, "num_steps": len(steps_s), "rows": 64, "peak_bytes": 1}
     report.write_text(json.dumps(said))
-    found = trial.told_by("sequential", fresh_process.ProcessResult(0, ""), report, 10.0)
+    found = trial.result_of("sequential", fresh_process.ProcessResult(0, ""), report, 10.0)
     assert (found.step_s, found.per_s) == (1.0, 64.0)
 
 

@@ -1,4 +1,4 @@
-"""Copies of this process, forked and pinned, that do the same thing at once: what sharing memory costs each of them.
+"""Forked and pinned copies of this process that do the same work at once: the cost of sharing memory bandwidth.
 
 Forked before torch has started a thread pool, so that they may start their own. They end with this process.
 """
@@ -41,19 +41,19 @@ class ForkedCopies:
             self.pids.append(pid)
 
     def ask(self, count: int, what: str, **options: Any) -> list[Any]:
-        """All of the first ``count`` copies at once. Raises TimeoutError, or RuntimeError with what a copy said."""
+        """All of the first ``count`` copies at once. Raises TimeoutError, or RuntimeError with a copy's error."""
         for i, line in enumerate(self.lines[:count]):
             line.send(json.dumps({"what": what, "seat": i, "count": count, **options}).encode())
         answers = []
         for line in self.lines[:count]:
-            eyes = select.poll()  # `select.select` knows no file above 1,023
-            eyes.register(line, select.POLLIN)
-            if not eyes.poll(1e3 * max(0.0, self.deadline - time.monotonic())):
+            poll = select.poll()  # `select.select` knows no file above 1,023
+            poll.register(line, select.POLLIN)
+            if not poll.poll(1e3 * max(0.0, self.deadline - time.monotonic())):
                 raise TimeoutError(f"a copy of the process did not finish {what!r} in time")
-            said = json.loads(line.recv(MESSAGE_BYTES) or b'{"error": "a copy of the process died"}')
-            if "error" in said:
-                raise RuntimeError(said["error"])
-            answers.append(said["value"])
+            reply = json.loads(line.recv(MESSAGE_BYTES) or b'{"error": "a copy of the process died"}')
+            if "error" in reply:
+                raise RuntimeError(reply["error"])
+            answers.append(reply["value"])
         return answers
 
     def close(self) -> None:
@@ -69,12 +69,12 @@ def _serve(line: socket.socket, work: Work, cores: list[int]) -> None:
     """Until the other end is gone. Never returns: what follows the fork is the parent's."""
     try:
         while message := line.recv(MESSAGE_BYTES):
-            asked = json.loads(message)
-            what, seat, count = asked.pop("what"), asked.pop("seat"), asked.pop("count")
-            own = cores[seat * len(cores) // count : (seat + 1) * len(cores) // count]
+            request = json.loads(message)
+            what, number, count = request.pop("what"), request.pop("seat"), request.pop("count")
+            own = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
             os.sched_setaffinity(0, own or cores)
             try:
-                value = {"value": work(what, asked)}
+                value = {"value": work(what, request)}
             except Exception as error:
                 value = {"error": f"{type(error).__name__}: {error}"}
             line.send(json.dumps(value).encode())

@@ -1,4 +1,4 @@
-"""A command in fresh processes, with an end: a deadline, its last words, and nothing left of it."""
+"""Runs a command in a fresh process with a deadline, keeps its last error line, and ends all that it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layer of a model timed by itself: forward and backward, on the inputs that it had in the model.
+"""Layer timer: forward and backward of every layer by itself, on the inputs that it had in the model.
 
 A layer is a module during whose forward no other module was called. Equal layers with equal inputs are timed once.
 All are visited in turn, pass after pass, so that each finds the caches as the others left them.

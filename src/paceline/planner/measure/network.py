@@ -1,4 +1,4 @@
-"""How fast bytes really move between the ranks of a link: pairs of them, and sums of all.
+"""Network benchmark between the ranks of a link: latency and bandwidth of every pair, and all-reduces of all.
 
     pairs   every two ranks, several pairs at once, so that each rank is in one of them: a few bytes there and back for
             the latency, then ever larger messages, one way and then the other, for the bandwidth
@@ -65,10 +65,9 @@ class Wires:
         return asdict(self)
 
     @classmethod
-    def of(cls, said: dict[str, Any]) -> Wires:
-        pairs = tuple(Pair(**pair) for pair in said["pairs"])
-        sums = tuple((num_bytes, seconds) for num_bytes, seconds in said["sums"])
-        return cls(**{**said, "pairs": pairs, "sums": sums})
+    def of(cls, fields: dict[str, Any]) -> Wires:
+        pairs = tuple(Pair(**pair) for pair in fields["pairs"])
+        return cls(**{**fields, "pairs": pairs, "sums": tuple(map(tuple, fields["sums"]))})
 
     def among(self, ranks: Sequence[int], sums: Sums = ring) -> NetworkModel:
         """What these ranks have to do with: the slowest line between any two of them, and the largest latency."""
@@ -119,7 +118,7 @@ def measure(link: Link) -> Wires:
 
 
 def turns(size: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of ranks, the lower first, in rounds in which nobody is in two of them."""
+    """All pairs of ranks, the lower first, in rounds in which no rank is in two of them."""
     for pairs in filter(None, rounds(range(size))):
         yield [(min(pair), max(pair)) for pair in pairs]
 
@@ -129,7 +128,7 @@ def _meet(link: Link) -> None:
 
 
 def _pair(link: Link, one: int, other: int, budget_s: float, found: torch.Tensor) -> None:
-    """One direction after the other: in turns, what a rate limiter has saved up meanwhile would pass as bandwidth."""
+    """One direction after the other: if they alternated, a rate limiter's savings would pass as bandwidth."""
     for leader, peer in ((one, other), (other, one)):
         if link.rank == peer:
             _follow(link, leader)
@@ -179,7 +178,7 @@ def _follow(link: Link, leader: int) -> None:
 
 
 def _sums(link: Link, least_bytes: float) -> tuple[tuple[tuple[int, float], ...], float]:
-    """Everyone is told how long the slowest took, so all stop at the same size."""
+    """Every rank receives how long the slowest took, so all stop at the same size."""
     begun, found = time.perf_counter(), []
     cpu_s = sent_bytes = 0.0
     for num_bytes in (size for size in SUM_BYTES if size >= min(least_bytes, SUM_BYTES[-MIN_SUMS])):

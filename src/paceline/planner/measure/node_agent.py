@@ -1,7 +1,7 @@
-"""What one node of several measures for a plan: its own way, the wire, or a few steps together with the others.
+"""Measurements of one node of several for a plan: its own step, the network, or a few steps together with the others.
 
-`python -m paceline.planner.measure.node_agent JSON` is started on every host, as a script would be. One line is its
-answer.
+`python -m paceline.planner.measure.node_agent JSON` is started on every host, as a script would be. Its answer is one
+line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.planner.step_model import StepModel
 from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
-# who this process is among the others, which what it starts by itself must not believe to be, too
+# this process's place among the others, which a process that it starts by itself must not inherit
 TOGETHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PACELINE_ENGINE", "PACELINE_SECRET", "PACELINE_HOST", "PACELINE_SHARES"),
@@ -95,11 +95,10 @@ def measure_trial(
     node = LaunchEnvironment.of_environment().node
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
-        told = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s), "PACELINE_TRIAL_TIMES": str(times)}
-        ended = fresh_process.run_in_process(
-            [sys.executable, *command], {**told, "PACELINE_ENGINE": rows[node]}, limit_s
-        )
-        found = trial.told_by(rows[node], ended, report, limit_s) if os.environ.get("RANK") == "0" else None
+        given = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s), "PACELINE_TRIAL_TIMES": str(times)}
+        given |= {"PACELINE_ENGINE": rows[node]}
+        ended = fresh_process.run_in_process([sys.executable, *command], given, limit_s)
+        found = trial.result_of(rows[node], ended, report, limit_s) if os.environ.get("RANK") == "0" else None
     if found and found.error:
         raise ValueError(found.error)
     if ended.code != 0:
@@ -108,20 +107,20 @@ def measure_trial(
 
 
 def main(text: str) -> int:
-    asked = json.loads(text)
-    doing = asked.pop("do")
+    request = json.loads(text)
+    doing = request.pop("do")
     trained_alone.not_training()
     try:
         if doing == "node":
             for name in TOGETHER:
                 os.environ.pop(name, None)
         measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
-        answer = measures[doing](**asked)
+        answer = measures[doing](**request)
     except (ValueError, ConnectionError) as error:
         log.error(str(error))
         return 1
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        # in one piece, at the end, after whatever was printed without a line's end
+        # in one write, after whatever was printed without a line's end
         sys.stdout.write(f"\n{MARK} {json.dumps(answer)}\n")
         sys.stdout.flush()
     return 0

@@ -1,8 +1,8 @@
-"""What a job consists of, and how long its parts take here: asked of the command itself, in a fresh process.
+"""Profile of a job: what it consists of and how long its parts take, measured by the command in a fresh process.
 
-Outside, `take` starts the command with PACELINE_PROFILE naming a file that holds what is asked. Inside, `pace.step`
-hands model, optimizer and its first batch to `probe.examine`, which puts the answer in the file's place and ends
-the process. All rows are predicted from this one profile.
+Outside, `take` starts the command with PACELINE_PROFILE naming a file that holds the request. Inside, `pace.step` hands
+model, optimizer and its first batch to `profiler.take_profile`, which puts the answer beside the file and ends the
+process. All configurations are predicted from this one profile.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
@@ -20,6 +21,7 @@ from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
 from paceline.planner.step_model import StepModel, Ways
 from paceline.registry import BASELINE
+from paceline.report.record import write_whole
 
 START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
 PARTS = (1, 4)  # of the batch, that a step is recorded with
@@ -46,7 +48,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Profile:
-    """*Units*: seconds and bytes per step of the whole batch, unless said otherwise.
+    """*Units*: seconds and bytes per step of the whole batch, unless stated otherwise.
 
     ``layers_s``: per setting, forward and backward of all layers in a micro-batch, each timed by itself. ``whole_s``:
     the same of the model as it is, at the setting ``base``. ``update_s``: optimizer alone, by "threads",
@@ -70,14 +72,26 @@ class Profile:
     spent_s: float = 0.0
 
     @classmethod
-    def read(cls, path: Path) -> Profile:
-        said = json.loads(path.read_text())
-        return cls(**{**said, "facts": JobFacts(**said["facts"])})
+    def of(cls, text: str) -> Profile:
+        fields = json.loads(text)
+        return cls(**{**fields, "facts": JobFacts(**fields["facts"])})
 
     def write(self, path: Path) -> None:
-        aside = path.with_name(f"{path.name}.part")
-        aside.write_text(json.dumps(asdict(self)))
-        aside.replace(path)
+        write_whole(path, json.dumps(asdict(self)))
+
+
+def _request(
+    command: Sequence[str], row: str, budget_s: float, environment: Mapping[str, str], request: Mapping[str, Any]
+) -> tuple[str, fresh_process.ProcessResult]:
+    """(What the command's first step answers in a fresh process, empty where nothing; how the process ended.)"""
+    with ScratchFolder() as folder:
+        form = Path(folder) / "profile.json"
+        form.write_text(json.dumps(request))
+        command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
+        environment = {"PACELINE_PROFILE": str(form), **environment}
+        ended = fresh_process.run_in_process(command, environment, START_LIMIT_S + 10 * budget_s)
+        answer = form.with_name("answer.json")
+        return answer.read_text() if answer.exists() else "", ended
 
 
 def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
@@ -85,20 +99,12 @@ def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) 
 
     Raises ValueError where the command itself fails: no row would fare better.
     """
-    begun = time.time()
-    with ScratchFolder() as folder:
-        form = Path(folder) / "profile.json"
-        form.write_text(json.dumps({"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": begun}))
-        ended = fresh_process.run_in_process(
-            [sys.executable, "-m", "paceline", "run", "--engine", BASELINE, *command],
-            {"PACELINE_PROFILE": str(form), "OMP_NUM_THREADS": "1"},
-            START_LIMIT_S + 10 * budget_s,
-        )
-        answer = form.with_name("answer.json")
-        if answer.exists():
-            return Profile.read(answer), ""
-        if ended.code:
-            raise ValueError(f"no candidate could be run: {ended.last_words}")
+    request = {"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": time.time()}
+    answer, ended = _request(command, BASELINE, budget_s, {"OMP_NUM_THREADS": "1"}, request)
+    if answer:
+        return Profile.of(answer), ""
+    if ended.code:
+        raise ValueError(f"no candidate could be run: {ended.last_words}")
     if ended.code is None:
         return None, "the first step was not reached in time"
     return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"
@@ -109,19 +115,15 @@ def lines(
 ) -> tuple[StepModel, StepModel, int, str]:
     """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
 
-    ``row``: one of one process. Raises ValueError with what the command said where it cannot be recorded.
+    ``row``: one of one process. Raises ValueError with the command's error where it cannot be recorded.
     """
-    with ScratchFolder() as folder:
-        form = Path(folder) / "profile.json"
-        form.write_text(json.dumps({"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}))
-        command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
-        ended = fresh_process.run_in_process(command, {"PACELINE_PROFILE": str(form)}, START_LIMIT_S + 10 * budget_s)
-        answer = form.with_name("answer.json")
-        if not answer.exists():
-            own = "a loop of its own cannot be looked into"
-            why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
-            raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
-        said = json.loads(answer.read_text())
-    ways = Ways(**said["ways"])
-    whole, quarter = (StepModel.of(line, said["absorbs"], machine.cores, ways) for line in said["lines"])
-    return whole, quarter, said["batch_size"], said["fingerprint"]
+    request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}
+    answer, ended = _request(command, row, budget_s, {}, request)
+    if not answer:
+        own = "a loop of its own cannot be looked into"
+        why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
+        raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
+    found = json.loads(answer)
+    ways = Ways(**found["ways"])
+    whole, quarter = (StepModel.of(line, found["absorbs"], machine.cores, ways) for line in found["lines"])
+    return whole, quarter, found["batch_size"], found["fingerprint"]

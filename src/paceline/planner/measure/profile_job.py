@@ -1,4 +1,4 @@
-"""A training that is looked at by a trial or a profile: how much of the batch it sees, and what it says of itself."""
+"""Step observer of a trial or a profile: how much of a batch the training takes, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ class ProfileJob(StepObserver):
                 raise SystemExit(0)
             profiler.take_profile(self.form, _facts(self.run, batch))
         if stopwatch.times() > 1 and not batch.assigned:
-            raise ValueError(
-                "the script brings rows of its own; that it brings as many on each of more machines is not tried"
-            )
+            raise ValueError("the script brings batches of its own; larger global batches are not tried with those")
         rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
         if rows == int(batch.weight):
             return batch

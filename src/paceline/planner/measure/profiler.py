@@ -1,7 +1,7 @@
-"""Inside the job: takes its profile instead of training, at the first step, and ends the process.
+"""The profiler inside the job: at the first step it takes the job's profile instead of training, and ends the process.
 
 Copies are forked first and time the settings that are shared by several; then this process times the others. Whatever
-the time does not suffice for is left out, and predicted from what was measured (`probe.predict`).
+the time does not suffice for is left out, and predicted from what was measured (`planner.cost_model`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from paceline.planner.measure.layers import LayerTimer, autocast, now, part, sha
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
+from paceline.report.record import write_whole
 
 COPY_BYTES = 32 << 20
 PINGS = 30
@@ -57,7 +58,7 @@ class ProfiledStep:
     accumulate: int = 1
     precision: str | None = None
     batch_norm: str = "local"
-    ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `probe.line.Ways`
+    ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `step_model.Ways`
     cuts: bool = True  # samples lie along the first dimension, so that fewer of them can be taken
 
     def few(self, rows: int, most: int) -> int:
@@ -71,17 +72,15 @@ class ProfiledStep:
 
 def take_profile(form: Path, job: ProfiledStep) -> None:
     """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
-    said = json.loads(form.read_text())
-    if "parts" in said:
-        aside = form.with_name("answer.json.part")
-        aside.write_text(json.dumps(_lines(job, said["parts"], said["level"], said["budget_s"])))
-        aside.replace(form.with_name("answer.json"))
+    request, answer = json.loads(form.read_text()), form.with_name("answer.json")
+    if "parts" in request:
+        write_whole(answer, json.dumps(_lines(job, request["parts"], request["level"], request["budget_s"])))
         raise SystemExit(0)
-    start_s = time.time() - said["begun"]
+    start_s = time.time() - request["begun"]
     torch.set_num_threads(1)
     try:
-        examination = _Examination(job, said["cores"], said["level"], said["budget_s"])
-        examination.profile(start_s).write(form.with_name("answer.json"))
+        examination = _Examination(job, request["cores"], request["level"], request["budget_s"])
+        examination.profile(start_s).write(answer)
     except Exception as error:  # whatever a model may raise: trials will show whether it trains
         log.warning(f"not profiled: {type(error).__name__}: {error}")
     raise SystemExit(0)
@@ -103,13 +102,8 @@ def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float)
         passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
         # a timeline counts what the loss divides by, which may be tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
-    told = {
-        "absorbs": job.engine.optimizer_takes_factors,
-        "batch_size": job.batch_size,
-        "ways": job.ways,
-        "fingerprint": mark,
-    }
-    return {"lines": lines, **told}
+    absorbs = job.engine.optimizer_takes_factors
+    return {"lines": lines, "absorbs": absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
 
 
 @dataclass
@@ -143,10 +137,8 @@ class _Examination:
         job = self.job
         facts = self._facts()
         settings = self._settings(facts)
-        most = max((one.copies for one in settings), default=1)
-        copies = ForkedCopies(
-            most if most > 1 else 0, self._work, sorted(os.sched_getaffinity(0)), self.start + 10 * self.budget_s
-        )
+        most, cores = max((one.copies for one in settings), default=1), sorted(os.sched_getaffinity(0))
+        copies = ForkedCopies(most if most > 1 else 0, self._work, cores, self.start + 10 * self.budget_s)
         whole_s, base = self._base(settings[0].factors)
         for words in dict.fromkeys(one.words for one in settings if one.words):
             self._alone(replace(base, words=words))  # what words do to layers, should nothing else be timed with them
@@ -186,8 +178,8 @@ class _Examination:
 
     def _facts(self) -> JobFacts:
         job = self.job
-        trainable = [p for p in self.parameters.values() if p.requires_grad]
-        gradients = sum(p.nbytes for p in trainable)
+        gradients = sum(p.nbytes for p in self.parameters.values() if p.requires_grad)
+        tensors = [*self.parameters.values(), *job.model.buffers()]
         states = 0 if type(job.optimizer) is torch.optim.SGD else 1
         groups = job.optimizer.param_groups
         states += any(group.get("momentum") for group in groups) or "betas" in groups[0]
@@ -197,11 +189,7 @@ class _Examination:
             any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
             job.batch_norm == "local" and bool(over_batches(job.model)),
             self.updates.can_fuse(),
-            sum(
-                tensor.nbytes
-                for tensor in [*self.parameters.values(), *job.model.buffers()]
-                if tensor.layout == torch.strided
-            ),
+            sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided),
             gradients,
             states * gradients,
             self.activation_bytes,
@@ -298,11 +286,8 @@ class _Examination:
 
     def _update_s(self, facts: JobFacts) -> dict[str, float]:
         rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
-        kinds = (
-            ["factors"] * self.optimizer_takes_factors
-            + [""] * (rounds or not self.optimizer_takes_factors)
-            + ["fused"] * facts.can_fuse
-        )
+        takes = self.optimizer_takes_factors
+        kinds = ["factors"] * takes + [""] * (rounds or not takes) + ["fused"] * facts.can_fuse
         return {
             f"{threads}/{kind}" if kind else str(threads): self.updates.seconds(threads, kind, self.budget_s / 40)
             for threads in sorted({1, self.cores})

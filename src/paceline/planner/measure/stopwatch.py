@@ -1,4 +1,4 @@
-"""A clock inside a process that is being timed: warm-up left out, the same last step on every process."""
+"""Stopwatch inside a process that is timed: warm-up left out, the same last step on every process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+from paceline.report.record import write_whole
 
 WARM_UP_STEPS = 3
 FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
@@ -20,8 +22,8 @@ SHRUNK = (2, 3)  # rows that they have at least: batch norm needs two, and a lin
 class Stopwatch:
     """Counts agreed seconds, so that every process of the run stops at the same step.
 
-    A script that ends before there are enough steps is reported with those it had. Every process tells the
-    memory it needed, shared pages by its part of them; local rank 0 of the first node tells the times.
+    A script that ends before there are enough steps is reported with those it had. Every process reports the memory it
+    needed, shared pages by its part of them; local rank 0 of the first node reports the times.
     """
 
     def __init__(self, report: Path | None, leader: bool = True, timed_s: float = TIMED_S, shrinks: bool = False):
@@ -31,7 +33,7 @@ class Stopwatch:
         self.warm_up = 0
         self.rows = 0
         self.agreed_s = 0.0
-        self._unheard: list[tuple[float, float]] = []  # (seconds, samples) of steps since all last heard alike
+        self._unagreed: list[tuple[float, float]] = []  # (seconds, samples) of steps since the last agreed number
         self._others_bytes = 0
         self._reported = False
         if report:
@@ -57,11 +59,11 @@ class Stopwatch:
         self.last = time.perf_counter()
 
     def tick(self, samples: float, agreed_s: float | None) -> None:
-        """After each step: ``agreed_s`` is the same number on all processes, or None where they do not talk: then what
-        they next hear is of each step since, and those count alike. Raises SystemExit when done."""
-        self._unheard.append((time.perf_counter() - self.last, samples))
+        """After each step: ``agreed_s`` is the same number on all processes, or None where they do not talk: then the
+        next number is that of each step since, and those count alike. Raises SystemExit when done."""
+        self._unagreed.append((time.perf_counter() - self.last, samples))
         if agreed_s is not None:
-            self.agreed_s += agreed_s * len(self._unheard)
+            self.agreed_s += agreed_s * len(self._unagreed)
             self._count()
             if not self.warm_up:
                 self._warm(len(self.steps_s))
@@ -71,8 +73,8 @@ class Stopwatch:
         self.resume()
 
     def _count(self) -> None:
-        """One of them all may have paid for what was said between."""
-        steps, self._unheard = self._unheard, []
+        """One of them all may have paid for the communication between."""
+        steps, self._unagreed = self._unagreed, []
         self.steps_s += [sum(seconds for seconds, _ in steps) / len(steps)] * len(steps)
         self.samples += [samples for _, samples in steps]
 
@@ -95,22 +97,20 @@ class Stopwatch:
         if self._reported or not self.report:
             return
         self._reported = True
-        if self._unheard:
+        if self._unagreed:
             self._count()
-        said: dict[str, Any] = {"peak_bytes": max(0, _kib("/proc/self/status", "VmHWM") * 1024 - self._others_bytes)}
+        report: dict[str, Any] = {"peak_bytes": max(0, _kib("/proc/self/status", "VmHWM") * 1024 - self._others_bytes)}
         if self.leader:
             warm_up = self.warm_up or len(self.steps_s)
             # too few steps for a warm-up: the first alone is left out
             warm_up = max(1, min(warm_up, len(self.steps_s) - FEWEST_STEPS * (1 + self.shrinks)))
-            said |= {
+            report |= {
                 "steps_s": self.steps_s[warm_up:],
                 "samples": self.samples[warm_up:],
                 "num_steps": len(self.steps_s),
                 "rows": self.rows,
             }
-        aside = self.report.with_name(f"{self.report.name}.part")
-        aside.write_text(json.dumps(said))
-        aside.replace(self.report)
+        write_whole(self.report, json.dumps(report))
 
 
 def times() -> int:

@@ -1,4 +1,4 @@
-"""One candidate, timed for real: the command itself in fresh processes, stopped after a few steps.
+"""Trial of one configuration: the command itself in fresh processes, timed and stopped after a few steps.
 
 Outside, `measure` starts the command with PACELINE_TRIAL naming a file. Inside, a `Stopwatch` in
 `pace.step` leaves out warm-up, times steps until it has enough, writes the file and ends the process.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.child_processes import ScratchFolder
-from paceline.planner.measure import fresh_process
+from paceline.planner.measure.fresh_process import ProcessResult, run_in_process
 from paceline.planner.measure.stopwatch import FEWEST_STEPS, MIN_STEPS, TIMED_S
 
 LIMIT_S = 120.0
@@ -50,33 +50,24 @@ def measure(
     """
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
-        told = {
-            "PACELINE_TRIAL": str(report),
-            "PACELINE_TRIAL_S": str(timed_s),
-            "PACELINE_TRIAL_SHRINKS": f"{shrinks:d}",
-        }
-        ended = fresh_process.run_in_process(
-            [sys.executable, "-m", "paceline", "run", "--engine", engine, *command], told, limit_s
-        )
-        return told_by(engine, ended, report, limit_s, shrinks)
+        given = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s)}
+        given |= {"PACELINE_TRIAL_SHRINKS": f"{shrinks:d}"}
+        started = [sys.executable, "-m", "paceline", "run", "--engine", engine, *command]
+        return result_of(engine, run_in_process(started, given, limit_s), report, limit_s, shrinks)
 
 
-def told_by(
-    engine: str, ended: fresh_process.ProcessResult, report: Path, limit_s: float, shrinks: bool = False
-) -> Trial:
+def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
     """What the stopwatches of a run left behind in the folder of ``report``."""
     if ended.code is None:
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
     if ended.code or not report.exists():
-        why = ended.last_words if ended.code else "the script ended without a step"
-        return Trial(engine, error=why)
-    said = json.loads(report.read_text())
-    peaks = [said["peak_bytes"]]
-    peaks += [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}.*")]
-    if len(said["steps_s"]) < FEWEST_STEPS:
-        return Trial(engine, error=f"the script ended after {said['num_steps']} steps; 3 are needed to time one")
-    step_s, spread_s, rows = _whole(said) if shrinks else _plain(said)
-    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(said["steps_s"]))
+        return Trial(engine, error=ended.last_words if ended.code else "the script ended without a step")
+    found = json.loads(report.read_text())
+    peaks = [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}*")]
+    if len(found["steps_s"]) < FEWEST_STEPS:
+        return Trial(engine, error=f"the script ended after {found['num_steps']} steps; 3 are needed to time one")
+    step_s, spread_s, rows = _whole(found) if shrinks else _plain(found)
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(found["steps_s"]))
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
@@ -105,20 +96,20 @@ def _median(steps: Sequence[float]) -> tuple[float, float]:
     return median, NOTCH * (high - low) / len(steps) ** 0.5
 
 
-def _plain(said: dict[str, Any]) -> tuple[float, float, float]:
+def _plain(found: dict[str, Any]) -> tuple[float, float, float]:
     """Of whole batches alone: a short last one says nothing of the others."""
-    whole = max(said["samples"])
-    steps = [seconds for seconds, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == whole]
+    whole = max(found["samples"])
+    steps = [seconds for seconds, rows in zip(found["steps_s"], found["samples"], strict=True) if rows == whole]
     return (*_median(steps), whole)
 
 
-def _whole(said: dict[str, Any]) -> tuple[float, float, float]:
+def _whole(found: dict[str, Any]) -> tuple[float, float, float]:
     """A line through the medians of two sizes, at the whole batch: (seconds, spread, rows)."""
-    sizes = sorted(set(said["samples"]))
+    sizes, steps = sorted(set(found["samples"])), list(zip(found["steps_s"], found["samples"], strict=True))
     if len(sizes) < 2:
-        return _plain(said)
-    by_size = [[s for s, rows in zip(said["steps_s"], said["samples"], strict=True) if rows == size] for size in sizes]
+        return _plain(found)
+    by_size = [[seconds for seconds, rows in steps if rows == size] for size in sizes]
     (low_s, low_spread), (high_s, high_spread) = _median(by_size[0]), _median(by_size[-1])
-    reach = (said["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
+    reach = (found["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
     step_s = max(high_s, high_s + reach * (high_s - low_s))
-    return step_s, (1 + reach) * high_spread + reach * low_spread, float(said["rows"])
+    return step_s, (1 + reach) * high_spread + reach * low_spread, float(found["rows"])

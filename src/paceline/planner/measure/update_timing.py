@@ -1,4 +1,4 @@
-"""The optimizer alone: the engine's own update, timed on made-up pieces.
+"""Optimizer timing: the engine's own update alone, on made-up gradients.
 
 Learning rates are zero meanwhile; nothing of the model is worth keeping afterwards but its shape.
 """
@@ -55,33 +55,30 @@ class Updates:
     def seconds(self, threads: int, kind: str, limit_s: float) -> float:
         """``kind``: "factors", "fused", or "" for dense gradients and the optimizer as it is."""
         torch.set_num_threads(threads)
-        pieces = [self._piece(bucket, kind == "factors") for bucket in self.engine.buckets]
+        gradients = [self._gradient(bucket, kind == "factors") for bucket in self.engine.buckets]
         before = [{**group} for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
             if kind == "fused":
                 group["fused"], group["foreach"] = True, False
         try:
-            return typical(passes(lambda: self._once(pieces), limit_s))
+            return typical(passes(lambda: self._once(gradients), limit_s))
         finally:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
 
-    def _piece(self, bucket: messages.Bucket, factors: bool) -> Gradient:
+    def _gradient(self, bucket: messages.Bucket, factors: bool) -> Gradient:
         weight = self.parameters[bucket.names[0]]
         if factors and bucket.names[0] in self.factored():
-            out_features, in_features = bucket.shapes[0]
-            rows = self.rows[bucket.names[0]]
-            return Gradient(
-                bucket, output_grad=weight.new_ones(rows, out_features), layer_input=weight.new_ones(rows, in_features)
-            )
+            outputs, inputs = (weight.new_ones(self.rows[bucket.names[0]], width) for width in bucket.shapes[0])
+            return Gradient(bucket, output_grad=outputs, layer_input=inputs)
         return Gradient(bucket, flat=weight.new_ones(bucket.numel))
 
-    def _once(self, pieces: list[Gradient]) -> float:
+    def _once(self, gradients: list[Gradient]) -> float:
         used = bytes([1] * len(self.engine.weights))
         weights: list[Any] = [self.engine.weights[0]]
         start = now(weights)
-        self.engine.apply(Update(pieces, used, UpdateRule(1.0, self.clip)))
+        self.engine.apply(Update(gradients, used, UpdateRule(1.0, self.clip)))
         return now(weights) - start
 
 
