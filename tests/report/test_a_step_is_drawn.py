@@ -211,7 +211,7 @@ def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step
 
 def test_a_drawing_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PACELINE_TRACE", "1-2")
-    (tmp_path / "trace.json.part").mkdir()
+    (tmp_path / "trace.json").mkdir()
     losses, _ = trained(tmp_path)
     assert len(losses) == 4
     assert "steps 1 to 2 could not be drawn in" in capsys.readouterr().err

@@ -54,7 +54,7 @@ class Activity:
         self._limit_s = unknown_s
         self._woke: tuple[int, float] | None = None  # in which step, and after how long
 
-    # said by the thread that trains
+    # `begin` to `waiting` are called by the thread that trains, the others by any thread
 
     def begin(self, step: int) -> None:
         self.step, self._inside, self._thread = step, True, threading.get_ident()
@@ -75,8 +75,6 @@ class Activity:
         if threading.get_ident() != self._thread:
             self._wire = what
         return At(self, what, True)
-
-    # said and read by any thread
 
     def woke(self, seconds: float) -> None:
         """This process, or all of its machine, has stood still, or heard nothing of another one, for so long."""

@@ -119,9 +119,8 @@ class HostHealth:
         if self._limit is None:
             return {}
         numbers = dict(line.split() for line in self._limit.read_text().splitlines())
-        if "throttled_usec" in numbers:
-            return {"stopped_s": int(numbers["throttled_usec"]) / 1e6}
-        return {"stopped_s": int(numbers.get("throttled_time", 0)) / 1e9}
+        micro, nano = numbers.get("throttled_usec"), numbers.get("throttled_time", 0)
+        return {"stopped_s": int(nano) / 1e9 if micro is None else int(micro) / 1e6}
 
     def _memory(self) -> dict[str, Any]:
         found = {}

@@ -1,10 +1,10 @@
-"""A few steps drawn in full: what each node computed, what was on the wire, and what was waited for.
+"""Timeline trace of a few steps: what each node computed, communicated and waited for.
 
 ``PACELINE_TRACE=5`` draws steps 5 to 7, ``PACELINE_TRACE=5-9`` those, of all nodes, into ``trace.json`` in the run's
-folder (or the current one). What rank 0 was told counts for all. Other steps are left as they are; a run that ends
+folder (or the current one). The value on rank 0 counts for all. Other steps are left as they are; a run that ends
 before the last of them draws nothing.
 
-    compute    the step; in it forward, layer by layer, backward, piece by piece as they are ready, and the update
+    compute    the step; in it forward, layer by layer, backward, bucket by bucket as they are ready, and the update
     wire       each lane's operations: what, how many bytes, from when the wire was free for it to its arrival
     waiting    for input; for the other nodes after backward (exposed communication); for what holds replicas together
 
@@ -32,7 +32,7 @@ from paceline.job import Job
 from paceline.messages import Gradient, Vote
 from paceline.report.activity import AVERAGE, DATA, REPAIR, UPDATE, VOTE, Activity
 from paceline.report.log import log
-from paceline.report.record import Record
+from paceline.report.record import Record, write_whole
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.transport import Control, Handle
 
@@ -134,16 +134,16 @@ class Tracer(StepObserver):
         self._passes, self._forms = _Passes(self.run.job.model, not compiled), self.run.exchange.forms()
         self._gradient_s = now()
 
-        def offered(piece: Gradient) -> None:
-            ready.append((now(), piece))
-            offer(piece)
+        def offered(gradient: Gradient) -> None:
+            ready.append((now(), gradient))
+            offer(gradient)
 
         return offered
 
     def votes(self, vote: Vote) -> None:
         if self._passes:
             self._passes.close()
-            self._draw(self._gradient_s, now(), self._passes, self._ready, self._forms)
+            self._draw(now(), self._passes)
             self._passes, self._ready = None, []
 
     def ends(self, summary: StepSummary) -> None:
@@ -189,15 +189,8 @@ class Tracer(StepObserver):
                 end_s = min(end_s, now() + TIMEOUT_S)
                 time.sleep(POLL_S)
 
-    def _draw(
-        self,
-        begin_s: float,
-        end_s: float,
-        passes: _Passes,
-        ready: Sequence[tuple[float, Gradient]],
-        forms: Sequence[str],
-    ) -> None:
-        self._add(COMPUTE, "gradient", begin_s, end_s)
+    def _draw(self, end_s: float, passes: _Passes) -> None:
+        self._add(COMPUTE, "gradient", self._gradient_s, end_s)
         for i, (first_s, last_s) in enumerate(passes.whole):
             next_s = passes.whole[i + 1][0] if i + 1 < len(passes.whole) else end_s
             self._add(COMPUTE, "forward", first_s, last_s)
@@ -205,13 +198,13 @@ class Tracer(StepObserver):
         for name, first_s, last_s in passes.layers:
             self._add(COMPUTE, name, first_s, last_s)
         if self.run.control.size == 1:
-            return  # nothing leaves early, so nobody looks when a piece is ready
-        last_s = passes.whole[-1][1] if passes.whole else begin_s
-        for ready_s, piece in sorted(ready, key=lambda pair: pair[0]):
-            names = piece.bucket.names
+            return  # nothing leaves early, so it does not matter when a bucket is ready
+        last_s = passes.whole[-1][1] if passes.whole else self._gradient_s
+        for ready_s, gradient in sorted(self._ready, key=lambda pair: pair[0]):
+            names, index = gradient.bucket.names, gradient.bucket.index
             what = f"{', '.join(names[:2])}{' ...' if len(names) > 2 else ''}"
             until_s = max(last_s, ready_s)
-            self._add(COMPUTE, what, last_s, until_s, form=forms[piece.bucket.index], bucket=piece.bucket.index)
+            self._add(COMPUTE, what, last_s, until_s, form=self._forms[index], bucket=index)
             last_s = until_s
 
     def _write(self) -> None:
@@ -236,32 +229,29 @@ class Tracer(StepObserver):
             return
         path = (self.run.folder or Path()) / NAME
         whole = document((json.loads(words) for words in everyone), first_step=self.first, last_step=self.last)
-        aside = path.with_name(NAME + ".part")
+        steps = f"steps {self.first} to {self.last}"
         try:
-            aside.write_text(json.dumps(whole))
-            aside.replace(path)
+            write_whole(path, json.dumps(whole))
         except OSError as error:
-            log.warning(f"steps {self.first} to {self.last} could not be drawn in {path} ({error})")
+            log.warning(f"{steps} could not be drawn in {path} ({error})")
             return
         self.run.record.write("trace", first_step=self.first, last_step=self.last, path=str(path))
-        log.info(
-            f"steps {self.first} to {self.last} are drawn in {path}; open it in ui.perfetto.dev or chrome://tracing"
-        )
+        log.info(f"{steps} are drawn in {path}; open it in ui.perfetto.dev or chrome://tracing")
 
 
 def asked(control: Control) -> tuple[int, int] | None:
     """The first and last step that rank 0 was asked to draw. Every process must call it. Raises ValueError alike."""
-    said = control.all_gather(os.environ.get(VARIABLE, "").encode())[0].decode()
-    return parse(said) if said else None
+    text = control.all_gather(os.environ.get(VARIABLE, "").encode())[0].decode()
+    return parse(text) if text else None
 
 
-def parse(said: str) -> tuple[int, int]:
+def parse(text: str) -> tuple[int, int]:
     """(first, last) of "5" or "5-9"."""
-    first, dash, last = said.partition("-")
+    first, dash, last = text.partition("-")
     if first.isdigit() and (last.isdigit() if dash else True) and (not dash or int(last) >= int(first)):
         return int(first), int(last) if dash else int(first) + NUM_STEPS - 1
     raise ValueError(
-        f"{VARIABLE}={said!r} on rank 0 is no step; give the first step to draw, as 5, or the first and the last, "
+        f"{VARIABLE}={text!r} on rank 0 is no step; give the first step to draw, as 5, or the first and the last, "
         f"as 5-9, or unset it"
     )
 
@@ -344,12 +334,8 @@ def document(processes: Iterable[tuple[int, str, Mapping[str, Sequence[Row]]]], 
             events.append(_named("thread_sort_index", node, number, sort_index=number))
             for what, begin_s, end_s, known in rows:
                 begin, end = round(begin_s * 1e9), round(end_s * 1e9)
-                events.append(
-                    {
-                        **{"ph": "X", "name": what, "cat": track, "pid": node, "tid": number},
-                        **{"ts": begin / 1000, "dur": (end - begin) / 1000, "args": dict(known)},
-                    }
-                )
+                event = {"ph": "X", "name": what, "cat": track, "pid": node, "tid": number}
+                events.append({**event, "ts": begin / 1000, "dur": (end - begin) / 1000, "args": dict(known)})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

@@ -1,4 +1,4 @@
-"""A record is passed on to a tracker, while it grows or afterwards: TensorBoard, MLflow, Weights & Biases.
+"""Experiment trackers: a record is passed on to TensorBoard, MLflow or Weights & Biases, during a run or afterwards.
 
 Training knows nothing of this: it writes its record, and whoever likes follows it, from this process or another one.
 Each number of an event becomes a scalar named ``event/field``, such as ``step/loss`` or ``usage/cpu_percent``.
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, quiet_s: float | None = None) -> int:
-    """Passes a run's record on. Returns how many scalars were told.
+    """Passes a run's record on. Returns how many scalars were sent.
 
     ``live`` goes on until an `end` event is the last, or until nothing has come for ``quiet_s`` seconds. Where it goes:
     TensorBoard to the run's folder "tensorboard"; MLflow to MLFLOW_TRACKING_URI, W&B as WANDB_MODE says, both under
@@ -47,21 +47,21 @@ def follow(run: Path, tracker: str, live: bool = False, poll_s: float = 1.0, qui
         hint = f"; did you mean {ALIASES.get(near[0], near[0])!r}?" if near else ""
         raise ValueError(f"no tracker named {tracker!r}; known: {', '.join(TRACKERS)}{hint}")
     source = _tail(run, poll_s, quiet_s) if live else iter(events(run))
-    first = next(source, None)  # a folder without a record is told before a tracker is opened
-    sink, last, told = TRACKERS[tracker](run), -1, 0
+    first = next(source, None)  # a folder without a record is reported before a tracker is opened
+    sink, last, num_scalars = TRACKERS[tracker](run), -1, 0
     try:
         for event in itertools.chain([first], source):
             if event is None:
                 sink.flush()
             else:
-                last, count = _tell(sink, event, last)
-                told += count
+                last, count = _send(sink, event, last)
+                num_scalars += count
     finally:
         sink.close()
-    return told
+    return num_scalars
 
 
-def _tell(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]:
+def _send(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]:
     """Returns the last step, and how many scalars there were."""
     kind = event["event"]
     if kind in ("join", "plan"):
@@ -79,10 +79,7 @@ def _tell(sink: Tracker, event: Mapping[str, Any], last: int) -> tuple[int, int]
 
 
 def _numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in event.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "time"):
-            found[name] = float(value)
+    found = {n: float(v) for n, v in event.items() if type(v) in (int, float) and n not in ("step", "time")}
     for gpu in event.get("gpus") or ():
         found |= {f"gpu{gpu.get('gpu', 0)}_{name}": float(value) for name, value in gpu.items() if name != "gpu"}
     samples = found.get("rows") or found.get("samples") or found.get("weight")
@@ -224,11 +221,7 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, type[TensorBoard] | type[MLflow] | type[WandB]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": WandB,
-}
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
 ALIASES = {"w&b": "wandb", "weights & biases": "wandb", "tb": "tensorboard"}
 
 

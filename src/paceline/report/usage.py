@@ -1,4 +1,4 @@
-"""What the machine did while it trained: processors, memory, disks, network, GPUs, once a second.
+"""Resource usage of the machine during training: processors, memory, disks, network, GPUs, once a second.
 
 What pidstat and sar show, for the run's own processes and for the whole machine. docs/record.md names the fields.
 """
@@ -45,7 +45,7 @@ class Usage:
         self._looks = [
             Look(max(10.0, interval_s), [tree.scan]),
             Look(interval_s, [tree.usage]),
-            Look(interval_s, [_Cores(), _memory, _Disks(), _Network(), _Switches(), _gpus]),
+            Look(interval_s, [_Cores(), _memory, _Rates(_disks), _Rates(_network), _Rates(_switches), _gpus]),
             Look(max(5.0, interval_s), [tree.pss]),
         ]
         self._ending = threading.Event()
@@ -167,11 +167,9 @@ class Tree:
 class _Rates:
     """Counters that only grow become amounts per second; the first reading gives none."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], dict[str, int]]) -> None:
+        self.read, self.__name__ = read, read.__name__
         self.before: dict[str, int] = {}
-
-    def read(self) -> dict[str, int]:
-        raise NotImplementedError
 
     def __call__(self, since: float) -> Fields:
         now = self.read()
@@ -181,27 +179,20 @@ class _Rates:
         return {f"{name}_per_s": max(0, value - before[name]) / since for name, value in now.items()}
 
 
-class _Disks(_Rates):
-    def read(self) -> dict[str, int]:
-        counted = psutil.disk_io_counters()
-        if counted is None:
-            raise OSError("no disk is counted")
-        return {"disk_read_bytes": counted.read_bytes, "disk_written_bytes": counted.write_bytes}
+def _disks() -> dict[str, int]:
+    counted = psutil.disk_io_counters()
+    if counted is None:
+        raise OSError("no disk is counted")
+    return {"disk_read_bytes": counted.read_bytes, "disk_written_bytes": counted.write_bytes}
 
 
-class _Network(_Rates):
-    def read(self) -> dict[str, int]:
-        counted = psutil.net_io_counters(pernic=True)
-        cards = [card for name, card in counted.items() if not name.startswith(INNER)]
-        return {
-            "net_sent_bytes": sum(c.bytes_sent for c in cards),
-            "net_received_bytes": sum(c.bytes_recv for c in cards),
-        }
+def _network() -> dict[str, int]:
+    cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if not name.startswith(INNER)]
+    return {"net_sent_bytes": sum(c.bytes_sent for c in cards), "net_received_bytes": sum(c.bytes_recv for c in cards)}
 
 
-class _Switches(_Rates):
-    def read(self) -> dict[str, int]:
-        return {"context_switches": psutil.cpu_stats().ctx_switches}
+def _switches() -> dict[str, int]:
+    return {"context_switches": psutil.cpu_stats().ctx_switches}
 
 
 class _Cores:

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.planner.diagnose import gradient_hooks, layers_in_parts
-from paceline.planner.diagnose.equal_draws import Pinned
 from paceline.planner.diagnose.layers_in_parts import Part, Trace, cut
 from paceline.planner.diagnose.loss_kind import Fixed, Judge, Through, differentiable, laws, repeated
 from paceline.planner.diagnose.saved_state import far
-from paceline.planner.diagnose.subject import Passes, Subject
+from paceline.planner.diagnose.subject import Passes, Pinned, Subject
 
 
 def examine(subject: Subject) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,12 +46,8 @@ def off(model: nn.Module) -> Iterator[None]:
     tables = [table for parameter in model.parameters() for table in _of_parameter(parameter)]
     tables += [t for module in model.modules() for t in (module._backward_hooks, module._backward_pre_hooks) if t]
 
-    class Handle:
-        def remove(self) -> None:
-            pass
-
     with _cleared(tables):
-        Tensor.register_hook = lambda *_: Handle()  # type: ignore[method-assign]
+        Tensor.register_hook = lambda *_: SimpleNamespace(remove=lambda: None)  # type: ignore[method-assign]
         try:
             yield
         finally:

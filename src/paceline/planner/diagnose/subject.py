@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from paceline.planner.diagnose.equal_draws import Pinned
 from paceline.planner.diagnose.layers_in_parts import Part
 from paceline.planner.diagnose.loss_kind import Judge, Said
 from paceline.planner.diagnose.saved_state import Kept
@@ -51,6 +51,63 @@ class Subject:
     def terms(self, output: Any, rows: Any) -> Said:
         """Of the loss; none in a loop of the user's own."""
         return self.judge(output, rows) if self.judge else {}
+
+
+class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered: a draw of torch's gives one number throughout, whatever its shape.
+
+    ``draws``: how many there were. ``narrow``: where float64 went in and float32 came out; ``place`` says where one is.
+    ``pins``: whether draws are pinned, or only counted.
+    """
+
+    def __init__(self, place: Callable[[], str] = lambda: "", pins: bool = True):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.place, self.pins = place, pins
+        self.draws = 0
+        self.narrow: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        out = func(*args, **kwargs)
+        if drawn and _draws(func, args, kwargs):
+            self.draws += 1
+            if self.pins and isinstance(out, Tensor):
+                _pin(func, out)
+        if isinstance(out, Tensor) and out.dtype == torch.float32 and _has_float64((args, kwargs)):
+            where = self.place()
+            self.narrow[where] = self.narrow.get(where, 0) + 1
+        return out
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Attention kernels carry the mark, and draw where they drop out alone."""
+    name = func._schema.name
+    if "attention" in name:
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        return bool(given.get("dropout_p", 0.0))
+    return True
+
+
+def _has_float64(tree: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in tree_iter(tree))
+
+
+def _pin(func: Any, out: Tensor) -> None:
+    name = func._schema.name
+    with torch.no_grad():
+        if "randperm" in name:
+            out.copy_(torch.arange(len(out), dtype=out.dtype))
+        elif "bernoulli" in name:  # a mask that lets everything through
+            out.fill_(1)
+        elif "dropout" in name:
+            return
+        elif out.dtype == torch.bool:
+            out.fill_(True)
+        elif out.is_floating_point():
+            out.fill_(0.5)
+        else:
+            out.fill_(int(out.min()) if out.numel() else 0)
 
 
 class Passes:

@@ -18,8 +18,6 @@ PARTS = {  # of a step, in its order
     "exchange_seconds": "exchange, not hidden",
     "update_seconds": "update",
 }
-
-
 MAX_BARS = 8  # of a plan: its other rows are in the table
 
 
@@ -175,15 +173,8 @@ def _about(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = (
-        "candidate",
-        "predicted",
-        "measured",
-        "spread",
-        "samples/s",
-        "speedup",
-        "peak memory",
-        "fidelity",
-        "reason",
+        *("candidate", "predicted", "measured", "spread"),
+        *("samples/s", "speedup", "peak memory", "fidelity", "reason"),
     )
     lines = []
     for row in rows:

@@ -1,11 +1,6 @@
-"""A few lines become a chart: an SVG that stretches, words beside it that do not, and a table of the same values.
+"""Charts of the report: curves as an SVG that stretches, axes as HTML that does not, and a table of the same values.
 
-Axes and words are HTML, so that they keep their size on a phone; the curves are an SVG
-that fills what is left.
-
-From where to where, in what unit, with ticks at round numbers; and numbers as people read them.
-
-Rows of words as an HTML table that scrolls by itself where it is wider than the page.
+Axes and text are HTML, so that they keep their size on a phone. Tables scroll where they are wider than the page.
 """
 
 from __future__ import annotations
@@ -53,10 +48,6 @@ class Thin:
         rows = [(x[p[len(p) // 2]], y[p].min(), float(np.median(y[p])), y[p].max()) for p in parts]
         return cls(*np.array(rows).T)
 
-    @property
-    def is_thinned(self) -> bool:
-        return self.low is not self.mid
-
 
 def chart(
     key: str,
@@ -71,13 +62,10 @@ def chart(
 ) -> str:
     """A figure. ``marks`` are (run, x) where a run was resumed. ``key`` is its id in the page, ``kind`` a class."""
     thins = [Thin.of(line.x, line.y, num_points) for line in lines]
-    ticks_y = "".join(
-        f'<span class="y" style="bottom:{y_axis.place(np.array(t * y_axis.per)) / 10:.4g}%">{number(t)}</span>'
-        for t in y_axis.ticks
-    )
-    ticks_x = "".join(
-        f'<span class="x" style="left:{x_axis.place(np.array(t * x_axis.per)) / 10:.4g}%">{number(t)}</span>'
-        for t in x_axis.ticks
+    ticks = "".join(
+        f'<span class="{name}" style="{edge}:{axis.place(np.array(t * axis.per)) / 10:.4g}%">{number(t)}</span>'
+        for name, edge, axis in (("y", "bottom", y_axis), ("x", "left", x_axis))
+        for t in axis.ticks
     )
     grid = "".join(f"M0 {SIZE - y_axis.place(np.array(t * y_axis.per)):.0f}h{SIZE}" for t in y_axis.ticks)
     curves = "".join(_curve(line, thin, x_axis, y_axis) for line, thin in zip(lines, thins, strict=True))
@@ -101,7 +89,7 @@ def chart(
 <svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" aria-labelledby="{key}-name {key}-story">
 <title id="{key}-name">{escape(title)}</title><desc id="{key}-story">{escape(seen)}</desc>
 <path class="grid" d="{grid}"/>{joins}{curves}</svg>
-{ticks_y}{ticks_x}</div>
+{ticks}</div>
 <p class="axis end">{escape(x_axis.label)}</p>
 <details><summary>Values</summary>{_table(title, lines, thins, x_axis, y_axis)}</details>
 <script type="application/json">{text}</script>
@@ -113,7 +101,7 @@ def _curve(line: Line, thin: Thin, x_axis: Axis, y_axis: Axis) -> str:
     x = x_axis.place(thin.x)
     low, mid, high = (SIZE - np.clip(y_axis.place(v), -SIZE, 2 * SIZE) for v in (thin.low, thin.mid, thin.high))
     parts = []
-    if thin.is_thinned:
+    if thin.low is not thin.mid:
         there, back = zip(x, high, strict=True), zip(x[::-1], low[::-1], strict=True)
         points = " ".join(f"{a:.0f} {b:.0f}" for a, b in (*there, *back))
         parts.append(f'<path class="band run-{line.run}" d="M{points}z"/>')

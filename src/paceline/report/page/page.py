@@ -1,4 +1,4 @@
-"""Records become one HTML page that needs nothing else: no network, no fonts, no library.
+"""The report: records of runs as one HTML page that needs nothing else: no network, no fonts, no library.
 
 Runs are shown side by side on the same axes. What a run did not record is left out.
 """
@@ -14,6 +14,7 @@ from paceline.report.page import bars, summary
 from paceline.report.page.quantities import MACHINE, TRAINING, charts
 from paceline.report.page.run import Run, load
 from paceline.report.page.scaling import scaling
+from paceline.report.record import write_whole
 
 MAX_RUNS = 6  # colours that colour-blind people tell apart too, on white and on black
 
@@ -30,10 +31,7 @@ def write(runs: Sequence[Path], out: Path) -> None:
     names = [folder.resolve().name for folder in runs]
     unique = [name if names.count(name) == 1 else str(folder) for folder, name in zip(runs, names, strict=True)]
     text = render([load(folder, name) for folder, name in zip(runs, unique, strict=True)])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(out.name + ".part")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(out)
+    write_whole(out, text)
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -52,6 +50,8 @@ def render(runs: Sequence[Run]) -> str:
         for name, kind, content in sections
         if content
     )
+    # a run whose box is not checked is nowhere on the page but beside its box
+    hiding = "".join(f":root:has(#show-{i}:not(:checked)) main .run-{i}{{display:none}}\n" for i in range(len(runs)))
     files = resources.files("paceline.report.page")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return f"""<!doctype html>
@@ -64,7 +64,7 @@ def render(runs: Sequence[Run]) -> str:
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>{escape(title)} · paceline</title>
 <style>
-{style}{_hiding(len(runs))}</style>
+{style}{hiding}</style>
 </head>
 <body>
 <header><p class="brand">paceline</p><h1>{escape(title)}</h1>{summary.lead(runs)}</header>
@@ -92,8 +92,3 @@ def _legend(runs: Sequence[Run]) -> str:
             '</label><label><input type="radio" name="along" id="along-time">time</label></fieldset>'
         )
     return f'<form class="legend" aria-label="what is shown" autocomplete="off">{boxes}</form>'
-
-
-def _hiding(num_runs: int) -> str:
-    """A run whose box is not checked is nowhere on the page but beside its box."""
-    return "".join(f":root:has(#show-{i}:not(:checked)) main .run-{i}{{display:none}}\n" for i in range(num_runs))

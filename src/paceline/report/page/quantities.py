@@ -36,15 +36,8 @@ class Chart:
 TRAINING = (
     Chart("loss", "Loss", "mean over the global batch", "loss", "", "steps", {"loss": "loss"}, from_zero=False),
     Chart(
-        *(
-            "accuracy",
-            "Accuracy",
-            "after each epoch; solid: test data, dashed: training data",
-            "{} right",
-            "share",
-            "epochs",
-        ),
-        {"test": "test_accuracy", "training": "accuracy"},
+        *("accuracy", "Accuracy", "after each epoch; solid: test data, dashed: training data", "{} right", "share"),
+        *("epochs", {"test": "test_accuracy", "training": "accuracy"}),
         from_zero=False,
     ),
     Chart(

@@ -1,4 +1,4 @@
-"""A record becomes columns: what counted in the end, step by step, whatever was stopped, resumed and done again."""
+"""A run's record as columns: each step once, as it counted in the end, whatever was stopped, resumed and done again."""
 
 from __future__ import annotations
 
@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 from paceline.report.record import events
 
 STEP = (
-    "step",
-    "loss",
-    "weight",
-    "seconds",
-    "compute_seconds",
-    "wait_seconds",
-    "exchange_seconds",
-    "update_seconds",
-    "lr",
-    "norm",
+    *("step", "loss", "weight", "seconds", "lr", "norm"),
+    *("compute_seconds", "wait_seconds", "exchange_seconds", "update_seconds"),
     *("epoch", "batch", "rows", "samples", "ends_epoch"),
 )
 EPOCH = ("epoch", "step", "loss", "accuracy", "test_accuracy")
@@ -164,11 +156,8 @@ def _means(event: Mapping[str, Any]) -> dict[str, float]:
 
 def _cores(event: Mapping[str, Any]) -> dict[str, float]:
     """How many cores were busy: percent of one core, and of all of them, on one scale."""
-    run, machine, num_cores = (
-        event.get("cpu_percent"),
-        event.get("machine_cpu_percent"),
-        len(event.get("core_percents") or ()),
-    )
+    run, machine = event.get("cpu_percent"), event.get("machine_cpu_percent")
+    num_cores = len(event.get("core_percents") or ())
     found = {"run_cores": run / 100} if run is not None else {}
     return found | ({"machine_cores": machine / 100 * num_cores} if machine is not None and num_cores else {})
 

@@ -125,9 +125,7 @@ def _throughput(title: str, group: Sequence[Point], place: int) -> str:
     most = int(nodes.max())
     gap = max(1, -(-most // 8))
     x_axis = Axis(0.0, float(most), "nodes", 1.0, tuple(float(n) for n in range(0, most + 1, gap)))
-    note = (
-        "dashed: in proportion to the nodes; dashed with dots: predicted" if len(lines) > 2 else "dashed: in proportion"
-    )
+    note = "dashed: in proportion to the nodes" + "; dashed with dots: predicted" * (len(lines) > 2)
     return chart(
         *(f"scaling-{place}", f"Throughput: {title}", note, x_axis, Axis.up(every, "samples/s", "", True), lines),
         num_points=len(group),

@@ -1,9 +1,7 @@
-"""A run in a few numbers: what it reached, how fast, with what, and how it ended.
+"""Summary of a run: accuracy, speed, configuration, end, and whether each sample of an epoch was used exactly once.
 
-Was every sample of an epoch used exactly once? A record says so, whatever was lost, joined, done again or resumed.
-
-Each step's event has the epoch, the place of its batch there, the batch's rows, and how many samples went into the
-agreed gradient. Who computes which of a batch's rows follows from seats that partition it.
+For that, each step's event has the epoch, the place of its batch there, the batch's samples, and how many of them went
+into the agreed gradient. Assignments partition a batch among the processes.
 """
 
 from __future__ import annotations
