@@ -1,4 +1,4 @@
-"""One JSON line per event: what happened, when, in a file that any tool can follow.
+"""The event log: one JSON line per event, with its time, in a file that any tool can follow.
 
 Lines are whole or absent: one write each, by one thread at a time; what a full disk or a killed run cut short is cut
 off again before the next line. docs/record.md names the events and their fields.
@@ -6,6 +6,7 @@ off again before the next line. docs/record.md names the events and their fields
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ TAIL_BYTES = 1 << 16
 class Record:
     """Appends to ``folder/record.jsonl``; without a folder, nothing is written.
 
-    Any thread may write. A disk that takes no more is said once on stderr: training goes on, events are lost until it
+    Any thread may write. A full disk is reported once on stderr: training goes on, events are lost until it
     takes some again.
     """
 
@@ -33,7 +34,7 @@ class Record:
         self.folder: Path | None = None
         self._lock = threading.Lock()
         self._file: int | None = None
-        self._said = False
+        self._reported = False
         if folder:
             self.open(folder)
 
@@ -66,8 +67,8 @@ class Record:
                 os.ftruncate(file, before)
                 raise OSError("the disk took only a part of a line")
         except OSError as error:
-            if not self._said:
-                self._said = True
+            if not self._reported:
+                self._reported = True
                 log.warning(
                     f"{self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, events are "
                     f"missing from the record until it can"
@@ -121,13 +122,11 @@ def events(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The event of one whole line. Raises ValueError, saying ``where``."""
-    try:
+    """The event of one whole line. Raises ValueError, which names ``where``."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         event = json.loads(line)
         if isinstance(event, dict) and isinstance(event["event"], str) and math.isfinite(event["time"]):
             return event
-    except (ValueError, KeyError, TypeError):
-        pass
     raise ValueError(
         f"{where} is not an event: got {line[:60]!r}; a line is a JSON object with 'event' and 'time'. Delete that "
         f"line, or restore the file"

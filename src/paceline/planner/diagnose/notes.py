@@ -1,4 +1,4 @@
-"""What `paceline verify` notes of a training, and what it tries after the last step."""
+"""Step observer of `paceline verify`: what it notes of a training, and what it tries after the last step."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class Comparison(StepObserver):
         }
         everyone = [witness.said()]
         if run.world.world_size > 1:
-            everyone = [
-                json.loads(words) for words in run.control.all_gather(json.dumps(everyone[0]).encode()) if words
-            ]
+            gathered = run.control.all_gather(json.dumps(everyone[0]).encode())
+            everyone = [json.loads(message) for message in gathered if message]
         found = _examined(run, witness, self._own_loop) if witness.examines else None
         witness.end(everyone, run.engine.state() if run.leader or witness.told else None, found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import time
@@ -128,10 +129,8 @@ def _others_bytes() -> int:
 
 
 def _kib(path: str, key: str) -> int:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path(path).read_text().splitlines():
             if line.startswith(f"{key}:"):
                 return int(line.split()[1])
-    except OSError:
-        pass
     return 0
