@@ -28,8 +28,7 @@ from paceline.errors import LinkError, NeverStepped, NoGradient, NotFinite, Unli
 from paceline.exchange.flow.control import alone
 from paceline.job import Job
 from paceline.launch.signals import HANGUP, RESUME_CODE, SIGNALS, Interrupt, Resume, Stopped
-from paceline.launch.supervise import never_stepped
-from paceline.launch.supervise.never_stepped import note
+from paceline.launch.supervise.trained_alone import UNSTEPPED, note, unstepped_text
 from paceline.planner import plan_cache
 from paceline.planner.diagnose.equivalence import EquivalenceRun
 from paceline.planner.measure.stopwatch import Stopwatch
@@ -230,10 +229,10 @@ class Training:
 
     def _say_unstepped(self) -> str:
         """At the end: whether each process trained alone, which a script that does not close is told here."""
-        text = never_stepped.words(self._own_steps.count, self.run.world.world_size) if self._unstepped else ""
+        text = unstepped_text(self._own_steps.count, self.run.world.world_size) if self._unstepped else ""
         if text:
             self._unstepped = False
-            note("unstepped")
+            note(UNSTEPPED)
             if self.run.leader and not self.over:
                 log.error(text)
         return text

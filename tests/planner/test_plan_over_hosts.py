@@ -15,7 +15,7 @@ from test_overlap_predicts import line
 from torch import nn
 
 from needs import needs
-from paceline.cli.prepare import MAX_PLAN_BYTES, carried_plan, planned
+from paceline.cli.over_ssh import MAX_PLAN_BYTES, carried_plan, planned
 from paceline.job import Job
 from paceline.launch.hosts import Host, Way, parse
 from paceline.planner import plan_cache

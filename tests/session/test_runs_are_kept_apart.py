@@ -13,7 +13,7 @@ import torch
 from launching import launch, small
 from paceline.checkpoint.checkpoint import CheckpointError
 from paceline.checkpoint.run_lock import claim
-from paceline.cli import prepare
+from paceline.cli import over_ssh, prepare
 from paceline.cli.train import _fresh
 from paceline.data import images, sample
 from paceline.launch.supervise import takeover
@@ -133,22 +133,22 @@ def test_what_hosts_were_asked_for_is_gone_on_with(tmp_path, monkeypatch):
         began.append((orders.engines, orders.environment))
         return codes.pop()
 
-    monkeypatch.setattr(prepare, "check", check)
+    monkeypatch.setattr(over_ssh, "check", check)
     monkeypatch.setattr(takeover, "check", check)
-    monkeypatch.setattr(prepare, "along", along)
-    monkeypatch.setattr(prepare.ssh, "start", ssh)
+    monkeypatch.setattr(over_ssh, "along", along)
+    monkeypatch.setattr(over_ssh.ssh, "start", ssh)
     settings, run = Settings(encrypt=True), tmp_path / "run"
     words = ["-m", "paceline.train.run", settings.to_json()]
     for plan in ("reproducible:8", str(run / "plan.toml")):
         how = prepare.Start("a,b", python="python", address="10.0.0.1", send=True)
-        prepare.start_over_ssh(how, words, plan, "exact", run, settings)
+        over_ssh.start(how, words, plan, "exact", run, settings)
     assert Plan.read(run / "plan.toml").chosen == "reproducible:8"
     assert [chosen for chosen, _ in began] == [["reproducible:8"] * 2] * 2
     assert all('chosen = "reproducible:8"' in environment["PACELINE_PLAN"] for _, environment in began)
     assert Settings.read(run).encrypt
     assert asked == ["10.0.0.1"] * 4, "also before anything is sent"
     codes.append(2)
-    prepare.start_over_ssh(prepare.Start("a,b", python="python"), words, "auto", "exact", run, Settings(lr=0.5))
+    over_ssh.start(prepare.Start("a,b", python="python"), words, "auto", "exact", run, Settings(lr=0.5))
     assert Settings.read(run).lr is None, "the hosts have refused it"
 
 
@@ -188,7 +188,7 @@ def test_settings_are_not_written_over_while_a_run_has_the_folder(tmp_path):
         assert other.stdout.readline() == "held\n"
         Settings(lr=0.1).write(tmp_path / "run")
         with pytest.raises(CheckpointError, match="another run writes"):
-            prepare._keep(Settings(lr=0.5), None, tmp_path / "run")
+            over_ssh._keep(Settings(lr=0.5), None, tmp_path / "run")
         with pytest.raises(CheckpointError, match="another run writes"):
             prepare.start([], Plan("sequential"), tmp_path / "run", prepare.Start())
         assert Settings.read(tmp_path / "run").lr == 0.1

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paceline.cli.options import AddressOption, HostsOption, PythonOption, SshOption, console, listed
+from paceline.cli import options
+from paceline.cli.options import console, listed
 from paceline.launch.doctor import live_status
 from paceline.launch.doctor.examine import Examination, examine
 from paceline.launch.doctor.findings import IN_THE_WAY, NOTED, SLOW
@@ -20,13 +21,13 @@ TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers
 
 
 def doctor(
-    named: HostsOption = None,
-    python: PythonOption = None,
-    address: AddressOption = None,
+    named: options.Hosts = None,
+    python: options.Python = None,
+    address: options.Address = None,
     port: Annotated[
         int, typer.Option(envvar="MASTER_PORT", help="Port that must be free on the first host; 0: any.")
     ] = 0,
-    ssh_command: SshOption = "ssh",
+    ssh_command: options.Ssh = "ssh",
     run: Annotated[
         str | None, typer.Option(help="A run that trains here: its folder, or the id of a detached run.")
     ] = None,
@@ -48,7 +49,8 @@ def doctor(
     paceline doctor --run runs/mine --stacks
     """
     if run is not None:
-        _now(run, stacks, as_json)
+        answers = live_status.ask(run, stacks)
+        print(json.dumps(answers, indent=2) if as_json else "\n".join(map(shown, live_status.lines(answers))))
         return
     if stacks:
         raise ValueError("--stacks are those of a run; give --run with its folder or its id")
@@ -61,64 +63,49 @@ def doctor(
     if as_json:
         print(json.dumps(found.plain(), indent=2))
     else:
-        for line in lines(found):
-            console.print(shown(line), markup=False)
+        console.print("\n".join(map(shown, lines(found))), markup=False)
     raise typer.Exit(0 if found.ready else 1)
-
-
-def _now(run: str, stacks: bool, as_json: bool) -> None:
-    answers = live_status.ask(run, stacks)
-    if as_json:
-        print(json.dumps(answers, indent=2))
-    else:
-        for line in live_status.lines(answers):
-            print(shown(line))
 
 
 def lines(found: Examination) -> list[str]:
     """The worst first, then a line for each host and each way between two."""
-    said = []
+    text = []
     for weight, title in TITLES.items():
         some = [finding for finding in found.findings if finding.weight == weight]
-        said += [title, *(f"- {finding}" for finding in some), ""] if some else []
-    well = {name: told for name, told in found.hosts.items() if "fault" not in told}
-    said += [f"{name}: {_host(told)}" for name, told in well.items()]
+        text += [title, *(f"- {finding}" for finding in some), ""] if some else []
+    text += [f"{name}: {_host(facts)}" for name, facts in found.hosts.items() if "fault" not in facts]
     for pair in found.pairs:
         if "latency_s" in pair:
             rate = _rate(pair["bytes_per_s"]) if "bytes_per_s" in pair else "stalled"
-            said.append(f"{pair['from']} -> {pair['to']}: {pair['latency_s'] * 1e3:.2f} ms, {rate}")
+            text.append(f"{pair['from']} -> {pair['to']}: {pair['latency_s'] * 1e3:.2f} ms, {rate}")
     count = sum(finding.weight == IN_THE_WAY for finding in found.findings)
     things = "one thing stands" if count == 1 else f"{count} things stand"
-    return [*said, f"{things} in the way of a run" if count else "nothing stands in the way of a run"]
+    return [*text, f"{things} in the way of a run" if count else "nothing stands in the way of a run"]
 
 
-def _host(told: Any) -> str:
-    software, versions = told.get("software", {}), told["versions"]
-    parts = [f"Python {told['python']}", *(f"{name} {version}" for name, version in versions.items() if version)]
-    libraries = [f"{name} {software[key]}" for name, key in (("MKL", "mkl"), ("oneDNN", "onednn")) if software.get(key)]
-    if not software.get("mkl") and software.get("blas"):
-        libraries.insert(0, software["blas"])
-    parts += libraries
-    cores = f"{told['cores']} cores"
-    if told["cores"] < told["cores_of_machine"]:
-        cores += f" of {told['cores_of_machine']}"
-    parts.append(f"{cores} {software.get('instructions', '')}".strip())
-    parts.append(f"{_gib(told['free_memory_bytes'])} of {_gib(told['memory_bytes'])} free")
-    parts += [f"/dev/shm {_gib(told['shared_bytes'])}"] if told["shared_bytes"] is not None else []
-    parts += [f"disk {_gib(told['disk_bytes'])} free"] if told["disk_bytes"] is not None else []
+def _host(facts: Any) -> str:
+    software, versions = facts.get("software", {}), facts["versions"]
+    parts = [f"Python {facts['python']}", *(f"{name} {version}" for name, version in versions.items() if version)]
+    parts += [software["blas"]] if software.get("blas") and not software.get("mkl") else []
+    parts += [f"{name} {software[key]}" for name, key in (("MKL", "mkl"), ("oneDNN", "onednn")) if software.get(key)]
+    of = f" of {facts['cores_of_machine']}" if facts["cores"] < facts["cores_of_machine"] else ""
+    parts.append(f"{facts['cores']} cores{of} {software.get('instructions', '')}".strip())
+    parts.append(f"{_gib(facts['free_memory_bytes'])} of {_gib(facts['memory_bytes'])} free")
+    parts += [f"/dev/shm {_gib(facts['shared_bytes'])}"] if facts["shared_bytes"] is not None else []
+    parts += [f"disk {_gib(facts['disk_bytes'])} free"] if facts["disk_bytes"] is not None else []
     parts += [f"{gpu['name']} ({_gib(gpu['memory_bytes'])})" for gpu in software.get("gpus", [])]
-    parts += [f"NVIDIA driver {told['driver']}"] if told["driver"] else []
-    address = told.get("place", {}).get("address", "")
-    for name, card in told["cards"].items():
+    parts += [f"NVIDIA driver {facts['driver']}"] if facts["driver"] else []
+    address = facts.get("place", {}).get("address", "")
+    for name, card in facts["cards"].items():
         if address and address.partition("%")[0] in card["addresses"]:
             speed = f", {card['speed_mbit']} Mbit/s" if card["speed_mbit"] else ""
             parts.append(f"{name} {address} (MTU {card['mtu']}{speed})")
-    if told.get("skew_error_s") and told["address"]:
-        parts.append(f"clock {told['skew_s'] * 1e3:+.1f} ms ± {told['skew_error_s'] * 1e3:.1f}")
-    low, high = told["ports"]
-    parts.append(f"{told['free_ports']} of the ports {low} to {high} free")
-    limit = "no limit" if told["open_files"] < 0 else told["open_files"]
-    locked = "no limit" if told["locked_bytes"] < 0 else f"{told['locked_bytes'] >> 10} KiB"
+    if facts.get("skew_error_s") and facts["address"]:
+        parts.append(f"clock {facts['skew_s'] * 1e3:+.1f} ms ± {facts['skew_error_s'] * 1e3:.1f}")
+    low, high = facts["ports"]
+    parts.append(f"{facts['free_ports']} of the ports {low} to {high} free")
+    limit = "no limit" if facts["open_files"] < 0 else facts["open_files"]
+    locked = "no limit" if facts["locked_bytes"] < 0 else f"{facts['locked_bytes'] >> 10} KiB"
     return ", ".join([*parts, f"ulimit -n {limit}, -l {locked}"])
 
 

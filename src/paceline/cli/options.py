@@ -16,17 +16,17 @@ PLAN = (
     f"{registry.PROCESSES}:2+channels_last."
 )
 
-ModelOption = Annotated[
+Model = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")
 ]
-DataOption = Annotated[
+Data = Annotated[
     str | None, typer.Option(help="Folder with one sub-folder of images per class, or a folder that `pack` wrote.")
 ]
-TestFractionOption = Annotated[float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")]
-SkipBrokenOption = Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")]
-PlanOption = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
-FidelityOption = Annotated[str, typer.Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
-ReproducibleOption = Annotated[
+TestFraction = Annotated[float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")]
+SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")]
+Plan = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
+Fidelity = Annotated[str, typer.Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
+Reproducible = Annotated[
     bool,
     typer.Option(
         "--reproducible",
@@ -34,56 +34,51 @@ ReproducibleOption = Annotated[
         f"{registry.REPRODUCIBLE}:k for k shares.",
     ),
 ]
-SharesOption = Annotated[
+Shares = Annotated[
     str | None, typer.Option(help="Part of the batch per node: measured (default), equal, or proportions such as 3,1.")
 ]
-OutOption = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
-HostsOption = Annotated[
+Out = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
+Hosts = Annotated[
     list[str] | None,
     typer.Option("-H", "--hosts", help="Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated."),
 ]
-EnvOption = Annotated[str | None, typer.Option("--env", help="With -H: environment variables to pass on, as A,B.")]
-PythonOption = Annotated[
+Env = Annotated[str | None, typer.Option("--env", help="With -H: environment variables to pass on, as A,B.")]
+Python = Annotated[
     str | None,
     typer.Option("--python", help="With -H: the Python interpreter on the hosts; default: the same path as here."),
 ]
-AddressOption = Annotated[
+Address = Annotated[
     str | None,
     typer.Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh."),
 ]
-SshOption = Annotated[
+Ssh = Annotated[
     str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
 ]
-SendOption = Annotated[
+Send = Annotated[
     bool,
     typer.Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent."),
 ]
-JoinOption = Annotated[
-    Path | None,
-    typer.Option(help="Join a run that was started with --nodes: the path of its join token, ticket.json."),
+Join = Annotated[
+    Path | None, typer.Option(help="Join a run that was started with --nodes: the path of its join token, ticket.json.")
 ]
-NodesOption = Annotated[
+Nodes = Annotated[
     str | None,
     typer.Option(
         help="Minimum and maximum, as 2:4: training continues if nodes fail. Without -H, nodes on this machine."
     ),
 ]
-WaitOption = Annotated[
+Wait = Annotated[
     float | None,
     typer.Option(min=0.0, help="Seconds that survivors below the minimum wait for failed nodes; default 600."),
 ]
-RestartsOption = Annotated[
+Restarts = Annotated[
     int | None,
-    typer.Option(
-        min=0,
-        help="How often a failed run is restarted from its newest checkpoint; default 3 with --nodes.",
-    ),
+    typer.Option(min=0, help="How often a failed run is restarted from its newest checkpoint; default 3 with --nodes."),
 ]
-EncryptOption = Annotated[
-    bool,
-    typer.Option("--encrypt", help="Encrypt all traffic between nodes with TLS 1.3; needs no setup."),
+Encrypt = Annotated[
+    bool, typer.Option("--encrypt", help="Encrypt all traffic between nodes with TLS 1.3; needs no setup.")
 ]
-DetachOption = Annotated[
+Detach = Annotated[
     bool, typer.Option("--detach", help="Run without this terminal; follow the run with `paceline attach`.")
 ]
 

@@ -9,17 +9,18 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.cli.options import SkipBrokenOption, TestFractionOption, console
+from paceline.cli import options
+from paceline.cli.options import console
 
 
 def pack(
     folder: Annotated[Path, typer.Argument(help="Folder with one sub-folder of images per class.")],
     out: Annotated[Path, typer.Argument(help="Folder for the shards.")],
-    skip_broken: SkipBrokenOption = False,
+    skip_broken: options.SkipBroken = False,
     size: Annotated[
         int | None, typer.Option(help="Shrink the short side of images to this, in pixels (256 is enough).")
     ] = None,
-    test_fraction: TestFractionOption = 0.2,
+    test_fraction: options.TestFraction = 0.2,
     seed: Annotated[int, typer.Option(help="Seed of the train/test split.")] = 0,
 ) -> None:
     """Packs many small image files into few large shards with checksums; after an interruption, run it again.

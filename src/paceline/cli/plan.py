@@ -11,19 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli.options import (
-    AddressOption,
-    DataOption,
-    EnvOption,
-    FidelityOption,
-    HostsOption,
-    ModelOption,
-    PythonOption,
-    ReproducibleOption,
-    SshOption,
-    console,
-    listed,
-)
+from paceline.cli import options
+from paceline.cli.options import console, listed
 from paceline.cli.prepare import check_alone, check_script, show
 from paceline.launch import ssh
 from paceline.launch.ask_hosts import RemoteQuery
@@ -46,25 +35,25 @@ def plan(
     script: Annotated[
         str | None, typer.Argument(help="A script with its arguments; or no script, and --model.")
     ] = None,
-    model: ModelOption = None,
-    data: DataOption = None,
+    model: options.Model = None,
+    data: options.Data = None,
     batch_size: Annotated[int | None, typer.Option(help="Global batch size.")] = None,
-    fidelity: FidelityOption = "exact",
-    reproducible: ReproducibleOption = False,
+    fidelity: options.Fidelity = "exact",
+    reproducible: options.Reproducible = False,
     budget: Annotated[
         float | None, typer.Option(help="Limit in seconds: only the most promising are measured.")
     ] = None,
     rows: Annotated[str | None, typer.Option(help="Only these configurations, separated by spaces or commas.")] = None,
-    named: HostsOption = None,
+    named: options.Hosts = None,
     what_if: Annotated[
         list[str] | None, typer.Option(help="Prediction only: nodes=8,link=10gbit,latency=5ms; may be repeated.")
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Without -H: predict up to so many machines like this one.")] = None,
     link: Annotated[str | None, typer.Option(help="Network between --nodes, such as 1gbit.")] = None,
-    env: EnvOption = None,
-    python: PythonOption = None,
-    address: AddressOption = None,
-    ssh_command: SshOption = "ssh",
+    env: options.Env = None,
+    python: options.Python = None,
+    address: options.Address = None,
+    ssh_command: options.Ssh = "ssh",
     out: Annotated[Path | None, typer.Option(help="TOML file to write the plan to, for train --plan FILE.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:

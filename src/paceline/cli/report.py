@@ -50,8 +50,7 @@ def track(
     to: Annotated[str, typer.Option(help="tensorboard, mlflow or wandb.")] = "tensorboard",
     live: Annotated[bool, typer.Option("--live", help="Follow a run that is still running.")] = False,
     quiet: Annotated[
-        float | None,
-        typer.Option(help="With --live: stop after so many seconds without an event."),
+        float | None, typer.Option(help="With --live: stop after so many seconds without an event.")
     ] = None,
 ) -> None:
     """Exports a run's record to an experiment tracker.

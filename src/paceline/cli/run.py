@@ -7,64 +7,32 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import (
-    AddressOption,
-    DetachOption,
-    EncryptOption,
-    EnvOption,
-    FidelityOption,
-    HostsOption,
-    JoinOption,
-    NodesOption,
-    OutOption,
-    PlanOption,
-    PythonOption,
-    ReproducibleOption,
-    RestartsOption,
-    SendOption,
-    SharesOption,
-    SshOption,
-    WaitOption,
-    listed,
-)
-from paceline.cli.prepare import (
-    Start,
-    check_alone,
-    check_first,
-    check_script,
-    hide,
-    late,
-    leave,
-    ready,
-    start,
-    start_over_ssh,
-    steady,
-    waits,
-)
+from paceline.cli import options, over_ssh, prepare
+from paceline.cli.options import listed
 from paceline.data.load_balance import wanted
 
 
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script with its own arguments, or -m and a module.")],
-    plan: PlanOption = "auto",
-    fidelity: FidelityOption = "exact",
-    shares: SharesOption = None,
-    reproducible: ReproducibleOption = False,
-    out: OutOption = None,
-    named: HostsOption = None,
-    nodes: NodesOption = None,
-    wait: WaitOption = None,
-    restarts: RestartsOption = None,
-    join: JoinOption = None,
-    env: EnvOption = None,
-    python: PythonOption = None,
-    address: AddressOption = None,
-    ssh_command: SshOption = "ssh",
-    send: SendOption = False,
+    plan: options.Plan = "auto",
+    fidelity: options.Fidelity = "exact",
+    shares: options.Shares = None,
+    reproducible: options.Reproducible = False,
+    out: options.Out = None,
+    named: options.Hosts = None,
+    nodes: options.Nodes = None,
+    wait: options.Wait = None,
+    restarts: options.Restarts = None,
+    join: options.Join = None,
+    env: options.Env = None,
+    python: options.Python = None,
+    address: options.Address = None,
+    ssh_command: options.Ssh = "ssh",
+    send: options.Send = False,
     data: Annotated[str | None, typer.Option(help="With --send: a data folder to copy as well.")] = None,
-    encrypt: EncryptOption = False,
-    detach: DetachOption = False,
+    encrypt: options.Encrypt = False,
+    detach: options.Detach = False,
 ) -> None:
     """Launches a script, on this machine or on several hosts.
 
@@ -85,18 +53,19 @@ def run(
     paceline run --join runs/mine/ticket.json train.py
     """
     command, hosts = [script, *context.args], listed(named)
-    check_script(command)
-    plan = steady(plan, reproducible)
+    prepare.check_script(command)
+    plan = prepare.steady(plan, reproducible)
     wanted(shares or "measured")
-    check_alone(hosts, send, data, detach)
-    check_first()
-    hide(encrypt)
-    waits(wait)
-    how = Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
-    ticket = late(join, nodes, hosts)
+    prepare.check_alone(hosts, send, data, detach)
+    prepare.check_first()
+    prepare.hide(encrypt)
+    prepare.waits(wait)
+    how = prepare.Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
+    ticket = prepare.late(join, nodes, hosts)
     if detach:
-        leave(["run", *command], hosts)
+        prepare.leave(["run", *command], hosts)
     if hosts:
         packed = Path(data) if data else None
-        raise typer.Exit(start_over_ssh(how, command, plan, fidelity, out, shares=shares, data=packed))
-    raise typer.Exit(start(command, ready(command, plan, fidelity), out, how, shares=shares, more=ticket))
+        raise typer.Exit(over_ssh.start(how, command, plan, fidelity, out, shares=shares, data=packed))
+    made = prepare.ready(command, plan, fidelity)
+    raise typer.Exit(prepare.start(command, made, out, how, shares=shares, more=ticket))

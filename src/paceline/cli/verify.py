@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from paceline import registry
-from paceline.cli.options import AddressOption, EnvOption, HostsOption, PythonOption, SshOption, console, listed
+from paceline.cli import options
+from paceline.cli.options import console, listed
 from paceline.cli.prepare import check_alone, check_script
 from paceline.launch.hosts import Way
 
@@ -24,11 +25,11 @@ def verify(
     float32: Annotated[
         bool, typer.Option("--float32", help="Compare in float32, for models that cannot run in float64.")
     ] = False,
-    named: HostsOption = None,
-    env: EnvOption = None,
-    python: PythonOption = None,
-    address: AddressOption = None,
-    ssh_command: SshOption = "ssh",
+    named: options.Hosts = None,
+    env: options.Env = None,
+    python: options.Python = None,
+    address: options.Address = None,
+    ssh_command: options.Ssh = "ssh",
 ) -> None:
     """Checks whether N nodes give the same result as one process, and within what tolerance.
 

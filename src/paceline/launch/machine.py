@@ -21,7 +21,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"
 
 @dataclass(frozen=True)
 class Machine:
-    """*Units*: bytes. ``cores`` are those usable here; ``gpus`` are asked for only on demand."""
+    """*Units*: bytes. ``cores`` are those usable here; ``gpus``: always (), as in the digests of older plans."""
 
     name: str = ""
     cpu: str = ""
@@ -41,12 +41,10 @@ class Machine:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        gpus = "".join(f", {gpu}" for gpu in self.gpus)
-        return f"{self.name}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB{gpus}"
+        return f"{self.name}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB"
 
 
-def survey(gpus: bool = False) -> Machine:
-    """``gpus`` asks torch, and imports it."""
+def survey() -> Machine:
     usable = sorted(os.sched_getaffinity(0))
     num_cores = min(len(usable), cgroup_limits.cores() or len(usable))
     siblings = {
@@ -70,7 +68,6 @@ def survey(gpus: bool = False) -> Machine:
         tuple(flag for flag in FLAGS if flag in (words.get("flags") or words.get("Features") or "").split()),
         platform.release(),
         any(shutil.which(name) for name in ("g++", "clang++", "c++")),
-        _gpus() if gpus else (),
     )
 
 
@@ -99,11 +96,3 @@ def _cache_bytes(core: int) -> int:
         if text[:-1].isdigit():
             sizes.append(int(text[:-1]) << units.get(text[-1], 0))
     return max(sizes)
-
-
-def _gpus() -> tuple[str, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

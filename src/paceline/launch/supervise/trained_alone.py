@@ -1,7 +1,8 @@
-"""Were the processes of a run one training? Where each of them trained alone, that is said, and is a failure."""
+"""Detects processes that each trained alone instead of together, which makes the run a failure."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from paceline.report.log import log
 
 NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
 ALONE = "alone"
-UNSTEPPED = "unstepped"  # they joined, and trained without; they have said so
+UNSTEPPED = "unstepped"  # they joined, and trained without; they have logged it
 
 
 class Notes:
@@ -30,16 +31,28 @@ class Notes:
 
     def found(self, pids: Sequence[int]) -> str:
         """Of processes of this machine that all exited with 0: ALONE, UNSTEPPED, or empty."""
-        if (self.folder / "unstepped").exists():
+        if (self.folder / UNSTEPPED).exists():
             return UNSTEPPED
         met = (self.folder / "met").exists() or not all((self.folder / f"alone-{pid}").exists() for pid in pids)
         return "" if met else ALONE
 
 
-def not_training() -> None:
-    """Called by a process that does not train, so that its run is not judged."""
+def note(what: str) -> None:
+    """For the launcher, which looks when all have ended: UNSTEPPED, or "met", also by a process that does not train."""
     if folder := os.environ.get(NOTES):
-        Path(folder, "met").touch()
+        with contextlib.suppress(OSError):
+            Path(folder, what).touch()
+
+
+def unstepped_text(num_own: int, num_processes: int) -> str:
+    """The error at the end, after so many steps of the script's own; empty where nothing is wrong."""
+    if not num_own:
+        return ""
+    return (
+        f"joined, but never stepped: the optimizer made {num_own} steps of the script's own, and "
+        f"{num_processes} processes each trained alone; call pace.step(batch), or pace.backward(loss) and "
+        f"pace.update(), in place of loss.backward() and optimizer.step()"
+    )
 
 
 def exit_code(found: str, num_processes: int) -> int:
@@ -48,6 +61,6 @@ def exit_code(found: str, num_processes: int) -> int:
         log.error(
             f"{num_processes} processes ran the script, and none joined the others (paceline.join, "
             f"torch.distributed or MPI): each did all of it alone. Call paceline.join and pace.step in the script, or "
-            f"start one process: --plan {ONE_PROCESS}",
+            f"start one process: --plan {ONE_PROCESS}"
         )
     return 1 if found else 0

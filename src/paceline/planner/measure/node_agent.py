@@ -109,7 +109,7 @@ def measure_trial(
 def main(text: str) -> int:
     request = json.loads(text)
     doing = request.pop("do")
-    trained_alone.not_training()
+    trained_alone.note("met")
     try:
         if doing == "node":
             for name in TOGETHER:
