@@ -1,10 +1,8 @@
-"""Who this process is among all: launchers say it in the environment, each in words of its own.
-
-For how long those who start wait for each other, and survivors of a failure for the nodes that are missing.
-"""
+"""Reads the environment that launchers set: rank, world size, where the nodes meet, timeouts, the log level."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -19,7 +17,7 @@ FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below those that systems lend to outgo
 MAX_PORT = 65535
 # rank, size, local rank, local size
 OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-# as variables were called once, which are read where today's are not set
+# former names of variables, which are read where today's are not set
 FORMERLY = {
     "PACELINE_JOIN_TICKET": "PACELINE_JOIN",
     "PACELINE_RENDEZVOUS_TIMEOUT_S": "PACELINE_JOIN_S",
@@ -30,20 +28,20 @@ HYDRA = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"  # of MPICH
 
 
 def variable(name: str, given: Mapping[str, str] | None = None) -> str:
-    """What the environment says under this name, or under its former one; empty where neither is set."""
+    """The value under this name, or under its former one; empty where neither is set."""
     given = os.environ if given is None else given
     return given.get(name) or given.get(FORMERLY.get(name, name), "")
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Who this process is, as launchers say it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
+    """This process's place in the run: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
-    What mpirun and srun say in other words is put into these first. ``local_sizes``: the processes of each node, where
-    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``least``: the nodes without which training
-    does not go on, where others may be lost (PACELINE_NODES); 0: a loss ends it. ``late``: the ticket of a run that has
-    begun without this node (PACELINE_JOIN_TICKET); until it is taken in, it is alone. ``host``: empty where mpirun
-    alone knows where rank 0 runs.
+    The variables of mpirun and srun are translated into these first. ``local_sizes``: the processes of each node, where
+    they differ (PACELINE_LOCAL_SIZES); else every node has ``local_size``. ``min_nodes``: the fewest nodes that resume
+    after failures (PACELINE_NODES); 0: a failure ends the run. ``join_ticket``: of the run that this node joins
+    (PACELINE_JOIN_TICKET); until it is admitted, it is alone. ``host``: empty where mpirun alone knows where rank 0
+    runs.
     """
 
     local_rank: int = 0
@@ -70,7 +68,6 @@ class LaunchEnvironment:
 
     @property
     def identity(self) -> str:
-        """As others are told of it."""
         host = os.environ.get("PACELINE_HOST", socket.gethostname())
         part = f", local rank {self.local_rank}" if self.local_size > 1 else ""
         return f"rank {self.node} of {self.num_nodes} on {host}{part}"
@@ -88,21 +85,20 @@ class LaunchEnvironment:
         rank, per_node = _number(given, "RANK", 0), max(1, local_size)
         node, local_rank = _number(given, "GROUP_RANK", rank // per_node), _number(given, "LOCAL_RANK", rank % per_node)
         sizes = _sizes(given)
-        told = (
-            f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, GROUP_RANK={node}"
-        )
+        given_as = f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
+        given_as = f"{given_as}, GROUP_RANK={node}"
         if sizes:
             fits = sum(sizes) == size and node < len(sizes) and sizes[node] == local_size and local_rank < local_size
             if not fits or sum(sizes[:node]) + local_rank != rank:
                 raise ValueError(
-                    f"{told} do not fit PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']}, the processes of each "
-                    f"node; unset it, or set all of them as the launcher of this run does"
+                    f"{given_as} do not fit PACELINE_LOCAL_SIZES={given['PACELINE_LOCAL_SIZES']}, the processes of "
+                    f"each node; unset it, or set all of them as the launcher of this run does"
                 )
         elif size % per_node or not (
             local_size and rank < size and local_rank < local_size and node < size // local_size
         ):
             raise ValueError(
-                f"{told} do not fit together: every node needs the same number of processes, RANK must be below "
+                f"{given_as} do not fit together: every node needs the same number of processes, RANK must be below "
                 f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and GROUP_RANK below the number of nodes"
             )
         if size > local_size and not given.get("MASTER_PORT"):
@@ -111,16 +107,8 @@ class LaunchEnvironment:
             )
         if (port := _number(given, "MASTER_PORT", 0)) > MAX_PORT:
             raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MAX_PORT}")
-        return cls(
-            local_rank,
-            local_size,
-            node,
-            len(sizes) or size // local_size,
-            given.get("MASTER_ADDR", "127.0.0.1"),
-            port,
-            sizes,
-            _least(given, len(sizes) or size // local_size),
-        )
+        num_nodes, host = len(sizes) or size // local_size, given.get("MASTER_ADDR", "127.0.0.1")
+        return cls(local_rank, local_size, node, num_nodes, host, port, sizes, _least(given, num_nodes))
 
 
 def _least(given: Mapping[str, str], num_nodes: int) -> int:
@@ -137,7 +125,7 @@ def _least(given: Mapping[str, str], num_nodes: int) -> int:
 
 
 def _sizes(given: Mapping[str, str]) -> tuple[int, ...]:
-    """None are told where all are equal."""
+    """Of each node; empty where all are equal."""
     words = [word for word in given.get("PACELINE_LOCAL_SIZES", "").split(",") if word]
     if not all(word.isdigit() and int(word) for word in words):
         raise ValueError(
@@ -149,7 +137,7 @@ def _sizes(given: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def adopt() -> None:
-    """What mpirun and srun say is in the environment as RANK and its like from now on, for everyone who reads that."""
+    """Sets RANK and its like from what mpirun or srun set, for all later readers of the environment."""
     os.environ.update(translate(os.environ))
 
 
@@ -221,8 +209,8 @@ def _by_srun(given: Mapping[str, str]) -> dict[str, str]:
         return _canonical(given, node, local_rank, sizes[0], size, first_host(hosts), port)
     if node >= len(sizes):
         raise ValueError(f"srun dealt tasks as {dealt} per node, and says that this is node {node} (SLURM_NODEID)")
-    said = _canonical(given, node, local_rank, sizes[node], size, first_host(hosts), port)
-    return {**said, "RANK": str(sum(sizes[:node]) + local_rank), "PACELINE_LOCAL_SIZES": ",".join(map(str, sizes))}
+    found = _canonical(given, node, local_rank, sizes[node], size, first_host(hosts), port)
+    return {**found, "RANK": str(sum(sizes[:node]) + local_rank), "PACELINE_LOCAL_SIZES": ",".join(map(str, sizes))}
 
 
 def _dealt(words: str) -> list[int]:
@@ -259,7 +247,7 @@ def _canonical(
 def _number(given: Mapping[str, str], name: str, default: int) -> int:
     text = given.get(name, str(default))
     if not text.isdigit():
-        raise ValueError(f"{name}={text!r} in the environment must be a whole number; unset it or mend the launcher")
+        raise ValueError(f"{name}={text!r} in the environment must be a whole number; unset it or fix the launcher")
     return int(text)
 
 
@@ -269,41 +257,31 @@ MAX_S = 1e6  # clocks and sockets know no more
 
 
 def join_s() -> float:
-    """For how long others are waited for: PACELINE_RENDEZVOUS_TIMEOUT_S, else JOIN_S. Raises ValueError."""
-    text = variable("PACELINE_RENDEZVOUS_TIMEOUT_S") or str(JOIN_S)
-    try:
+    """The timeout of the rendezvous: PACELINE_RENDEZVOUS_TIMEOUT_S, else JOIN_S. Raises ValueError."""
+    return _seconds("PACELINE_RENDEZVOUS_TIMEOUT_S", JOIN_S)
+
+
+def wait_s() -> float:
+    """For how long survivors wait for missing nodes: PACELINE_WAIT, else WAIT_S. Raises ValueError."""
+    return _seconds("PACELINE_WAIT", WAIT_S, zero=True, more=" (--wait sets it)")
+
+
+def _seconds(name: str, default: float, zero: bool = False, more: str = "") -> float:
+    text = variable(name) or str(default)
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < MAX_S:
-        raise ValueError(
-            f"PACELINE_RENDEZVOUS_TIMEOUT_S={text!r} must be a number of seconds above 0 and below {MAX_S:.0f}; mend "
-            f"it, or unset it"
-        )
-    return seconds
+        if 0 < seconds < MAX_S or (zero and seconds == 0):
+            return seconds
+    least = f"{'from' if zero else 'above'} 0 and below {MAX_S:.0f}"
+    raise ValueError(f"{name}={text!r} must be a number of seconds {least}; fix it, or unset it{more}")
 
 
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def log_level() -> int:
-    """From which level on people are told: PACELINE_LOG, else info. Raises ValueError."""
+    """The lowest level that is logged: PACELINE_LOG, else info. Raises ValueError."""
     text = os.environ.get("PACELINE_LOG") or "info"
     if text.lower() not in LEVELS:
         raise ValueError(f"PACELINE_LOG={text!r} is no level of messages; give {', '.join(LEVELS)}, or unset it")
     return LEVELS[text.lower()]
-
-
-def wait_s() -> float:
-    """For how long survivors wait for missing nodes: PACELINE_WAIT, else WAIT_S. Raises ValueError."""
-    text = os.environ.get("PACELINE_WAIT") or str(WAIT_S)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < MAX_S:
-        raise ValueError(
-            f"PACELINE_WAIT={text!r} must be a number of seconds from 0 and below {MAX_S:.0f}; fix it, or unset it "
-            f"(--wait sets it)"
-        )
-    return seconds

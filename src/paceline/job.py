@@ -1,4 +1,4 @@
-"""What the user brings: model, loss, optimizer, global batch, seed, and how a step is to be made."""
+"""Checks what the user passes to `join`: model, loss, optimizer, global batch size, seed, and options of a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from typing import Any
 import torch
 
 from paceline.registry import ONE_PROCESS
-
-AS = {
-    "loss": " as loss(output, target)",
-    "metric": " as metric(output, target)",
-    "forward": " as forward(model, batch)",
-}
 
 
 @dataclass
@@ -68,18 +62,13 @@ class Job:
             raise ValueError("join: " + "; ".join(faults))
 
     def _function_faults(self) -> list[str]:
-        faults = []
-        functions: tuple[tuple[str, Any], ...] = (
-            ("loss", self.loss),
-            ("metric", self.metric),
-            ("forward", self.forward),
-        )
-        for name, function in functions:
+        faults, pair = [], "output, target"
+        functions = ("loss", pair, self.loss), ("metric", pair, self.metric), ("forward", "model, batch", self.forward)
+        for name, given, function in functions:
             of_layers = isinstance(function, type) and issubclass(function, torch.nn.Module)
             if function is not None and (of_layers or not callable(function)):
-                faults.append(f"{name} must be callable{AS[name]}, got {_named(function)}")
-        faults += _loss_faults(self.loss)
-        return faults
+                faults.append(f"{name} must be callable as {name}({given}), got {_named(function)}")
+        return faults + _loss_faults(self.loss)
 
     def _number_faults(self) -> list[str]:
         faults = []
@@ -136,8 +125,8 @@ class Job:
         of_loss = {id(p) for p in self.loss.parameters()} if isinstance(self.loss, torch.nn.Module) else set()
         if any(id(p) in of_loss - mine for p in held):
             faults.append(
-                "the optimizer holds parameters of the loss, which nobody would add up: make them the model's, as in "
-                "model.criterion = loss before its optimizer is made"
+                "the optimizer holds parameters of the loss, which no process would add up: make them the model's, as "
+                "in model.criterion = loss before its optimizer is made"
             )
         if foreign := sum(id(p) not in mine | of_loss for p in held):
             faults.append(f"the optimizer holds {foreign} parameters of another model; build it from this one")
@@ -185,26 +174,26 @@ def _model_faults(model: torch.nn.Module) -> list[str]:
 
 
 def _loss_faults(loss: Any) -> list[str]:
-    """Of torch's own losses, whichever way they are given: classes, functions, partials and methods of these."""
-    words: dict[str, Any] = {}
+    """Of torch's own losses, given as classes, functions, partials or methods of these."""
+    keywords: dict[str, Any] = {}
     while isinstance(loss, partial) or isinstance(getattr(loss, "__self__", None), torch.nn.Module):
         if isinstance(loss, partial):
-            loss, words = loss.func, {**loss.keywords, **words}
+            loss, keywords = loss.func, {**loss.keywords, **keywords}
         else:
             loss = loss.__self__
     if isinstance(loss, torch.nn.Module):
         own = type(loss).forward.__module__ == torch.nn.MSELoss.__module__
         reduction = getattr(loss, "reduction", "mean") if own else "mean"
     else:
-        legacy = words.get("size_average"), words.get("reduce")
+        legacy = keywords.get("size_average"), keywords.get("reduce")
         own = getattr(loss, "__module__", None) == torch.nn.functional.__name__
-        reduction = words.get("reduction", "mean")
+        reduction = keywords.get("reduction", "mean")
         if legacy != (None, None):
             reduction = torch.nn._reduction.legacy_get_string(*legacy, emit_warning=False)
     if own and reduction == "sum":
         return [
-            "loss has reduction='sum', and a step is a mean over the global batch, whoever has how many of its "
-            "rows: use reduction='mean', and a learning rate as many times as large"
+            "loss has reduction='sum', and a step is a mean over the global batch, however its rows are shared "
+            "out: use reduction='mean', and a learning rate as many times as large"
         ]
     if own and reduction == "none":
         return ["loss has reduction='none', which gives a number per row, and a step takes one: use reduction='mean'"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import contract, messages, transport
 from paceline.checkpoint import auto_resume
@@ -34,9 +34,6 @@ from paceline.step.average import average
 from paceline.step.manual_loop import ManualLoop
 from paceline.step.step import ComputeGradient
 from paceline.training import Training
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LOSSES = 16  # during one evaluation
 
@@ -138,9 +135,7 @@ class Pace:
             cursor.began = cursor.epoch
         cursor.resumed = False
         first = not cursor.facts
-        if first or (
-            self.training.admission and dataset is not self._dataset
-        ):  # a node that comes late is compared with it
+        if first or (self.training.admission and dataset is not self._dataset):  # compared with a joining node's
             cursor.facts, self._dataset = data_facts(dataset), dataset
         if self.training.joiner:
             if not self.training.joiner.enter(epochs):
@@ -150,9 +145,7 @@ class Pace:
         elif first:
             with self.training.among_all("comparing datasets"):
                 compare_data(run.control, cursor.facts)
-        last = (
-            sys.maxsize if self.training.stopwatch else cursor.began + epochs
-        )  # a trial ends when it has enough steps
+        last = sys.maxsize if self.training.stopwatch else cursor.began + epochs  # a trial ends after enough steps
         source = dataset, run.job.batch_size, last, run.job.seed, lambda: run.assignment, shuffle
         cursor.between = False
         try:
@@ -267,9 +260,8 @@ class Pace:
             average(self.run)
             for _ in range(MAX_LOSSES):
                 buffer_broadcast.spread(self.job.model, self.engine, self.control)
-                found = evaluate(
-                    self.job.model, self.engine, self.control, self.run.assignment, dataset, metric, rows, self._seen
-                )
+                how = self.run.assignment, dataset, metric, rows, self._seen
+                found = evaluate(self.job.model, self.engine, self.control, *how)
                 if found is not None:
                     if self.training.witness:
                         self.training.witness.evaluate(found, metric)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline import registry
 from paceline.checkpoint import auto_resume
 from paceline.contract import Codec, Engine, Exchange
 from paceline.data import load_balance
@@ -38,23 +39,6 @@ from paceline.pace import Pace
 from paceline.planner import plan_cache
 from paceline.planner.diagnose import equivalence
 from paceline.planner.measure import stopwatch
-from paceline.registry import (
-    CODEC,
-    ENCRYPTED,
-    EXCHANGE,
-    FIXED_ORDER,
-    LINK,
-    PROCESSES,
-    REPRODUCIBLE,
-    SHARES,
-    THREADS,
-    current,
-    head,
-    names,
-    parse,
-    says,
-)
-from paceline.registry import module as find_module
 from paceline.report.log import configure, log
 from paceline.training import Training
 
@@ -81,8 +65,8 @@ def join(
     metric: Callable[..., Any] | None = None,
     forward: Callable[..., Any] | None = None,
     engine: str | None = None,
-    exchange: str = EXCHANGE,
-    codec: str = CODEC,
+    exchange: str = registry.EXCHANGE,
+    codec: str = registry.CODEC,
     folder: str | os.PathLike[str] | None = None,
     keep: int = 2,
     shares: str | Sequence[float] | None = None,
@@ -155,10 +139,9 @@ class _Asked:
 
     @property
     def words(self) -> dict[str, Any]:
-        """By their names; shares that nobody has given are the environment's."""
-        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """By their names; the default of shares is the environment's."""
         shares = os.environ.get("PACELINE_SHARES", "measured") if self.shares is None else self.shares
-        return {**said, "shares": shares}
+        return {**vars(self), "shares": shares}
 
 
 @dataclass(frozen=True)
@@ -180,7 +163,7 @@ def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Mo
     sys.excepthook = _one_line(sys.excepthook)
     affinity.keep()
     if collective := os.environ.get("PACELINE_COLLECTIVE", ""):
-        Collective(collective)  # a name that is not known is told before the others are called
+        Collective(collective)  # an unknown name is refused before the others are called
     parts = _parts(asked, row, world, job)
     members, late = _linked(world, job.model, hidden, collective)
     wrappers = wrapped_models.Wrappers(given)
@@ -209,22 +192,22 @@ def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Mo
 def _row(asked: _Asked, world: LaunchEnvironment, job: Job) -> str:
     """How this node computes: as `join` says, else the environment, else what fits; made reproducible where asked."""
     row = asked.engine or os.environ.get("PACELINE_ENGINE")
-    row = current("engine", row or (REPRODUCIBLE if asked.reproducible else _default_row(world, job)))
+    row = registry.current("engine", row or (registry.REPRODUCIBLE if asked.reproducible else _default_row(world, job)))
     if not asked.reproducible:
         return row
     engine, *words = row.split("+")
-    if asked.reproducible is not True or not says("engine", head(engine)[0], "reproduces"):
-        engine = f"{REPRODUCIBLE}:{SHARES if asked.reproducible is True else asked.reproducible}"
+    if asked.reproducible is not True or not registry.says("engine", registry.head(engine)[0], "reproduces"):
+        engine = f"{registry.REPRODUCIBLE}:{registry.SHARES if asked.reproducible is True else asked.reproducible}"
     return "+".join([engine, *words])
 
 
 def _parts(asked: _Asked, row: str, world: LaunchEnvironment, job: Job) -> _Parts:
     """Raises ValueError for what does not go together."""
     name, numerics = parse_row(row)
-    engine, exchange = parse("engine", name), current("exchange", asked.exchange)
-    if engine.reproduces and exchange == EXCHANGE:
-        exchange = FIXED_ORDER
-    parts = _Parts(row, engine, parse("exchange", exchange), parse("codec", asked.codec), exchange)
+    engine, exchange = registry.parse("engine", name), registry.current("exchange", asked.exchange)
+    if engine.reproduces and exchange == registry.EXCHANGE:
+        exchange = registry.FIXED_ORDER
+    parts = _Parts(row, engine, registry.parse("exchange", exchange), registry.parse("codec", asked.codec), exchange)
     engine.seed, engine.accumulate = job.seed, job.accumulate
     engine.numerics = dataclasses.replace(numerics, precision=job.precision) if job.precision else numerics
     if job.forward:
@@ -245,15 +228,16 @@ def _linked(
     if world.join_ticket and world.local_rank == 0:
         from paceline.elastic.joiner import JoiningLink  # which only some need
 
-        if not says("link", kind := _link(world, model, hidden), "admits"):
+        if not registry.says("link", kind := _link(world, model, hidden), "admits"):
             raise ValueError(
-                f"nobody comes late over {kind.upper()}, which PACELINE_LINK asks for; start the run again"
+                f"no node joins late over {kind.upper()}, which PACELINE_LINK asks for; start the run again"
             )
-        late = JoiningLink(Path(world.join_ticket), os.environ.get("PACELINE_NODE", ""), find_module("link", kind).Link)
+        made = registry.module("link", kind).Link
+        late = JoiningLink(Path(world.join_ticket), os.environ.get("PACELINE_NODE", ""), made)
         return joining(late.activity, collective, late.join), late
     if world.join_ticket or world.num_nodes == 1:
         return None, None
-    if not says("link", kind := _link(world, model, hidden), "finds_others") and not world.host:
+    if not registry.says("link", kind := _link(world, model, hidden), "finds_others") and not world.host:
         raise ValueError(
             f"mpirun started {world.world_size} processes on several nodes and does not say where rank 0 runs; add -x "
             f"MASTER_ADDR=HOST to mpirun, the name by which the others know the first host; or start one process "
@@ -288,44 +272,45 @@ def _record(pace: Pace, parts: _Parts, codec: str, batch_size: int, encrypted: b
 
 
 def _encrypted(asked: bool | None) -> bool:
-    said = os.environ.get("PACELINE_ENCRYPT", "")
-    if said not in ("", "0", "1"):
-        raise ValueError(f"PACELINE_ENCRYPT={said!r} is neither 1 nor 0; set it to one of these, or unset it")
-    return said == "1" if asked is None else asked
+    given = os.environ.get("PACELINE_ENCRYPT", "")
+    if given not in ("", "0", "1"):
+        raise ValueError(f"PACELINE_ENCRYPT={given!r} is neither 1 nor 0; set it to one of these, or unset it")
+    return given == "1" if asked is None else asked
 
 
 def _link(world: LaunchEnvironment, model: torch.nn.Module, hidden: bool = False) -> str:
     """PACELINE_LINK, else one that encrypts where that is asked for, else one whose own launcher started one process
     per node and that carries what the model lies on, else the default."""
-    said = current("link", os.environ.get("PACELINE_LINK", ""))
+    given = registry.current("link", os.environ.get("PACELINE_LINK", ""))
     if hidden:
-        if said and not says("link", said, "hides"):
-            raise ValueError(f"PACELINE_LINK={said!r} does not encrypt, as asked for; unset it, or use {ENCRYPTED}")
-        return said or ENCRYPTED
-    known = [name for name in names("link") if says("link", name, "networked")]
-    if said:
-        if said not in known:
-            raise ValueError(f"PACELINE_LINK={said!r} is no link between nodes; use {', '.join(known)}, or unset it")
-        return said
+        encrypted = registry.ENCRYPTED
+        if given and not registry.says("link", given, "hides"):
+            raise ValueError(f"PACELINE_LINK={given!r} does not encrypt, as asked for; unset it, or use {encrypted}")
+        return given or encrypted
+    known = [name for name in registry.names("link") if registry.says("link", name, "networked")]
+    if given:
+        if given not in known:
+            raise ValueError(f"PACELINE_LINK={given!r} is no link between nodes; use {', '.join(known)}, or unset it")
+        return given
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return next((name for name in known if _suits(name, world, on_cpu)), LINK)
+    return next((name for name in known if _suits(name, world, on_cpu)), registry.LINK)
 
 
 def _suits(link: str, world: LaunchEnvironment, on_cpu: bool) -> bool:
     """Whether its own launcher has started the nodes, and it can carry what they have to say."""
-    started = tuple(os.environ.get(variable) for variable in says("link", link, "started_by"))
-    possible = on_cpu or not says("link", link, "on_cpu")
-    package = says("link", link, "package")[0]
+    started = tuple(os.environ.get(variable) for variable in registry.says("link", link, "started_by"))
+    possible = on_cpu or not registry.says("link", link, "on_cpu")
+    package = registry.says("link", link, "package")[0]
     here = not package or importlib.util.find_spec(package) is not None
     return started == (str(world.node), str(world.num_nodes)) and possible and here
 
 
 def _default_row(world: LaunchEnvironment, job: Job) -> str:
-    """Nobody has said how to compute: as planned for this job, else threads. One line says so."""
+    """Where no engine is given: as planned for this job, else threads; a log line says which."""
     cores = survey().cores
     if world.local_size > 1:
-        return f"{PROCESSES}:{world.local_size}"
-    plain = f"{THREADS}:{cores}"
+        return f"{registry.PROCESSES}:{world.local_size}"
+    plain = f"{registry.THREADS}:{cores}"
     if cores == 1:
         return plain
     made = plan_cache.of_job(job, "exact", sys.argv)
@@ -344,16 +329,16 @@ def _default_row(world: LaunchEnvironment, job: Job) -> str:
 
 
 def _starts_processes(row: str) -> bool:
-    return bool(says("engine", head(row)[0], "starts_processes"))
+    return bool(registry.says("engine", registry.head(row)[0], "starts_processes"))
 
 
 def _folder(given: str | os.PathLike[str] | None) -> Path | None:
     """The run's; of a script that trains two models at once, the second has one below the first's."""
-    if given or not (said := os.environ.get("PACELINE_FOLDER")):
+    if given or not (kept := os.environ.get("PACELINE_FOLDER")):
         return Path(given) if given else None
     taken = {pace.folder for pace in _here if not pace.training.over}
-    own = itertools.chain([Path(said)], (Path(said) / str(n) for n in itertools.count(2)))
-    return next(path for path in own if path not in taken)
+    paths = itertools.chain([Path(kept)], (Path(kept) / str(n) for n in itertools.count(2)))
+    return next(path for path in paths if path not in taken)
 
 
 def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,7 +350,7 @@ def _one_line(hook: Callable[..., Any]) -> Callable[..., Any]:
         show.failed = True  # type: ignore[attr-defined]
         process_status.failed(error, max((pace.num_steps for pace in _here), default=0), isinstance(error, LinkError))
         if getattr(error, "told", False):
-            return  # another process of this run prints the same words
+            return  # another process of this run prints the same text
         if isinstance(error, LinkError) and error.resumes:
             log.error(f"{error}; exit code {RESUME_CODE}: resume from the newest checkpoint")
             sys.exit(RESUME_CODE)  # which Python heeds here

@@ -1,4 +1,4 @@
-"""Programs that this one asks and waits for, which end when it does: at its own end, at Ctrl-C, at SIGTERM."""
+"""Child processes that end when this process does: at its own end, at Ctrl-C, at SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
-MAX_BYTES = 1 << 18  # that are kept of what a program says
+MAX_BYTES = 1 << 18  # that are kept of a program's output
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildProcesses:
-    """While this is entered, SIGTERM is an exit like any other; at its end, whatever still runs is killed."""
+    """While this is entered, SIGTERM is an exit like any other; at its end, what still runs is killed."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[Any]] = []
@@ -35,7 +35,7 @@ class ChildProcesses:
         return self
 
     def start(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-        """In a session of its own: a terminal's Ctrl-C comes here alone. Whoever starts it closes its pipes."""
+        """In a session of its own: a terminal's Ctrl-C comes here alone. The caller closes its pipes."""
         with self._lock:
             if self._over:
                 raise InterruptedError("nothing is started any more")
@@ -104,29 +104,38 @@ def kill(process: subprocess.Popen[Any]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def hear(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
-    """What it says on stdout and stderr until it has ended; of each, the last MAX_BYTES. Raises TimeoutError."""
+def piped(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], IO[bytes]]:
+    """A program and its three pipes, in a session of its own: a terminal's Ctrl-C comes to this process alone."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    return process, process.stdin, process.stdout, process.stderr
+
+
+def received(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
+    """Its stdout and stderr until it has ended; of each, the last MAX_BYTES. Raises TimeoutError."""
     end = time.monotonic() + limit_s
-    said: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
-    with selectors.DefaultSelector() as eyes:
-        for pipe in said:
-            eyes.register(pipe, selectors.EVENT_READ)
-        while eyes.get_map():
+    output: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
+    with selectors.DefaultSelector() as selector:
+        for pipe in output:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map():
             left_s = end - time.monotonic()
-            ready = eyes.select(left_s) if left_s > 0 else []
+            ready = selector.select(left_s) if left_s > 0 else []
             if not ready:
                 raise TimeoutError
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
-                said[key.fileobj] = (said[key.fileobj] + data)[-MAX_BYTES:]
+                output[key.fileobj] = (output[key.fileobj] + data)[-MAX_BYTES:]
                 if not data:
-                    eyes.unregister(key.fileobj)
+                    selector.unregister(key.fileobj)
     try:
         process.wait(max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         raise TimeoutError from None
-    output, errors = (words.decode(errors="replace") for words in said.values())
-    return output, errors
+    return output[process.stdout].decode(errors="replace"), output[process.stderr].decode(errors="replace")
 
 
 def _leave(number: int, _: FrameType | None) -> None:

@@ -33,15 +33,9 @@ MAX_PAUSE_S = 30.0  # between two attempts to reach a host
 MARGIN_S = 5.0  # in which a node's own end, after GRACE_S, gets through to here
 START_S = 8.0  # after Ctrl-C, for a host that has not started anything yet
 CARRIED = ("PACELINE_", "GLOO_", "NCCL_", "OMP_NUM_THREADS")
-# they are about this machine
-LEFT_HERE = (
-    "PACELINE_HOST",
-    "PACELINE_STATUS",
-    "PACELINE_SSH",
-    "PACELINE_LOCAL_SIZES",
-    "PACELINE_JOIN_TICKET",
-    FORMERLY["PACELINE_JOIN_TICKET"],
-    "PACELINE_NODE",
+LEFT_HERE = (  # they are about this machine
+    *("PACELINE_HOST", "PACELINE_STATUS", "PACELINE_SSH", "PACELINE_LOCAL_SIZES", "PACELINE_NODE"),
+    *("PACELINE_JOIN_TICKET", FORMERLY["PACELINE_JOIN_TICKET"]),
 )
 
 
@@ -241,7 +235,7 @@ def _watch(
                 if key.data.unheard and not received:  # tee may have died of the Ctrl-C that comes here, too
                     heard(signal.SIGTERM, None)
             for node in nodes:
-                node.go_on()
+                node.flush()
             back = not (first or received) and lines.look(selector)
             if over and not ready and not back:
                 first = first or _first_failed(nodes, orders.least)
@@ -264,12 +258,12 @@ def _watch(
                 late = min(late, time.monotonic() + START_S)
             running = [node for node in nodes if node.process.poll() is None]
             if time.monotonic() > late and (hung := [node for node in running if not node.output.marked]):
-                _say_cut_off(hung, "had started nothing yet")
+                _log_cut_off(hung, "had started nothing yet")
                 for node in hung:
                     kill(node.process)
                     node.process.wait()
             if time.monotonic() > end:
-                _say_cut_off(running, "did not end in time")
+                _log_cut_off(running, "did not end in time")
                 return (first, code or first.code) if first else None
 
 
@@ -344,9 +338,8 @@ class HostRestarts:
         return self._first if len(states) - len(failed) < self.orders.least else None
 
 
-def _say_cut_off(nodes: Sequence[Node], why: str) -> None:
-    left = ", ".join(node.host.name for node in nodes)
-    log.error(f"cut off from {left}, which {why}")
+def _log_cut_off(nodes: Sequence[Node], why: str) -> None:
+    log.error(f"cut off from {', '.join(node.host.name for node in nodes)}, which {why}")
 
 
 def _first_failed(nodes: Sequence[Node], least: int, well: Sequence[int] = (0,)) -> Node | None:

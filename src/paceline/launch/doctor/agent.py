@@ -1,10 +1,11 @@
-"""One host in a doctor's hands: does what each line of stdin orders, and answers with a line. Sent over as source.
+"""Runs on an examined host: does what each line of stdin orders, and answers with a line. Sent over as source.
 
 It ends when stdin ends, or after LIFE_S whatever happens, and leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ class DoctorAgent:
         self._own, self._secret, self._since = "", b"", time.monotonic()
 
     def tell(self, folder: str) -> dict[str, Any]:
-        """All that can be told at once; importing torch has begun when this returns."""
+        """All that can be reported at once; importing torch has begun when this returns."""
         self._software = subprocess.Popen(
             [sys.executable, "-c", host_probe.SOFTWARE],
             stdin=subprocess.DEVNULL,
@@ -83,16 +84,15 @@ class DoctorAgent:
             found["stalled"] = error.strerror or str(error)
         return found
 
-    def software(self, patience_s: float) -> dict[str, Any]:
-        """What torch says of itself; or why it does not."""
+    def software(self, patience_s: float) -> Any:
+        """What torch reports of itself; or why it does not."""
         assert self._software
         try:
             out, errors = self._software.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
             return {"late": time.monotonic() - self._since}
         try:
-            found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
-            return found
+            return json.loads(out.strip().splitlines()[-1])
         except (IndexError, ValueError):
             last = (errors.strip() or f"exit code {self._software.returncode}").splitlines()[-1]
             return {"error": last[:300]}
@@ -107,10 +107,7 @@ class DoctorAgent:
 
 def main() -> None:
     signal.alarm(LIFE_S)
-    patient = DoctorAgent()
-    try:
+    with contextlib.closing(DoctorAgent()) as agent:
         for line in sys.stdin:
-            order, words = json.loads(line)
-            print(f"{MARK}{json.dumps(getattr(patient, order)(**words))}", flush=True)
-    finally:
-        patient.close()
+            order, options = json.loads(line)
+            print(f"{MARK}{json.dumps(getattr(agent, order)(**options))}", flush=True)

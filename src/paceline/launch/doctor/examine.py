@@ -1,10 +1,10 @@
-"""All hosts examined at once: what each says, who reaches whom, how fast; then `findings` says what is wrong.
+"""Examines all hosts at once: what each reports, which reach which, how fast; then `findings` names the problems.
 
 seconds   0 ................. 5.5 ................................................ 8.5
           come: facts, clock      settle, reach 2, software, cross pair by pair
           ................................................... late software, who comes late
 
-Each phase ends when all have answered, at the latest then; what no time is left for is told as that.
+Each phase ends when all have answered, at the latest then; what no time is left for is reported as that.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Examination:
 def examine(
     hosts: Sequence[Host] | None, way: Way, address: str = "", port: int = 0, show: Callable[[str], None] = print
 ) -> Examination:
-    """Of these hosts; None: of this machine alone. ``show`` is told what is being done.
+    """Of these hosts; None: of this machine alone. ``show`` gets what is being done.
 
     address     where the nodes would meet, as every host sees it; else where ssh reached the first
     port        which the first must be able to take; 0: any
@@ -85,14 +85,14 @@ def examine(
             ward.close()
     found = diagnose(mine, ward.told, ward.pairs, way)
     for weight, what in ward.hurried:
-        words = f"no time was left for {what}; ask fewer hosts at once, or without those that do not answer"
-        found.append(Finding(weight, "all", words))
+        text = f"no time was left for {what}; ask fewer hosts at once, or without those that do not answer"
+        found.append(Finding(weight, "all", text))
     found.sort(key=lambda finding: finding.weight)
     return Examination(ward.told, ward.pairs, found, ward.took_s)
 
 
 class _HostExam:
-    """The hosts, and what has been found so far. Who does not answer has a ``fault``, and is asked no more."""
+    """The hosts, and what has been found so far. A host that does not answer has a ``fault``, and is asked no more."""
 
     def __init__(self, hosts: Sequence[Host] | None, way: Way):
         self._begin = time.monotonic()
@@ -120,7 +120,7 @@ class _HostExam:
         return [name for name in self._here if "fault" not in self.told[name]]
 
     def _each(self, doing: str, what: Callable[[str], T], names: Sequence[str], weight: int = SLOW) -> dict[str, T]:
-        """Of all of them at once. Who is merely late has no fault: it may be busy."""
+        """Of all of them at once. One that is merely late has no fault: it may be busy."""
 
         def one(name: str) -> list[T]:
             try:
@@ -134,14 +134,14 @@ class _HostExam:
         return {name: answers[0] for name, answers in zip(names, self._crowd.map(one, names), strict=True) if answers}
 
     def come(self) -> None:
-        """Waits for all until COME_S, and until ALONE_S where there are not two yet; the others go on without who is
-        late, whose ways are not tried."""
+        """Waits for all until COME_S, and until ALONE_S where there are not two yet; the ways of later ones are not
+        tried."""
 
         def ask(host: Host) -> None:
             try:
                 visit = self._begin_visit(host)
-                told: dict[str, Any] = self._ask(host.name, "tell", OVER_S, folder=self._way.folder)
-                self.told[host.name] = {**told, **_clock(visit, self._begin + OVER_S)}
+                facts = self._ask(host.name, "tell", OVER_S, folder=self._way.folder)
+                self.told[host.name] = {**facts, **_clock(visit, self._begin + OVER_S)}
             except (ConnectionError, TimeoutError) as error:
                 self.told[host.name] = {"fault": str(error)}
 
@@ -162,8 +162,8 @@ class _HostExam:
         raise ConnectionError("the examination was ended")
 
     def linger(self) -> None:
-        """For who is late."""
-        wait(self._coming)  # nobody is asked longer than until OVER_S
+        """For those that are late."""
+        wait(self._coming)  # none is asked longer than until OVER_S
         late = [name for name, told in self.told.items() if "fault" not in told and name not in self._here]
         self.hurried += [(IN_THE_WAY, f"the ways to and from {name}, which came late") for name in late]
 
@@ -180,16 +180,15 @@ class _HostExam:
         }
 
         def ask(name: str) -> dict[str, Any]:
-            first = name == names[0]
-            wanted = port if first else 0
-            found: dict[str, Any] = self._ask(name, "open", OVER_S, **same, first=first, port=wanted)
+            wanted = port if name == names[0] else 0
+            found = self._ask(name, "open", OVER_S, **same, first=name == names[0], port=wanted)
             return {**found, "asked": address, "asked_port": wanted}
 
         for name, place in self._each("the address of", ask, names, IN_THE_WAY).items():
             self.told[name]["place"] = place
 
     def reach(self) -> None:
-        """Everyone tries everyone, unless it is plain that they look for each other at home."""
+        """Each host tries each other, unless they are known to look for each other at loopback addresses."""
         if any(meeting({name: self.told[name] for name in self._well})):
             return
         places = {name: self.told[name]["place"] for name in self._well if "place" in self.told[name]}
@@ -199,10 +198,9 @@ class _HostExam:
             self.hurried.append((IN_THE_WAY, "the ways between them"))
             return
 
-        def ask(name: str) -> dict[str, str]:
+        def ask(name: str) -> Any:
             peers = {peer: door for peer, door in doors.items() if self._alone or peer != name}
-            found: dict[str, str] = self._ask(name, "reach", OVER_S, peers=peers, patience_s=patience_s)
-            return found
+            return self._ask(name, "reach", OVER_S, peers=peers, patience_s=patience_s)
 
         for one, reached in self._each("the ways from", ask, list(doors), IN_THE_WAY).items():
             self.pairs += [{"from": one, "to": other, "why": why} for other, why in reached.items()]
@@ -211,19 +209,17 @@ class _HostExam:
         """Those that reach each other: no host in two crossings at a time, each direction by itself."""
         good = {(pair["from"], pair["to"]): pair for pair in self.pairs if not pair["why"]}
         names = [name for name in self._well if any(name in pair for pair in good)]
-        turns = [[(name, name) for name in names]] if self._alone else rounds(names)
+        steps = [[(name, name) for name in names]] if self._alone else rounds(names)
         left_s = min(CROSSING_S, OVER_S - self.took_s)
-        seconds = min(FLOOD_S[1], max(FLOOD_S[0], left_s / (2 * max(1, len(turns)))))
+        seconds = min(FLOOD_S[1], max(FLOOD_S[0], left_s / (2 * max(1, len(steps)))))
 
-        for turn in turns:
-            for direction in (turn, [(other, one) for one, other in turn if one != other]):
+        for step in steps:
+            for direction in (step, [(other, one) for one, other in step if one != other]):
                 peers = {one: other for one, other in direction if (one, other) in good and (other, one) in good}
 
-                def ask(name: str, peers: Mapping[str, str] = peers) -> dict[str, Any]:
-                    place = self.told[peers[name]]["place"]
-                    words = {"address": place["address"], "port": place["port"], "seconds": seconds}
-                    found: dict[str, Any] = self._ask(name, "measure", OVER_S, **words)
-                    return found
+                def ask(name: str, peers: Mapping[str, str] = peers) -> Any:
+                    to = {key: self.told[peers[name]]["place"][key] for key in ("address", "port")}
+                    return self._ask(name, "measure", OVER_S, **to, seconds=seconds)
 
                 here = [one for one, other in peers.items() if {one, other} <= set(self._well)]
                 if OVER_S - self.took_s < MIN_S:
@@ -237,9 +233,8 @@ class _HostExam:
         names = [name for name in self._well if "late" in self.told[name].get("software", {"late": 0})]
         patience_s = max(0.0, until_s - self.took_s)
 
-        def ask(name: str) -> dict[str, Any]:
-            found: dict[str, Any] = self._ask(name, "software", OVER_S, patience_s=patience_s)
-            return found
+        def ask(name: str) -> Any:
+            return self._ask(name, "software", OVER_S, patience_s=patience_s)
 
         for name, answer in self._each("the software of", ask, names).items():
             self.told[name]["software"] = answer
@@ -269,12 +264,12 @@ def _clock(visit: RemoteSession, end: float) -> dict[str, float]:
 
 
 def rounds(names: Sequence[T]) -> list[list[tuple[T, T]]]:
-    """Every pair once, in rounds in which nobody has two: all but one sit in a circle that turns."""
-    seats: list[T | None] = [*names, *([None] if len(names) % 2 else [])]
-    turns = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        turns.append([(one, other) for one, other in pairs if one is not None and other is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return turns
+    """Every pair once, in rounds in which no name has two: the circle method of a round-robin tournament."""
+    circle: list[T | None] = [*names, *([None] if len(names) % 2 else [])]
+    found = []
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
+        found.append([(one, other) for one, other in pairs if one is not None and other is not None])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found

@@ -1,16 +1,17 @@
-"""Can every host take part? All are asked at once, within ten seconds; every fault is told before anything starts."""
+"""Checks all hosts at once, within ten seconds, and reports every problem before anything is started."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.child_processes import ChildProcesses, hear, kill
+from paceline.launch.child_processes import ChildProcesses, kill, received
 from paceline.launch.deploy.packages import lacking
 from paceline.launch.doctor import host_facts
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
@@ -38,18 +39,18 @@ def check(
         while wait(asked, POLL_S).not_done:
             pass  # a signal that comes just before a wait is seen after it
         answers = [each.result() for each in asked]
-    told: list[str] = []
+    found: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
-            said = [answer]
+            found.append(f"{host.name}: {answer}")
         else:
-            said = faults(mine, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
-        told += [f"{host.name}: {words}" for words in said]
+            texts = faults(mine, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
+            found += [f"{host.name}: {text}" for text in texts]
     known = [answer for answer in answers if not isinstance(answer, str)]
-    if not told and not address and (words := unreachable(known)):
-        told.append(f"{hosts[0].name}: {words}")
-    if told:
-        raise ValueError("nothing was started, because not every host can take part:\n- " + "\n- ".join(told))
+    if not found and not address and (text := unreachable(known)):
+        found.append(f"{hosts[0].name}: {text}")
+    if found:
+        raise ValueError("nothing was started, because not every host can take part:\n- " + "\n- ".join(found))
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
@@ -60,25 +61,22 @@ def _ask(
     source = Path(host_facts.__file__).read_text(encoding="utf-8")
     tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a}, {packages!a})))\n"
     words = program(f"{TOO_OLD}exec(compile({source + tell!a}, 'facts', 'exec'))\n".encode())
-    command = way.command(host, "-c", READ)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command, pipe = way.command(host, "-c", READ), subprocess.PIPE
     try:
-        with calls.start(command, **pipes) as process:
+        with calls.start(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
             assert process.stdin
             try:
                 with contextlib.suppress(OSError):  # its end is seen below
                     process.stdin.write(words)
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-                output, errors = hear(process, LIMIT_S)
+                output, errors = received(process, LIMIT_S)
             except TimeoutError:
                 return no_answer(LIMIT_S)
             finally:
                 kill(process)
-    except FileNotFoundError:
-        return no_client(command[0])
     except OSError as error:
-        return f"{command[0]} cannot be started here: {error.strerror or error}"
+        return not_started(command[0], error)
     if process.returncode:
         return ended(host, way, process.returncode, errors)
     return _read(output, mine) or (
@@ -96,7 +94,9 @@ def _read(output: str, mine: Mapping[str, Any]) -> dict[str, Any] | None:
     return answer if fits else None
 
 
-def no_client(command: str) -> str:
+def not_started(command: str, error: OSError) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return f"{command} cannot be started here: {error.strerror or error}"
     return f"there is no {command!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
 
 
@@ -181,17 +181,13 @@ def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list
 
 def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
     """Why the others could not meet at node 0's address, where that can be told from here."""
-    first, others = known[0]["address"], [answer["address"] for answer in known[1:]]
-    if not others:
+    first, loopback = known[0]["address"], [re.match(r"127\.|::1$", answer["address"]) for answer in known]
+    if len(known) == 1:
         return None
     if not first:
         return "nothing there says at which address it was reached (SSH_CONNECTION is not set); give it with --address"
     if first.startswith("fe80:"):
         return f"it was reached at {first}, an address of one cable alone; give another of its with --address"
-    if _is_home(first) and not all(map(_is_home, others)):
+    if loopback[0] and not all(loopback):
         return f"it was reached at {first}, where the other hosts find only themselves; give its address with --address"
     return None
-
-
-def _is_home(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

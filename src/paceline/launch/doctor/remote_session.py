@@ -14,21 +14,14 @@ from typing import Any
 
 from paceline.engine.node import cgroup_limits
 from paceline.launch import machine
-from paceline.launch.child_processes import MAX_BYTES, hear, kill
+from paceline.launch.child_processes import MAX_BYTES, kill, piped, received
 from paceline.launch.doctor import agent, host_facts, host_probe, pair_probe, preflight
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 from paceline.link.net import auth
 
-POLL_S = 0.5  # how soon a visit that is closed by another thread is seen
-SOURCES = (
-    host_facts,
-    cgroup_limits,
-    machine,
-    auth,
-    host_probe,
-    pair_probe,
-    agent,
-)  # in the order in which they need each other
+POLL_S = 0.5  # how soon a session that is closed by another thread is seen
+# in the order in which they need each other
+SOURCES = (host_facts, cgroup_limits, machine, auth, host_probe, pair_probe, agent)
 # The next line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
 # there. Old enough for a Python that is too old.
 BOOT = f"""
@@ -53,54 +46,42 @@ class RemoteSession:
         self.host, self._way = host, way
         command = [sys.executable, "-c", READ] if here else way.command(host, "-c", READ)
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # a terminal's Ctrl-C comes to this process alone
-            )
-        except FileNotFoundError:
-            raise ConnectionError(preflight.no_client(command[0])) from None
+            self._process, self._stdin, self._stdout, self._stderr = piped(command)
         except OSError as error:
-            raise ConnectionError(f"{command[0]} cannot be started here: {error.strerror or error}") from None
-        assert self._process.stdin
-        assert self._process.stdout
-        assert self._process.stderr
-        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        self._heard = self._errors = b""
+            raise ConnectionError(preflight.not_started(command[0], error)) from None
+        self._received = self._errors = b""
         sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in SOURCES]
-        self._say(program(BOOT.encode()) + json.dumps(sources).encode() + b"\n")
+        self._send(program(BOOT.encode()) + json.dumps(sources).encode() + b"\n")
 
-    def _say(self, words: bytes) -> None:
-        with contextlib.suppress(OSError):  # its end is seen by who waits for the answer
-            self._stdin.write(words)
+    def _send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # its end is seen while waiting for the answer
+            self._stdin.write(message)
             self._stdin.flush()
 
     def ask(self, order: str, limit_s: float, **words: Any) -> Any:
-        """What the host answers to an order, within the limit, however much else it says."""
+        """The host's answer to an order, within the limit, however much else it prints."""
         end = time.monotonic() + limit_s
-        self._say(json.dumps([order, words]).encode() + b"\n")
-        with selectors.DefaultSelector() as eyes:
-            eyes.register(self._stdout, selectors.EVENT_READ)
-            eyes.register(self._stderr, selectors.EVENT_READ)
+        self._send(json.dumps([order, words]).encode() + b"\n")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            selector.register(self._stderr, selectors.EVENT_READ)
             while (left_s := end - time.monotonic()) > 0:
-                line, newline, rest = self._heard.partition(b"\n")
+                line, newline, rest = self._received.partition(b"\n")
                 if newline:
-                    self._heard = rest
+                    self._received = rest
                     _, mark, answer = line.decode(errors="replace").partition(agent.MARK)
                     if mark:
                         return self._read(answer)
                     continue
-                for key, _ in eyes.select(min(left_s, POLL_S)):
+                for key, _ in selector.select(min(left_s, POLL_S)):
                     if not (data := os.read(key.fd, 1 << 16)):
-                        eyes.unregister(key.fileobj)
+                        selector.unregister(key.fileobj)
                     if key.fileobj is self._stderr:
                         self._errors = (self._errors + data)[-MAX_BYTES:]
                     elif not data:
                         raise ConnectionError(self._why(end))
                     else:
-                        self._heard = (self._heard + data)[-MAX_BYTES:]
+                        self._received = (self._received + data)[-MAX_BYTES:]
                 if self._stdout.closed:
                     raise ConnectionError("the examination was ended")
         kill(self._process)
@@ -108,15 +89,15 @@ class RemoteSession:
 
     def _read(self, answer: str) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(said := json.loads(answer), (dict, float)):
-                return said
+            if isinstance(found := json.loads(answer), (dict, float)):
+                return found
         raise ConnectionError(
             f"it answered {answer[:80]!r}, which nothing of ours says; look at what is at {self._way.python} there"
         )
 
     def _why(self, end: float) -> str:
         try:
-            _, errors = hear(self._process, min(1.0, max(POLL_S / 5, end - time.monotonic())))
+            _, errors = received(self._process, min(1.0, max(POLL_S / 5, end - time.monotonic())))
             code = self._process.returncode
         except TimeoutError:
             code, errors = preflight.LOST, ""

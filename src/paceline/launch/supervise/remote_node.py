@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import selectors
-import subprocess
 import sys
 from typing import Any, BinaryIO
 
+from paceline.launch.child_processes import piped
 from paceline.launch.hosts import OWN_PATH, Host, Way
 from paceline.launch.node_agent import SAYS, STARTED
 from paceline.launch.output import Lines
@@ -27,23 +27,14 @@ class Node:
         self.failure: dict[str, Any] = {}  # the last that it said of a failure
         self.counted = self.heard = False
         self.lost = 0
-        self.process = subprocess.Popen(
-            way.command(host, "-c", NODE),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone
-        )
-        assert self.process.stdin
-        assert self.process.stdout
-        assert self.process.stderr
-        self.stdin, self._untold = self.process.stdin, bytearray()
+        self.process, self.stdin, stdout, stderr = piped(way.command(host, "-c", NODE))
+        self._unsent = bytearray()
         os.set_blocking(self.stdin.fileno(), False)  # an ssh that has stalled takes no more than a pipe holds
         out = sys.stderr if quiet else sys.stdout
-        self.output = Lines(host.name, self.process.stdout.fileno(), out.buffer, result, STARTED)
+        self.output = Lines(host.name, stdout.fileno(), out.buffer, result, STARTED)
         self.output.says, self.output.hear = SAYS, self._hear
-        self.errors = Lines(host.name, self.process.stderr.fileno(), sys.stderr.buffer)
-        self.pipes = {self.process.stdout: self.output, self.process.stderr: self.errors}
+        self.errors = Lines(host.name, stderr.fileno(), sys.stderr.buffer)
+        self.pipes = {stdout: self.output, stderr: self.errors}
 
     def _hear(self, said: Any) -> None:
         if isinstance(said, dict):
@@ -68,14 +59,14 @@ class Node:
         return str(self.said.get("state", HOLDS))
 
     def tell(self, what: object) -> None:
-        self._untold += json.dumps(what).encode() + b"\n"
-        self.go_on()
+        self._unsent += json.dumps(what).encode() + b"\n"
+        self.flush()
 
-    def go_on(self) -> None:
-        """Tells as much of what is left to tell as is taken at once."""
-        with contextlib.suppress(OSError):  # its end is seen by whoever waits for it
-            while self._untold:
-                del self._untold[: os.write(self.stdin.fileno(), self._untold)]
+    def flush(self) -> None:
+        """Sends as much of what is left to send as is taken at once."""
+        with contextlib.suppress(OSError):  # its end is seen elsewhere
+            while self._unsent:
+                del self._unsent[: os.write(self.stdin.fileno(), self._unsent)]
 
     def close(self) -> None:
         """Ends it there as well: what runs there sees its stdin end."""
