@@ -12,7 +12,7 @@ import pytest
 from near import ON, Near
 from paceline import cli
 from paceline.launch import ssh
-from paceline.launch.child_processes import MAX_BYTES, hear, kill
+from paceline.launch.child_processes import MAX_BYTES, kill, received
 from paceline.launch.deploy import snapshot
 from paceline.launch.deploy.send import send
 from paceline.launch.doctor import examine
@@ -55,17 +55,17 @@ def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, mo
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s; is it on"):
             visit.ask("clock", 0.5)
-        assert len(visit._heard) <= MAX_BYTES
+        assert len(visit._received) <= MAX_BYTES
     finally:
         visit.close(1.0)
 
 
-def test_of_what_is_heard_the_end_is_kept():
+def test_of_what_is_received_the_end_is_kept():
     words = ["sh", "-c", "head -c 5000000 /dev/zero; echo end; echo oh >&2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, **pipes) as process:
         try:
-            output, errors = hear(process, 30.0)
+            output, errors = received(process, 30.0)
         finally:
             kill(process)
     assert (len(output), output[-5:], errors) == (MAX_BYTES, "\0end\n", "oh\n")

@@ -1,4 +1,4 @@
-"""A run that outlives its terminal: the launcher in a session of its own, its output in a file, its end written down.
+"""Detached runs outlive their terminal: the launcher has its own session, its output and exit code go to files.
 
 ~/.local/state/paceline/detached/ID/     for its owner alone
     run.json    what was started, from which folder, on which host
@@ -44,16 +44,13 @@ class Detached:
         self.folder, self.id = folder, folder.name
 
     @property
-    def about(self) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
-        return said
+    def about(self) -> Any:
+        return json.loads((self.folder / "run.json").read_text())
 
     @property
     def running(self) -> bool:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(self.folder / "lock", "rb") as lock,
-        ):  # it may be forgotten now
+        # it may be forgotten now
+        with contextlib.suppress(FileNotFoundError), open(self.folder / "lock", "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -66,7 +63,7 @@ class Detached:
 
     @property
     def code(self) -> int | None:
-        """None: it runs, or was cut off together with who would have noted it."""
+        """None: it runs, or was killed together with the process that would have noted it."""
         try:
             return int((self.folder / "code").read_text())
         except (FileNotFoundError, ValueError):
@@ -76,10 +73,6 @@ class Detached:
     def lost(self) -> bool:
         """Whether its launcher was killed, and its nodes may train on without it."""
         return not self.running and (self.folder / "orders").exists()
-
-    @property
-    def orders(self) -> str:
-        return (self.folder / "orders").read_text()
 
     def follow(self, to: BinaryIO, until_begun: bool = False) -> int | None:
         """Passes its output on, from the beginning to its end, or until it has begun. Returns its exit code then."""
@@ -157,11 +150,7 @@ def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    sys.stdout.flush()
-    if not os.fork():
-        _keep(folder, output, lock)
-    os.close(output)
-    os.close(lock)
+    _fork(folder, output, lock)
     return Detached(folder)
 
 
@@ -173,16 +162,12 @@ def replace(run: Detached) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         output = os.open(run.folder / "output", os.O_WRONLY | os.O_APPEND)
-    except BlockingIOError:  # somebody else has just done it
+    except BlockingIOError:  # another process has just done it
         os.close(lock)
         return
     for name in ("code", "begun", "pid"):
         (run.folder / name).unlink(missing_ok=True)
-    sys.stdout.flush()
-    if not os.fork():
-        _keep(run.folder, output, lock)
-    os.close(output)
-    os.close(lock)
+    _fork(run.folder, output, lock)
 
 
 def chosen() -> bool:
@@ -196,50 +181,53 @@ def chosen() -> bool:
 
 def _lay(folder: Path, words: Sequence[str], hosts: str | None) -> tuple[int, int]:
     """The files of a run, open: its output and its lock, which is held. run.json comes last, and whole."""
-    about = {
-        "command": list(words),
-        "folder": os.getcwd(),
-        "host": socket.gethostname(),
-        "hosts": hosts,
-        "date": time.strftime("%F %T"),
-    }
+    about = {"command": list(words), "folder": os.getcwd(), "host": socket.gethostname(), "hosts": hosts}
+    about["date"] = time.strftime("%F %T")
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # whoever has a copy of this descriptor holds it
-    part = folder / "run.json.part"
-    part.write_text(json.dumps(about))
-    part.replace(folder / "run.json")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # each process that has a copy of this descriptor holds it
+    _write(folder / "run.json", json.dumps(about))
     return output, lock
 
 
 def begun() -> None:
-    """Said by a launcher when all is checked and the processes start: nobody needs to watch it any more."""
+    """Called by a launcher when all is checked and the processes start: its terminal is not needed any more."""
     for folder in _mine:
         (folder / "begun").touch()
 
 
-def keep_orders(words: str) -> None:
-    """For another launcher, should this one be killed. Whole, and for their owner alone: a secret is among them."""
+def keep_orders(orders: str) -> None:
+    """For another launcher, should this one be killed."""
     for folder in _mine:
-        part = folder / "orders.part"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(words)
-        part.replace(folder / "orders")
+        _write(folder / "orders", orders)
 
 
 def forget_orders() -> None:
-    """The run has ended, and everybody knows."""
+    """Called when the run has ended."""
     for folder in _mine:
         (folder / "orders").unlink(missing_ok=True)
 
 
 def left() -> bool:
-    """Whether this launcher was left alone: what it starts elsewhere then outlives it."""
+    """Whether this launcher is detached: what it starts elsewhere then outlives it."""
     return bool(_mine)
 
 
-def _keep(folder: Path, output: int, lock: int) -> None:
-    """In a process of its own, which does nothing but wait for the launcher and note its end. Does not return."""
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all, and for its owner alone: a secret may be in it."""
+    part = path.with_name(f"{path.name}.part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
+
+
+def _fork(folder: Path, output: int, lock: int) -> None:
+    """Forks a process that only waits for the launcher, its child, and notes its end; closes the files here."""
+    sys.stdout.flush()
+    if os.fork():
+        os.close(output)
+        os.close(lock)
+        return
     code = 70
     try:
         os.setsid()
@@ -252,7 +240,7 @@ def _keep(folder: Path, output: int, lock: int) -> None:
         if not launcher:
             end_with(keeper)
             os.environ[VARIABLE] = str(folder)
-            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # who follows it reads what was printed just now
+            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # followers read what was printed just now
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(launcher, number))
@@ -260,9 +248,7 @@ def _keep(folder: Path, output: int, lock: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         code = code if code >= 0 else 128 - code
     finally:
-        part = folder / "code.part"
-        part.write_text(str(code))
-        part.replace(folder / "code")
+        _write(folder / "code", str(code))
         os._exit(0)
 
 

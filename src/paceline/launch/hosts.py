@@ -1,4 +1,4 @@
-"""Which hosts, and how they are reached: `hostA,user@hostB:2` becomes a list, and every fault in it is told."""
+"""Parses the hosts of -H, such as `hostA,user@hostB:2`, reports every error in them, and builds ssh's command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def program(text: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Host:
-    """``name`` is what messages and output say, ``target`` what ssh is given, ``slots`` how many processes, if said.
+    """``name`` is for messages and output, ``target`` for ssh, ``slots`` the number of processes, if given.
 
     ``folder``: where the run starts there, if not in the same folder as here.
     """
@@ -89,7 +89,8 @@ def parse(text: str) -> list[Host]:
                 f"and a port in ~/.ssh/config"
             )
         elif name in [host.name for host in hosts]:
-            faults.append(f"{name} is named twice; a host with two processes is {_bracketed(name)}:2")
+            as_given = f"[{name}]" if ":" in name else name
+            faults.append(f"{name} is named twice; a host with two processes is {as_given}:2")
         else:
             hosts.append(Host(name, f"{user}{at}{name}", int(count) if count else None))
     if faults:
@@ -118,10 +119,6 @@ def _is_ipv6(name: str) -> bool:
     return not percent or bool(NAME.fullmatch(scope))
 
 
-def _bracketed(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
-
-
 def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None) -> list[str]:
     """The row of each node: its own by its host's name, or the one asked for; "" leaves it to the node.
 
@@ -130,9 +127,9 @@ def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None
     """
     own = own or {}
     faults, names = [], {host.name for host in hosts}
-    if (strange := sorted(own.keys() - names)) and not names <= own.keys():
+    if (unknown := sorted(own.keys() - names)) and not names <= own.keys():
         known = ", ".join(host.name for host in hosts)
-        faults.append(f"the plan has rows for {', '.join(strange)}, and -H names {known}; name these, or mend the plan")
+        faults.append(f"the plan has rows for {', '.join(unknown)}, and -H names {known}; name these, or fix the plan")
     found = []
     for host in hosts:
         row = own.get(host.name, asked)

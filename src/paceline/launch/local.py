@@ -21,6 +21,7 @@ from typing import Any
 
 from paceline import registry
 from paceline.environment import variable
+from paceline.launch.signals import AGAIN_S
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS, Team
 from paceline.launch.supervise.node_restarts import NodeRestarts
@@ -32,7 +33,6 @@ from paceline.report.log import log
 GRACE_S = 15.0
 TIMEOUT_S = 300.0  # after one Ctrl-C, for a long step and its checkpoint
 MAX_KEPT = 64  # ports, for those who start run after run
-AGAIN_S = 0.3  # in which a signal that comes again is the same one
 POLL_S = 0.02
 
 _kept = deque[int]()  # descriptors of `free_port`
@@ -68,13 +68,13 @@ def once(act: Callable[[int], object]) -> Callable[[int, object], None]:
     """``act`` as a signal's handler. What ends a service or a machine reaches every process, and some pass it on."""
     last_s = -math.inf
 
-    def heard(number: int, _: object) -> None:
+    def handler(number: int, _: object) -> None:
         nonlocal last_s
         if time.monotonic() - last_s > AGAIN_S:
             last_s = time.monotonic()
             act(number)
 
-    return heard
+    return handler
 
 
 @dataclass
@@ -147,9 +147,9 @@ def start(
     with contextlib.ExitStack() as stack:
         team = Team(command, sizes, closed=asked is not None)
         orders = Asked(team, asked or tuple, tell)
-        heard = once(orders.pass_on)
+        handler = once(orders.pass_on)
         for number in (signal.SIGINT, signal.SIGTERM):  # before there is anything to leave behind
-            stack.callback(signal.signal, number, signal.signal(number, heard))
+            stack.callback(signal.signal, number, signal.signal(number, handler))
         folder: Path | None = None
         if restarts or tell or (returns and base.get("PACELINE_NODES")):
             folder = team.reports = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
@@ -209,20 +209,15 @@ def _tell(team: Team, orders: Asked, before: dict[str, Any]) -> dict[str, Any]:
     if orders.tell is None:
         return before
     (state,) = team.states().values()
-    said: dict[str, Any] = {"state": state, "members": _members(variable("PACELINE_TICKET_FILE", team.environment))}
+    report: dict[str, Any] = {"state": state, "members": []}
+    with contextlib.suppress(ValueError):
+        report["members"] = list(JoinTicket.read(Path(variable("PACELINE_TICKET_FILE", team.environment))).members)
     if state == FAILED:
         code = team.code(next(iter(team.states())))
-        said |= {"code": code, "faults": sorted(team.faults(), key=str), "begun": team.begun}
-    if said != before:
-        orders.tell(said)
-    return said
-
-
-def _members(ticket: str) -> list[str]:
-    try:
-        return list(JoinTicket.read(Path(ticket)).members)
-    except ValueError:
-        return []
+        report |= {"code": code, "faults": sorted(team.faults(), key=str), "begun": team.begun}
+    if report != before:
+        orders.tell(report)
+    return report
 
 
 def _lay(team: Team, base: Mapping[str, str], node: int | None, meeting: tuple[str, int] | None) -> None:
@@ -247,15 +242,16 @@ def _watch(team: Team, orders: Asked, least: int, again: NodeRestarts | None) ->
     failed: int | None = None
     killed = False
     end, limit_s = float("inf"), float("inf")
-    said: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     while True:
         orders.look()
-        said = _tell(team, orders, said)
+        report = _tell(team, orders, report)
         states = team.states()
         lost = [node for node, state in states.items() if state == FAILED]
         if failed is None and lost and not _go_on(states, least, again):
             failed = team.code(lost[0])
-            killed = any(map(_by_signal, map(team.code, lost)))  # and not by this launcher, as others may be now
+            # and not by this launcher, as others may be now
+            killed = any(code < 0 or code > 128 for code in map(team.code, lost))
             if least and not orders.ends:
                 _let_go(team, states, met=bool(again and again.met))
         coming = again is not None and bool(lost) and failed is None and not orders.ends
@@ -277,7 +273,7 @@ def _watch(team: Team, orders: Asked, least: int, again: NodeRestarts | None) ->
             failed = failed or -signal.SIGKILL
             break
         time.sleep(POLL_S)
-    _tell(team, orders, said)
+    _tell(team, orders, report)
     return _ending(team, least, failed, killed)
 
 
@@ -302,10 +298,6 @@ def _let_go(team: Team, states: Mapping[int, str], met: bool) -> None:
             team.end(node)
         elif state == HOLDS and met:
             team.send(signal.SIGTERM, node)
-
-
-def _by_signal(code: int) -> bool:
-    return code < 0 or code > 128
 
 
 def _ending(team: Team, least: int, failed: int | None, killed: bool) -> Ending:

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO
 
 from paceline.launch.child_processes import end_with
@@ -174,7 +174,8 @@ def through(run: Callable[[], int]) -> int:
         os.close(sink)
     sinks = {source: Sink(number) for number, (source, _) in pipes.items()}
     code = _pump(sinks, child)
-    _drain(list(sinks.values()))
+    while any(sink.waits for sink in sinks.values()) and _poll((), sinks.values(), LINGER_S):
+        pass  # to a reader that reads on, however slowly
     return code
 
 
@@ -210,14 +211,18 @@ class Sink:
             self.waits.clear()
 
 
-def _ready(sources: Iterable[int], sinks: Iterable[Sink], limit_s: float) -> set[int]:
-    poll = select.poll()
+def _poll(sources: Iterable[int], sinks: Iterable[Sink], limit_s: float) -> set[int]:
+    """Writes what is taken at once. Returns the ``sources`` that can be read, and the sinks that were written to."""
+    poll, waiting = select.poll(), [sink for sink in sinks if sink.waits]
     for source in sources:
         poll.register(source, select.POLLIN)
-    for sink in sinks:
-        if sink.waits:
-            poll.register(sink.number, select.POLLOUT)
-    return {number for number, _ in poll.poll(1000 * limit_s)}
+    for sink in waiting:
+        poll.register(sink.number, select.POLLOUT)
+    ready = {number for number, _ in poll.poll(1000 * limit_s)}
+    for sink in waiting:
+        if sink.number in ready:
+            sink.flush()
+    return ready
 
 
 def _pump(sinks: dict[int, Sink], child: int) -> int:
@@ -232,10 +237,7 @@ def _pump(sinks: dict[int, Sink], child: int) -> int:
                     signal.signal(number, signal.SIG_IGN)  # there is nobody to pass them on to
         open_for = [source for source in sources if sinks[source].takes]
         full = len(open_for) < len(sources)
-        ready = _ready(open_for, sinks.values(), 0 if ended and not full else POLL_S)
-        for sink in sinks.values():
-            if sink.number in ready and sink.waits:
-                sink.flush()
+        ready = _poll(open_for, sinks.values(), 0 if ended and not full else POLL_S)
         for source in ready.intersection(open_for):
             data = os.read(source, PART_BYTES)
             if data:
@@ -244,14 +246,3 @@ def _pump(sinks: dict[int, Sink], child: int) -> int:
                 sources.remove(source)
         if ended and not full and not ready.intersection(open_for):
             return code if code >= 0 else 128 - code
-
-
-def _drain(sinks: Sequence[Sink]) -> None:
-    """To whoever reads on, however slowly."""
-    while any(sink.waits for sink in sinks):
-        ready = _ready((), sinks, LINGER_S)
-        if not ready:
-            return
-        for sink in sinks:
-            if sink.number in ready and sink.waits:
-                sink.flush()

@@ -23,9 +23,9 @@ from paceline.launch.local import GRACE_S, TIMEOUT_S, num_processes, once
 from paceline.launch.output import shown
 from paceline.launch.supervise import trained_alone
 from paceline.launch.supervise.local_nodes import DONE, FAILED, HOLDS, JOINS
-from paceline.launch.supervise.node_restarts import RETRY_DELAY_S, RETURNS
+from paceline.launch.supervise.node_restarts import RETURNS
 from paceline.launch.supervise.remote_node import Node
-from paceline.launch.supervise.restart_policy import Ending, Restarts
+from paceline.launch.supervise.restart_policy import RETRY_DELAY_S, Ending, Restarts
 from paceline.report.log import log
 
 POLL_S = 0.1

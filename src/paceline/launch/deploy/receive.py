@@ -33,7 +33,7 @@ SPARE_BYTES = 16 << 20  # of a disk
 
 
 class Refused(Exception):
-    """What the sender is told."""
+    """The error that is sent to the sender."""
 
 
 def root() -> str:
@@ -60,9 +60,9 @@ def receive(source: BinaryIO, sink: BinaryIO, base: str) -> None:
         os.chmod(base, 0o700)
         with _alone(base, say):
             _clear_parts(base)
-            wanted = [(hash_, size) for tree in asked["trees"] for _, hash_, size, _ in tree["files"]]
-            missing = [i for i, (hash_, size) in enumerate(dict(wanted).items()) if not _has(base, hash_, size)]
-            contents = list(dict(wanted).items())
+            wanted = {hash_: size for tree in asked["trees"] for _, hash_, size, _ in tree["files"]}
+            contents, files = list(wanted.items()), os.path.join(base, "files")
+            missing = [i for i, (name, size) in enumerate(contents) if not _right(os.path.join(files, name), size)]
             _room(base, asked["trees"], sum(contents[i][1] for i in missing))
             say(missing=missing)
             for i in missing:
@@ -140,10 +140,6 @@ def _right(path: str, size: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == size and found.st_mtime_ns == STAMP * 10**9
 
 
-def _has(base: str, hash_: str, size: int) -> bool:
-    return _right(os.path.join(base, "files", hash_), size)
-
-
 def _room(base: str, trees: list[dict[str, Any]], arriving: int) -> None:
     """Where there is too little, all folders that nobody needs go first."""
     new = [tree for tree in trees if not os.path.isdir(os.path.join(base, "trees", mark(tree)))]
@@ -186,9 +182,8 @@ def _lay(base: str, tree: dict[str, Any]) -> str:
     name = mark(tree)
     folder, said = (os.path.join(base, "trees", name + end) for end in ("", ".json"))
     here = folder if os.path.isdir(folder) else os.path.join(base, "trees", f".part{os.getpid()}")
-    for below in sorted(
-        {os.path.dirname(path) for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"])} | {""}
-    ):
+    below_all = {os.path.dirname(path) for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"])}
+    for below in sorted(below_all | {""}):
         full = os.path.join(here, below)
         os.makedirs(full, exist_ok=True)
         if os.path.realpath(full) != os.path.normpath(os.path.join(os.path.realpath(here), below)):
@@ -220,11 +215,9 @@ def _lay(base: str, tree: dict[str, Any]) -> str:
 def _copy(content: str, part: str, linked: bool) -> None:
     """Large data are there once; a file system that cannot link, or has linked enough, copies."""
     if linked:
-        try:
+        with contextlib.suppress(OSError):
             os.link(content, part)
             return
-        except OSError:
-            pass
     shutil.copyfile(content, part)
 
 

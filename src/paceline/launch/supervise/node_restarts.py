@@ -1,4 +1,4 @@
-"""A node that failed is started again as a joining node, as long as others hold all state: it joins with a ticket."""
+"""Restarts a failed node as a joining node, which joins with a token, as long as other nodes hold all state."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.launch.supervise.local_nodes import FAILED, Team
+from paceline.launch.supervise.restart_policy import RETRY_DELAY_S, STABLE_AFTER_S
 from paceline.report.log import log
 
-RETURNS = 3  # of one node, as long as it does not live for STABLE_AFTER_S in between
-STABLE_AFTER_S = 3600.0  # longer than it waits to be taken in
-RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
+RETURNS = 3  # of one node, as long as it does not live for STABLE_AFTER_S, longer than an admission takes, in between
 
 
 class NodeRestarts:
-    """``begin``: starts a node's processes anew. ``ticket`` is there as soon as there is a run to come to."""
+    """``begin``: starts a node's processes anew. ``ticket`` exists as soon as there is a run to join."""
 
     def __init__(self, ticket: Path, returns: int, begin: Callable[[int], None]):
         self.ticket, self.returns, self.begin = ticket, returns, begin
         self.begin_anew(False)
 
     def begin_anew(self, alone: bool) -> None:
-        """For another start of the run. ``alone``: no node elsewhere writes a ticket here, so what lies there is of a
-        run that was killed, and nobody is there to join."""
+        """For another start of the run. ``alone``: no node elsewhere writes a ticket here, so an old one is of a run
+        that was killed."""
         self._num_begun: dict[int, int] = {}
         self._begun_s: dict[int, float] = {}
         self._ended_s: dict[int, float] = {}
@@ -37,7 +36,7 @@ class NodeRestarts:
         return self.met and self._count(node) < self.returns
 
     def _count(self, node: int) -> int:
-        """How often a node that failed has come back since it last lived in peace."""
+        """How often a failed node has come back since it last ran for STABLE_AFTER_S without failing."""
         ended_s = self._ended_s.setdefault(node, time.monotonic())
         lived_s = ended_s - self._begun_s.get(node, ended_s)
         return self._num_begun.get(node, 0) if lived_s <= STABLE_AFTER_S else 0

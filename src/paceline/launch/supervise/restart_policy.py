@@ -18,7 +18,7 @@ from paceline.report.log import log
 RESTARTS = 3  # of a run, as long as it does not train for STABLE_AFTER_S in between
 STABLE_AFTER_S = 3600.0
 RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
-# of what an error says, these differ from start to start: addresses, ports, process ids, free bytes
+# what differs from start to start in an error: addresses, ports, process ids, free bytes
 NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 Fault = tuple[str, int | None]  # an error, and after how many steps
@@ -55,7 +55,7 @@ class Restarts:
         begun, before = self._begun or ending.begun, self._before
         faults = {(NUMBERS.sub("#", error), step): error for error, step in ending.faults}
         self._begun, self._before = begun, frozenset(faults)
-        # a script that fails before it has joined has a fault that people must mend
+        # a script that fails before it has joined has an error that users must fix
         if not self.most or not ending.code or (ending.done and faults) or not (begun or ending.killed):
             return None
         if again := faults.keys() & before:

@@ -1,4 +1,4 @@
-"""What a detached launcher knows of its run on hosts is kept, so that another takes its place when it is killed."""
+"""Keeps what a detached launcher knows of its run on hosts, so that another takes its place when it is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.report.log import log
 @dataclass(frozen=True)
 class Launch:
     """A run on hosts, but for what changes from start to start (`ssh.Orders`). ``paths``, ``address``, ``needs``: as of
-    `check`. ``quiet``: only its result goes to stdout. ``success``: said at a good end."""
+    `check`. ``quiet``: only its result goes to stdout. ``success``: printed at exit code 0."""
 
     hosts: Sequence[Host]
     way: Way
@@ -53,26 +53,25 @@ class Launch:
         return code
 
     def _keep(self, orders: ssh.Orders) -> None:
-        told = {each.name: getattr(orders, each.name) for each in dataclasses.fields(orders)}
-        for name in ("meet", "together", "keep", "way"):
-            del told[name]
-        with contextlib.suppress(OSError):  # on a full disk the run goes on; what was kept before stays
-            detach.keep_orders(json.dumps({"launch": asdict(self), "orders": told}))
+        left_out = ("meet", "together", "keep", "way")
+        kept = {name: value for name, value in vars(orders).items() if name not in left_out}
+        with contextlib.suppress(OSError):  # on a full disk the run continues; what was kept before stays
+            detach.keep_orders(json.dumps({"launch": asdict(self), "orders": kept}))
 
     @classmethod
     def read(cls, text: str) -> tuple[Launch, ssh.Orders]:
-        said: dict[str, Any] = json.loads(text)
-        way = Way(**said["launch"].pop("way"))
-        hosts = [Host(**each) for each in said["launch"].pop("hosts")]
-        orders = ssh.Orders(way=way, **said["orders"])
-        orders.meeting = (said["orders"]["meeting"][0], said["orders"]["meeting"][1])
-        return cls(hosts=hosts, way=way, **said["launch"]), orders
+        kept: dict[str, Any] = json.loads(text)
+        way = Way(**kept["launch"].pop("way"))
+        hosts = [Host(**each) for each in kept["launch"].pop("hosts")]
+        orders = ssh.Orders(way=way, **kept["orders"])
+        orders.meeting = (kept["orders"]["meeting"][0], kept["orders"]["meeting"][1])
+        return cls(hosts=hosts, way=way, **kept["launch"]), orders
 
 
 def take_over(run: detach.Detached) -> int:
     """In the place of its launcher, which was killed: finds its nodes where they train. Returns the run's exit code."""
     try:
-        launch, orders = Launch.read(run.orders)
+        launch, orders = Launch.read((run.folder / "orders").read_text())
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"what the launcher of {run.id} kept cannot be read ({error!r}); use the version of paceline that started "
