@@ -1,8 +1,8 @@
 """A name becomes an object: find("codec", "topk", keep=0.01); names("codec"); typo hints.
 
 A plug-in is one module in a room with one class named as the room's promise (Engine, Link, Codec,
-Exchange). Nothing is registered: the folder is the table. What stands for a name that nobody has said is said here,
-and nowhere else; what a plug-in is like, it says itself (`says`).
+Exchange). Nothing is registered: the folder is the table. Names of defaults stand here, and nowhere else; a plug-in's
+traits stand in its class (`says`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 ROOMS = {"engine": "Engine", "exchange": "Exchange", "codec": "Codec", "link": "Link", "models": "build"}
 PROMISES = "contract.py", "transport.py"  # where these classes are promised
 PLACES = {"models": "train.models"}  # of rooms that lie inside of others
-FORMERLY = {  # what methods were called once: scripts, plans and checkpoints may say so, and mean today's
+FORMERLY = {  # former names of methods, which scripts, plans and checkpoints may still have
     "engine": {"virtual": "reproducible", "replay": "emulated"},
     "exchange": {"periodic": "local_sgd", "tree": "ordered"},
     "link": {"torch": "gloo"},
@@ -75,9 +75,9 @@ def head(text: str) -> tuple[str, str]:
 
 
 def says(room: str, name: str, trait: str) -> Any:
-    """What the plug-in's class says of itself by a plain value, else the one that it inherits from, else the promise.
+    """The plain value of the plug-in's class attribute, else of the one that it inherits from, else the promise's.
 
-    Read and not imported, as `names`. Of a name that nobody has, the promise's.
+    Read and not imported, as `names`. Of an unknown name, the promise's.
     """
     name = current(room, name)
     known = name in names(room)
@@ -158,8 +158,6 @@ def parse(room: str, text: str) -> Any:
 
 def _value(text: str) -> int | float | str:
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(text)
-        except ValueError:
-            pass
     return text.strip()

@@ -1,4 +1,4 @@
-"""A training from the moment in which all have met until this process leaves: its steps, and what surrounds them."""
+"""A training from the end of the rendezvous until this process leaves: its steps, saving, signals, and the end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """``over``: it has left the others; ``broken``: it has lost them, and its model may join again.
+    """``over``: it has left the others; ``broken``: the connection failed, and its model may join again.
 
     ``wrappers``: around or inside of the model that `join` was given.
     """
@@ -103,9 +103,8 @@ class Training:
         if met.surviving:
             met.surviving.rows = lambda: run.shares[run.world.node]
         self.joiner = JoinClient(run, late, met.said, self._glance) if world.join_ticket else None
-        self._stragglers = (
-            Stragglers(run.record, run.members.peer_status, job.shares == "measured") if members else None
-        )
+        measured = job.shares == "measured"
+        self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
         run.observers = self._observers(met.several, Path(form) if form else None)
         self._report()
@@ -115,7 +114,7 @@ class Training:
         self._own_steps = OwnSteps(job.optimizer)
         if world.world_size > 1 and not world.join_ticket and not watched:  # who comes late follows the others' steps
             self._unstepped = True
-            atexit.register(self._say_unstepped)
+            atexit.register(self._log_unstepped)
         if members:
             atexit.register(_leave, run)
             if run.exchange.overlap == "forward":
@@ -127,7 +126,7 @@ class Training:
         run.control.on_view_change = self._roles.on_view_change
 
     def announce_met(self) -> None:
-        """Who was lost while all joined; once the record has told who did."""
+        """Logs the nodes that failed while all joined, once the record has those that did."""
         for news in self._met:
             self._roles.announce(news)
 
@@ -136,21 +135,14 @@ class Training:
         if run.leader and (stale := plan_cache.confirm(run.job)):
             log.info(f"{stale}; the next start measures again")
             run.record.write("hint", text=stale)
-        if (
-            run.leader
-            and run.world.num_nodes > 2
-            and codec.sums
-            and codec.fidelity == "rounded"
-            and not run.link.accumulates_fp32
-        ):
-            text = (
-                f"the wire adds in {codec.wire}: among {run.world.num_nodes} nodes a sum is rounded once more by each"
-            )
+        rounds, num_nodes = codec.sums and codec.fidelity == "rounded", run.world.num_nodes
+        if run.leader and num_nodes > 2 and rounds and not run.link.accumulates_fp32:
+            text = f"the wire adds in {codec.wire}: among {num_nodes} nodes a sum is rounded once more by each"
             log.info(text)
             run.record.write("hint", text=text)
 
     def _observers(self, several: bool, form: Path | None) -> list[step_observer.StepObserver]:
-        """Each is told of a step before the next one."""
+        """Each is called after a step, before the next one."""
         run, job, engine = self.run, self.run.job, self.run.engine
         together, apart = run.exchange.consensus == "step", run.world.num_nodes > 1 or bool(run.world.join_ticket)
         found: list[step_observer.StepObserver] = [self.steps]
@@ -179,7 +171,7 @@ class Training:
         return found
 
     def _report(self) -> None:
-        """What others are told of this process while it trains."""
+        """Publishes the state of this process while it trains."""
         run, engine = self.run, self.run.engine
         run.activity.notice = self._notice
         seen = self.linked and not run.watched
@@ -200,7 +192,7 @@ class Training:
             self._own_steps.refuse()
             self._stepped, self._unstepped = True, False
         if self.joiner:
-            raise ValueError("a node that comes late is dealt its rows by pace.batches alone; give it the dataset")
+            raise ValueError("a joining node gets its rows from pace.batches alone; give that the dataset")
         if self.admission:
             self.admission.before(batch, gradient is not None)
         epoch = cursor.epoch if batch.epoch is None else batch.epoch
@@ -227,8 +219,8 @@ class Training:
     _stepped = False
     _unstepped = False  # until the first step: whether to say at the end that there was none
 
-    def _say_unstepped(self) -> str:
-        """At the end: whether each process trained alone, which a script that does not close is told here."""
+    def _log_unstepped(self) -> str:
+        """At the end: whether each process trained alone, which is logged here if the script did not close."""
         text = unstepped_text(self._own_steps.count, self.run.world.world_size) if self._unstepped else ""
         if text:
             self._unstepped = False
@@ -239,15 +231,15 @@ class Training:
 
     @contextlib.contextmanager
     def among_all(self, doing: str) -> Iterator[None]:
-        """What all must do between two steps. A loss says what this process was doing."""
+        """What all must do between two steps. A LinkError names what this process was doing."""
         with self.run.activity.at(doing):
             try:
                 yield
             except LinkError as error:
                 self.broken = True
                 self.run.exchange.close()  # as in a step
-                words = f"{self.run.identity}, {doing} at step {self.run.num_steps}: {error}"
-                raise LinkError(words, error.peer, error.resumes) from error
+                text = f"{self.run.identity}, {doing} at step {self.run.num_steps}: {error}"
+                raise LinkError(text, error.peer, error.resumes) from error
 
     def save(self, folder: Path, wait: bool = True) -> Path | None:
         """A checkpoint; the path, in the leader. Every process must call it. Raises CheckpointError."""
@@ -255,11 +247,11 @@ class Training:
             return None if self.run.watched else self.saver.save(folder, wait)
 
     def _listen(self) -> Interrupt | None:
-        """A node that is cut off from who started it trains on, where the others are not."""
+        """A node that is cut off from its launcher trains on, where the others are not."""
         signals = (*(SIGNALS if self.run.folder else ()), *([HANGUP] if self.run.world.min_nodes else ()))
-        return Interrupt(self._heard, signals) if signals and not self.run.watched else None
+        return Interrupt(self._note_signal, signals) if signals and not self.run.watched else None
 
-    def _heard(self, number: int) -> None:
+    def _note_signal(self, number: int) -> None:
         if number == HANGUP:
             self.run.launcher_lost = True
         else:
@@ -314,7 +306,7 @@ class Training:
             self.run.link.close()
         if unwritten:
             raise unwritten
-        if text := self._say_unstepped():
+        if text := self._log_unstepped():
             never = NeverStepped(text)
             never.told = not self.run.leader  # type: ignore[attr-defined]
             raise never

@@ -286,7 +286,7 @@ def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(t
         assert told["cards"]["e0"]["mtu"] == 1500
         assert abs(told["skew_s"]) <= told["skew_error_s"] + 0.01, "one clock under both"
         trap = (
-            rf"its own name 'node{node}' leads home \(127\.0\.1\.1\): .*, such as 10\.77\.0\.{node + 1}, in /etc/hosts"
+            rf"own name 'node{node}' resolves to loopback \(127\.0\.1\.1\): .*as 10\.77\.0\.{node + 1}, in /etc/hosts"
         )
         assert any(f["who"] == f"node{node}" and re.search(trap, f["what"]) for f in found["findings"])
     assert {(pair["from"], pair["to"]) for pair in found["pairs"]} == {("node0", "node1"), ("node1", "node0")}
@@ -299,7 +299,7 @@ def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(t
 @needs_machines
 def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines):
     said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--address", "node0", code=1)
-    line = "- node0: 'node0' is 127.0.1.1 there, where no other machine comes: a name that leads home; give --address"
+    line = "- node0: 'node0' is 127.0.1.1 there, where no other machine comes: a name that resolves to loopback; give"
     assert line in said
     assert said.splitlines()[-1] == "one thing stands in the way of a run"
 

@@ -75,9 +75,9 @@ def test_the_healthy_have_nothing(healthy):
         (
             {"own_name": {"name": "box", "address": "127.0.1.1"}},
             SLOW,
-            r"'box' leads home \(127\.0\.1\.1\).*as 10\.0\.0\.2,",
+            r"'box' resolves to loopback \(127\.0\.1\.1\).*as 10\.0\.0\.2,",
         ),
-        ({"own_name": {"name": "box", "error": "unknown"}}, SLOW, r"'box' leads nowhere \(unknown\)"),
+        ({"own_name": {"name": "box", "error": "unknown"}}, SLOW, r"'box' does not resolve \(unknown\)"),
         ({"software": {"late": 8.0}}, SLOW, "importing torch took more than 8 s"),
         ({"software": {"error": "ImportError: x"}}, IN_THE_WAY, "fails there: ImportError: x; install"),
         ({"folder": False}, IN_THE_WAY, "the working directory .* is not there"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from paceline import registry
 
@@ -16,71 +16,59 @@ PLAN = (
     f"{registry.PROCESSES}:2+channels_last."
 )
 
-Model = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")
-]
+Model = Annotated[str | None, Option(help=f"One of {', '.join(registry.names('models'))}; or package.module:function.")]
 Data = Annotated[
-    str | None, typer.Option(help="Folder with one sub-folder of images per class, or a folder that `pack` wrote.")
+    str | None, Option(help="Folder with one sub-folder of images per class, or a folder that `pack` wrote.")
 ]
-TestFraction = Annotated[float, typer.Option(help="Fraction held out for testing, if there is no test/ folder.")]
-SkipBroken = Annotated[bool, typer.Option("--skip-broken", help="Leave out unreadable images.")]
-Plan = Annotated[str, typer.Option("--plan", "--engine", help=PLAN)]
-Fidelity = Annotated[str, typer.Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
+TestFraction = Annotated[float, Option(help="Fraction held out for testing, if there is no test/ folder.")]
+SkipBroken = Annotated[bool, Option("--skip-broken", help="Leave out unreadable images.")]
+Plan = Annotated[str, Option("--plan", "--engine", help=PLAN)]
+Fidelity = Annotated[str, Option(help="What a plan may choose: exact, rounded (16 bits), approximate.")]
 Reproducible = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--reproducible",
         help=f"Bit-identical weights for any number of nodes: --plan {registry.REPRODUCIBLE}:{registry.SHARES}, or "
         f"{registry.REPRODUCIBLE}:k for k shares.",
     ),
 ]
 Shares = Annotated[
-    str | None, typer.Option(help="Part of the batch per node: measured (default), equal, or proportions such as 3,1.")
+    str | None, Option(help="Part of the batch per node: measured (default), equal, or proportions such as 3,1.")
 ]
-Out = Annotated[Path | None, typer.Option(help="The run's folder: record, checkpoints, weights, plan.")]
+Out = Annotated[Path | None, Option(help="The run's folder: record, checkpoints, weights, plan.")]
 Hosts = Annotated[
     list[str] | None,
-    typer.Option("-H", "--hosts", help="Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated."),
+    Option("-H", "--hosts", help="Hosts, over ssh: hostA,user@hostB, or hostA:4,hostB:2; may be repeated."),
 ]
-Env = Annotated[str | None, typer.Option("--env", help="With -H: environment variables to pass on, as A,B.")]
+Env = Annotated[str | None, Option("--env", help="With -H: environment variables to pass on, as A,B.")]
 Python = Annotated[
-    str | None,
-    typer.Option("--python", help="With -H: the Python interpreter on the hosts; default: the same path as here."),
+    str | None, Option("--python", help="With -H: the Python interpreter on the hosts; default: the same path as here.")
 ]
 Address = Annotated[
-    str | None,
-    typer.Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh."),
+    str | None, Option("--address", help="With -H: the first host's address for the other hosts; default: as for ssh.")
 ]
 Ssh = Annotated[
-    str, typer.Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
+    str, Option("--ssh", envvar="PACELINE_SSH", help="With -H: the ssh client and its options, 'ssh -F file'.")
 ]
 Send = Annotated[
-    bool,
-    typer.Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent."),
+    bool, Option("--send", help="With -H: copy the working tree, as git sees it, and --data; only changes are sent.")
 ]
 Join = Annotated[
-    Path | None, typer.Option(help="Join a run that was started with --nodes: the path of its join token, ticket.json.")
+    Path | None, Option(help="Join a run that was started with --nodes: the path of its join token, ticket.json.")
 ]
 Nodes = Annotated[
     str | None,
-    typer.Option(
-        help="Minimum and maximum, as 2:4: training continues if nodes fail. Without -H, nodes on this machine."
-    ),
+    Option(help="Minimum and maximum, as 2:4: training continues if nodes fail. Without -H, nodes on this machine."),
 ]
 Wait = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Seconds that survivors below the minimum wait for failed nodes; default 600."),
+    float | None, Option(min=0.0, help="Seconds that survivors below the minimum wait for failed nodes; default 600.")
 ]
 Restarts = Annotated[
     int | None,
-    typer.Option(min=0, help="How often a failed run is restarted from its newest checkpoint; default 3 with --nodes."),
+    Option(min=0, help="How often a failed run is restarted from its newest checkpoint; default 3 with --nodes."),
 ]
-Encrypt = Annotated[
-    bool, typer.Option("--encrypt", help="Encrypt all traffic between nodes with TLS 1.3; needs no setup.")
-]
-Detach = Annotated[
-    bool, typer.Option("--detach", help="Run without this terminal; follow the run with `paceline attach`.")
-]
+Encrypt = Annotated[bool, Option("--encrypt", help="Encrypt all traffic between nodes with TLS 1.3; needs no setup.")]
+Detach = Annotated[bool, Option("--detach", help="Run without this terminal; follow the run with `paceline attach`.")]
 
 
 def listed(hosts: list[str] | None) -> str | None:

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -75,6 +75,7 @@ def plan(
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     command = _command(script, context.args, model, data, batch_size)
     only = rows.replace(",", " ").split() if rows else None
+    how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}
     if hosts and reproducible:
         raise ValueError(
             f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.STEADY}"
@@ -88,9 +89,9 @@ def plan(
         paths = [script] if script and script != "-m" else [data] if data else []
         check(everyone, way, paths, address, needed(command))
         far = RemoteQuery(way, env or "", address or "", everyone[0].name)
-        made, said = _over(everyone, far, command, fidelity, budget, only, imagined)
+        made, text = _over(everyone, far, command, how, imagined)
     else:
-        made, said = _here(command, fidelity, budget, only, imagined, reproducible)
+        made, text = _here(command, how, imagined, reproducible)
     if out:
         made.write(out)
     if as_json:
@@ -98,7 +99,7 @@ def plan(
         return
     if not hosts:
         show(made)
-    _show_nodes(made, said)
+    _show_nodes(made, text)
 
 
 def _command(script: str | None, more: list[str], model: str | None, data: str | None, size: int | None) -> list[str]:
@@ -114,15 +115,15 @@ def _command(script: str | None, more: list[str], model: str | None, data: str |
     return [script, *more]
 
 
-def _show_nodes(made: Plan, said: str) -> None:
+def _show_nodes(made: Plan, more: str) -> None:
     """What was measured between nodes, and what was found of so many of them."""
     wide = console if console.is_terminal else Console(highlight=False, width=200)
     if made.pairs:
         wide.print(pair_table(made.pairs))
     if made.teams:
         wide.print(team_table(made.teams))
-        for words in (*forms_told(made.teams), said):
-            console.print(shown(words), markup=False, highlight=False)
+        for text in (*forms_told(made.teams), more):
+            console.print(shown(text), markup=False, highlight=False)
 
 
 def check_writable(out: Path) -> None:
@@ -137,64 +138,36 @@ def check_writable(out: Path) -> None:
         raise OSError(f"the plan cannot be written to {out} ({error.strerror}); give another --out") from None
 
 
-def _here(
-    command: list[str],
-    fidelity: str,
-    budget: float | None,
-    rows: list[str] | None,
-    what_if: list[WhatIf],
-    reproducible: bool,
-) -> tuple[Plan, str]:
+def _here(command: list[str], how: dict[str, Any], what_if: list[WhatIf], reproducible: bool) -> tuple[Plan, str]:
     from paceline.planner import cluster as machines
 
+    budget_s = how["budget_s"]
+    thorough = budget_s is None
     with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-        made = planning.make(
-            command,
-            fidelity=fidelity,
-            budget_s=budget,
-            thorough=budget is None,
-            rows=rows,
-            reproducible=reproducible,
-            show=status.update,
-        )
+        made = planning.make(command, **how, thorough=thorough, reproducible=reproducible, show=status.update)
         if not what_if:
             return made, ""
         status.update("recording a step layer by layer")
-        return machines.imagine(made, command, what_if, budget)
+        return machines.imagine(made, command, what_if, budget_s)
 
 
 def _over(
-    hosts: list[Host],
-    far: RemoteQuery,
-    command: list[str],
-    fidelity: str,
-    budget: float | None,
-    rows: list[str] | None,
-    what_if: list[WhatIf],
+    hosts: list[Host], far: RemoteQuery, command: list[str], how: dict[str, Any], what_if: list[WhatIf]
 ) -> tuple[Plan, str]:
     from paceline.planner import cluster as machines
 
-    trial_s = min(machines.TRIAL_S, budget / 4) if budget else machines.TRIAL_S
+    trial_s = min(machines.TRIAL_S, how["budget_s"] / 4) if how["budget_s"] else machines.TRIAL_S
     with Console(stderr=True).status("measuring") as status:
-        return machines.make_over(
-            hosts,
-            far,
-            command,
-            fidelity=fidelity,
-            budget_s=budget,
-            rows=rows,
-            what_if=what_if,
-            trial_s=trial_s,
-            show=status.update,
-        )
+        show = status.update
+        return machines.make_over(hosts, far, command, **how, what_if=what_if, trial_s=trial_s, show=show)
 
 
 def _hosts(text: str) -> list[Host]:
     found = parse(text)
-    if said := [host.name for host in found if host.slots]:
+    if counted := [host.name for host in found if host.slots]:
         raise ValueError(
             f"plan finds the number of processes of each host itself; leave out what follows the colon after "
-            f"{', '.join(said)}, or give the rows to try with --rows"
+            f"{', '.join(counted)}, or give the rows to try with --rows"
         )
     return found
 

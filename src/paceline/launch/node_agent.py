@@ -25,7 +25,7 @@ from paceline.environment import variable
 from paceline.launch import local, output
 from paceline.launch.deploy import receive
 from paceline.launch.supervise.local_nodes import DONE
-from paceline.launch.supervise.node_lock import Seat
+from paceline.launch.supervise.node_lock import NodeLock
 from paceline.link.net.ticket import JoinTicket
 from paceline.report.log import log
 
@@ -34,36 +34,31 @@ SAYS = b"\x06paceline says "  # before an object in JSON, and STARTED's last byt
 
 
 class Orders:
-    """Lines from a file descriptor, without waiting after the first."""
+    """Lines from a file descriptor, without waiting after the first. ``ended``: the launcher is gone."""
 
     def __init__(self, source: int = 0):
-        self._source, self._bytes, self._ended, self._signalled = source, b"", False, False
+        self._source, self._bytes, self.ended, self._signalled = source, b"", False, False
         self.stays = self.survives = False
 
     def first(self) -> dict[str, Any]:
         while b"\n" not in self._bytes:
             self._read()
-            if self._ended:
+            if self.ended:
                 raise ValueError("stdin ended before it said what to start; this is started by: paceline run -H HOSTS")
         line, _, self._bytes = self._bytes.partition(b"\n")
         said: dict[str, Any] = json.loads(line)
         self.stays, self.survives = bool(said.get("stays")), bool(said.get("returns"))
         return said
 
-    @property
-    def ended(self) -> bool:
-        """Whether the launcher is gone."""
-        return self._ended
-
     def later(self) -> list[int]:
         """Signals to pass on since the last call; 0: end soon. A launcher that is gone asks for both, once, where its
         going is the end."""
-        ended = self._ended
-        while not self._ended and select.select([self._source], [], [], 0)[0]:
+        ended = self.ended
+        while not self.ended and select.select([self._source], [], [], 0)[0]:
             self._read()
         *lines, self._bytes = self._bytes.split(b"\n")
         numbers = [int(line) for line in lines]
-        if self._ended and not ended and not self.stays:
+        if self.ended and not ended and not self.stays:
             # who was already asked to end is saving: a second signal would cut that short
             if self._signalled or any(numbers):
                 numbers.append(0)
@@ -74,7 +69,7 @@ class Orders:
 
     def _read(self) -> None:
         data = os.read(self._source, 1 << 16)
-        self._bytes, self._ended = self._bytes + data, not data
+        self._bytes, self.ended = self._bytes + data, not data
 
 
 def main() -> int:
@@ -109,20 +104,20 @@ def _found(what: str, num_processes: int) -> int:
 def _run(said: dict[str, Any], orders: Orders, stack: contextlib.ExitStack) -> int:
     environment, done, joins = dict(said["environment"]), None, "ticket" in said
     if "run" in said:
-        seat = Seat(said["run"], said["node"], said["turn"])
-        ended = seat.wait(orders.later, tell if joins or "ended" in said else None)
+        lock = NodeLock(said["run"], said["node"], said["turn"])
+        ended = lock.wait(orders.later, tell if joins or "ended" in said else None)
         if ended is not None:  # without a launcher that could have heard of it
             if not orders.ended:
-                seat.path.unlink(missing_ok=True)
+                lock.path.unlink(missing_ok=True)
             return ended if ended != 255 else 1
         if "ended" in said:
             log.error("this node has ended, and its exit code was not noted")
             return 1
-        done = stack.enter_context(seat.taken())
+        done = stack.enter_context(lock.taken())
 
         def note(facts: dict[str, Any]) -> None:
             tell(facts)
-            seat.write(members=facts["members"])
+            lock.write(members=facts["members"])
 
     if joins:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))

@@ -1,4 +1,4 @@
-"""A snapshot of the working tree, and the data, on every host before the run starts: only what a host lacks travels."""
+"""Copies a snapshot of the working tree, and the data, to every host before the run starts: only what a host lacks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def send(
 ) -> tuple[list[Host], list[Delivery]]:
     """The hosts, each with the folder there in which the last of the ``trees`` lies, and what went to each.
 
-    ``show`` is told now and then how far it is. What has arrived when something fails stays there, and is not sent
+    ``show`` gets the progress now and then. What has arrived when something fails stays there, and is not sent
     again. Raises ValueError with a line for each host that has not got everything.
     """
     deliveries = [Delivery(host) for host in hosts]
@@ -89,9 +89,8 @@ def send(
 def _deliver(calls: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
     start = time.monotonic()
     with tempfile.TemporaryFile() as errors:
-        process = calls.start(
-            way.command(to.host, "-c", READ), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-        )
+        command, piped = way.command(to.host, "-c", READ), subprocess.PIPE
+        process = calls.start(command, stdin=piped, stdout=piped, stderr=errors)
         to.process = process
         try:
             answer = _talk(process, to, trees)
@@ -108,7 +107,7 @@ def _deliver(calls: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree
             to.home = str(answer.get("home", ""))
             return str(answer["folders"][-1])
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - MAX_BYTES))
-        last = (errors.read().decode(errors="replace").strip() or "nothing was said").splitlines()[-1]
+        last = (errors.read().decode(errors="replace").strip() or "no output").splitlines()[-1]
     if answer and "error" in answer:
         return Broken(answer["error"])
     if to.stalled:

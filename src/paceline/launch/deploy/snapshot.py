@@ -1,4 +1,4 @@
-"""What goes along with a run: the working tree as it is now, and a folder of data, as hashes and where to read them."""
+"""Lists what --send copies: the working tree as it is now, and a folder of data, as hashes and paths to read them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ class Tree:
     sources: dict[str, Path] = field(default_factory=dict)
 
     def said(self) -> dict[str, Any]:
-        return {
-            "linked": self.linked,
-            "files": sorted([list(row) for row in self.files]),
-            "links": sorted([list(row) for row in self.links]),
-            "mounts": sorted([list(row) for row in self.mounts]),
-        }
+        listed = {name: sorted(map(list, getattr(self, name))) for name in ("files", "links", "mounts")}
+        return {"linked": self.linked, **listed}
 
     @property
     def name(self) -> str:

@@ -31,14 +31,8 @@ class DoctorAgent:
 
     def tell(self, folder: str) -> dict[str, Any]:
         """All that can be reported at once; importing torch has begun when this returns."""
-        self._software = subprocess.Popen(
-            [sys.executable, "-c", host_probe.SOFTWARE],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        command, pipe, none = [sys.executable, "-c", host_probe.SOFTWARE], subprocess.PIPE, subprocess.DEVNULL
+        self._software = subprocess.Popen(command, stdin=none, stdout=pipe, stderr=pipe, text=True, errors="replace")
         return {**host_facts.tell(folder, []), **host_probe.tell(folder)}
 
     def clock(self) -> float:

@@ -1,4 +1,4 @@
-"""What is wrong, from what hosts said and what passed between them, with the remedy; the worst first."""
+"""Diagnoses problems from what hosts reported and what passed between them, each with its remedy, worst first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding:
 
 
 def diagnose(mine: Told, hosts: Mapping[str, Told], pairs: Sequence[Told], way: Way) -> list[Finding]:
-    """``mine``: what `facts.tell` says here. ``hosts``: what each said, or its ``fault``; the nodes meet at the first.
+    """``mine``: `host_facts.tell` here. ``hosts``: what each reported, or its ``fault``; the nodes meet at the first.
 
     ``pairs``: what passed ``from`` one ``to`` another.
     """
@@ -44,13 +44,13 @@ def diagnose(mine: Told, hosts: Mapping[str, Told], pairs: Sequence[Told], way: 
         if "fault" in told:
             found.append(Finding(IN_THE_WAY, name, told["fault"]))
         else:
-            found += [Finding(IN_THE_WAY, name, words) for words in _in_the_way(mine, told, way)]
-            found += [Finding(weight, name, words) for weight, words in _of_one(told)]
+            found += [Finding(IN_THE_WAY, name, text) for text in _in_the_way(mine, told, way)]
+            found += [Finding(weight, name, text) for weight, text in _of_one(told)]
     well = {name: told for name, told in hosts.items() if "fault" not in told}
     found += meeting(well)
     found += _ways(well, pairs)
     found += _speeds(well, pairs)
-    found += [Finding(NOTED, "all", words) for words in _differences(well)]
+    found += [Finding(NOTED, "all", text) for text in _differences(well)]
     return sorted(found, key=lambda finding: finding.weight)
 
 
@@ -80,11 +80,11 @@ def _of_one(told: Told) -> Iterator[tuple[int, str]]:
         better = f", such as {outside[0]}" if outside else ""
         yield (
             SLOW,
-            f"its own name {name!r} leads home ({address}): with MASTER_ADDR={name} other machines would look for it "
-            f"at themselves; give the name its address in the network{better}, in /etc/hosts there",
+            f"its own name {name!r} resolves to loopback ({address}): with MASTER_ADDR={name} other machines would "
+            f"look for it at themselves; give the name its address in the network{better}, in /etc/hosts there",
         )
     elif not address:
-        yield SLOW, f"its own name {name!r} leads nowhere ({own['error']}); give it an address in /etc/hosts there"
+        yield SLOW, f"its own name {name!r} does not resolve ({own['error']}); give it an address in /etc/hosts there"
     if abs(skew_s := told.get("skew_s", 0.0)) > SKEW_S + told.get("skew_error_s", 0.0):
         yield SLOW, f"its clock is {skew_s:+.1f} s from this one, so records disagree; there: timedatectl set-ntp true"
     if 0 <= told["open_files"] < FILES:
@@ -106,10 +106,8 @@ def _of_one(told: Told) -> Iterator[tuple[int, str]]:
         build = f"CUDA {software['cuda']}" if software["cuda"] else "no CUDA"
         yield SLOW, f"{told['gpus']} NVIDIA GPUs, and torch there ({build}) sees none; install a build for its driver"
     if told["infiniband"] and 0 <= told["locked_bytes"] < GIB:
-        yield (
-            NOTED,
-            f"ulimit -l is {told['locked_bytes'] >> 10} KiB, with InfiniBand there; raise memlock in limits.conf",
-        )
+        limit = f"{told['locked_bytes'] >> 10} KiB"
+        yield NOTED, f"ulimit -l is {limit}, with InfiniBand there; raise memlock in limits.conf"
     if "late" in software:
         yield SLOW, f"importing torch took more than {software['late']:.0f} s; a slow disk, or a busy machine"
     card = _card(told)
@@ -120,23 +118,20 @@ def _of_one(told: Told) -> Iterator[tuple[int, str]]:
 
 
 def meeting(hosts: Mapping[str, Told]) -> Iterator[Finding]:
-    """Loopback traps: where the others would look for the first host at home."""
+    """Loopback traps: where the other hosts would look for the first host at themselves."""
     if len(hosts) < 2:
         return
     first = next(iter(hosts))
     known = list(hosts.values())
     asked = next((told["place"]["asked"] for told in known if "place" in told), "")
-    if not asked and (words := unreachable(known)):
-        yield Finding(IN_THE_WAY, first, words)
+    if not asked and (text := unreachable(known)):
+        yield Finding(IN_THE_WAY, first, text)
     for name, told in hosts.items() if asked and not _is_number(asked) else ():
         at = told.get("place", {}).get("meeting", "")
         if at and is_loopback(at) and asked != "localhost":
-            yield Finding(
-                IN_THE_WAY,
-                name,
-                f"{asked!r} is {at} there, where no other machine comes: a name that leads home; give --address as "
-                f"{first}'s address in the network, or mend /etc/hosts there",
-            )
+            what = f"{asked!r} is {at} there, where no other machine comes: a name that resolves to loopback; "
+            remedy = f"give --address as {first}'s address in the network, or fix /etc/hosts there"
+            yield Finding(IN_THE_WAY, name, what + remedy)
 
 
 def _ways(hosts: Mapping[str, Told], pairs: Sequence[Told]) -> Iterator[Finding]:
@@ -157,14 +152,9 @@ def _ways(hosts: Mapping[str, Told], pairs: Sequence[Told]) -> Iterator[Finding]
             else f"{one} does not reach {other} at {place['address']}:{place['port']} ({reason}), and {other} reaches "
             f"{one}: a one-way firewall"
         )
-        where = f"{one} and {other}" if back else other
-        own = hosts[one]["place"]["address"]
-        yield Finding(
-            IN_THE_WAY,
-            where,
-            f"{what}; let TCP ports {low} to {high} and MASTER_PORT in from {own}: `sudo ufw allow from {own}`, or "
-            f"firewalld's trusted zone",
-        )
+        where, own = f"{one} and {other}" if back else other, hosts[one]["place"]["address"]
+        remedy = f"let TCP ports {low} to {high} and MASTER_PORT in from {own}: `sudo ufw allow from {own}`"
+        yield Finding(IN_THE_WAY, where, f"{what}; {remedy}, or firewalld's trusted zone")
 
 
 def _speeds(hosts: Mapping[str, Told], pairs: Sequence[Told]) -> Iterator[Finding]:
@@ -183,9 +173,8 @@ def _speeds(hosts: Mapping[str, Told], pairs: Sequence[Told]) -> Iterator[Findin
         back = speeds.get((pair["to"], pair["from"]), 0.0)
         rate = f"{speed * 8 / 1e6:.0f} Mbit/s"
         if speed and promised and speed < HALF * promised:
-            yield Finding(
-                SLOW, who, f"{rate}, and its interface says {promised * 8 / 1e6:.0f}; cable, switch, or load?"
-            )
+            promise = f"{promised * 8 / 1e6:.0f}"
+            yield Finding(SLOW, who, f"{rate}, and its interface says {promise}; cable, switch, or load?")
         elif speed and speed < HALF * back:
             yield Finding(SLOW, who, f"{rate}, and {back * 8 / 1e6:.0f} the other way; cable, duplex, or load?")
         elif speed and speed < HALF * usual:

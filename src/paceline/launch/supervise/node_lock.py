@@ -23,7 +23,7 @@ GRACE_S = 20.0  # for a node of an earlier start of the run, before it is killed
 POLL_S = 0.1
 
 
-class Seat:
+class NodeLock:
     """``run``: the same for all starts; ``turn``: the number of this one."""
 
     def __init__(self, run: str, node: int, turn: int):
