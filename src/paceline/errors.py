@@ -1,4 +1,4 @@
-"""What may go wrong, by name. Costs no import of torch."""
+"""Error types, by name. Costs no import of torch."""
 
 from __future__ import annotations
 

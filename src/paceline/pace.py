@@ -1,4 +1,4 @@
-"""What the user holds: a model being trained by one or many."""
+"""The user's handle: a model that one or many processes train."""
 
 from __future__ import annotations
 

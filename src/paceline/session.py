@@ -1,4 +1,4 @@
-"""The only place where the axes meet: a job, an engine, a link, a codec and an exchange become one loop."""
+"""Connects the axes: a job, an engine, a link, a codec and an exchange become one training session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training from the end of the rendezvous until this process leaves: its steps, saving, signals, and the end."""
+"""A training from the end of the rendezvous to its end: its steps, saving, signals, and the exit."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run saves and resumes from: whole or not there, checked by hashes, read by any number of nodes."""
+"""Checkpoints: written whole or not at all, checked by hashes, resumed on any number of nodes."""

@@ -1,4 +1,4 @@
-"""One checkpoint for all: the newest that every process can read, whole and the same.
+"""Agreement on the checkpoint to resume from: the newest that every process can read, whole and the same.
 
 Each says what the newest is that it can read. Where they differ, all look again, no further than the oldest of these,
 until they say the same; so one node's torn file, or a folder that lags behind, costs steps and not the run. Who sees

@@ -1,4 +1,4 @@
-"""A thread of its own writes one thing after the other, while training goes on.
+"""Asynchronous writer: a background thread writes one checkpoint after the other, while training continues.
 
 Host memory for tensors, taken once and used again, so that a snapshot costs a copy and no new memory.
 

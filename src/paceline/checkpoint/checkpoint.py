@@ -1,4 +1,4 @@
-"""A checkpoint: everything a run needs to go on, in one folder per step; no pickle, nothing evaluated.
+"""A checkpoint: everything a run needs to resume, in one folder per step; no pickle, nothing evaluated.
 
     RUN/checkpoint-00001234/
       weights.safetensors    the model's state_dict under its plain names

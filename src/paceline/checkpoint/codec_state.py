@@ -1,4 +1,4 @@
-"""What each node's codec remembers: brought together for a checkpoint, and dealt to the nodes that go on from it.
+"""Every node's codec state (error-feedback residuals): gathered for a checkpoint, redistributed on resume.
 
 *Cost*: N - 1 messages to rank 0, one node's after the other's: with error feedback, each as large as the gradient.
 *Laws*: among as many nodes each gets its own back, bit for bit; among others the sum of what is owed stays.

@@ -1,4 +1,4 @@
-"""What one process of a run writes in the run's folder: its lock, the record, and what the machine is used for."""
+"""Files of one process in the run's folder: its lock, the event log, and the machine's resource usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's folder has one run at a time: two that begin there would write each other's checkpoints.
+"""Lock on a run's folder: two runs that start there would overwrite each other's checkpoints.
 
 The lock is its process's own: children do not inherit it, and the kernel drops it with the process, however that ends.
 Who takes over a run from a lost leader goes on without it, where that one is only stopped, and holds it still.

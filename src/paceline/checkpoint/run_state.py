@@ -1,4 +1,4 @@
-"""All that a run is, as values: to be kept in a checkpoint, and to go on from."""
+"""The whole state of a run as values, to be saved in a checkpoint and resumed from."""
 
 from __future__ import annotations
 

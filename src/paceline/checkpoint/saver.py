@@ -1,4 +1,4 @@
-"""A run's checkpoints: written at once or beside the training, and gone on from.
+"""Saves a run's checkpoints, synchronously or while training continues, and resumes from them.
 
     save(wait=False)    between two steps: the last one is waited for, everything copied, a thread begins to write
     step, step, ...     meanwhile; if writing fails, the next vote tells everyone, and all raise the same error

@@ -1,4 +1,4 @@
-"""A checkpoint for nodes that do not see the folder in which it lies: rank 0's, over the network, checked as any other.
+"""Sends rank 0's checkpoint over the network to nodes that do not see its folder; it is checked as any other.
 
 One process of each such node keeps the files where temporary ones lie, until the others of its node have read them.
 

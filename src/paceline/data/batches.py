@@ -1,4 +1,4 @@
-"""Global batches, dealt to whoever asks: a batch knows its samples, and fetches those of an assignment.
+"""Global batches, divided among processes: a batch knows its samples, and fetches those of an assignment.
 
 A batch that must be computed again by other ranks is the same batch: only the assignment changes. It may change
 between any two steps; rows that were fetched ahead for another assignment are dropped and fetched again. Sources

@@ -1,4 +1,4 @@
-"""What a user's DataLoader says about order and processes, understood before anything is read.
+"""What a user's DataLoader says about order and processes, checked before anything is read.
 
 Its dataset, collate_fn, drop_last and processes are kept. A sequential, random or distributed sampler
 is replaced by this package's order, which any number of processes shares; any other sampler, or batch

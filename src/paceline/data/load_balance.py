@@ -1,4 +1,4 @@
-"""Shares of the global batch that follow the measured speed of each node.
+"""Load balancing: per-node batch sizes that follow the measured speed of each node.
 
 The vote on a step tells every node what every other spent on it, so all come to the same new shares at the same step
 without another message. A node's step is taken as ``fixed + rows x seconds per row``, where only the update is known to

@@ -1,4 +1,4 @@
-"""Random state that follows from numbers, lent to code that draws from the global generators."""
+"""Random state that follows from numbers, borrowed by code that draws from the global generators."""
 
 from __future__ import annotations
 

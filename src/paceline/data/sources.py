@@ -1,4 +1,4 @@
-"""What users bring becomes a source: samples by index, as rows that belong together."""
+"""Turns what users pass (datasets, tensors, loaders) into a source: samples by index."""
 
 from __future__ import annotations
 

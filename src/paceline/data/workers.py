@@ -1,4 +1,4 @@
-"""Processes that fetch rows ahead of time, in the order in which they will be asked for.
+"""Worker processes that prefetch samples in the order in which they will be needed.
 
 Before each sample that a dataset makes itself the global generators are seeded from (seed, epoch, index), so
 its random changes do not depend on which process makes it.

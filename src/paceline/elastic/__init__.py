@@ -1,1 +1,1 @@
-"""Who is alive, and what outlives them."""
+"""Elastic training: failure detection, membership changes, and state transfer to joining nodes."""

@@ -1,4 +1,4 @@
-"""A node that comes late is taken in between two steps.
+"""Admission of a joining node between two steps, by the members of the run.
 
     it asks                 the leader, at its own meeting point, and is told where training is
     meanwhile               it is given a copy of the weights, and every update since, until it is level

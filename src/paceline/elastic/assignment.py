@@ -1,4 +1,4 @@
-"""Whose rows are whose when training begins, and whether that follows the nodes' speed from then on."""
+"""Assignment of samples to processes when training begins, and whether it follows the nodes' speed later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Much at once, from one member to a node that comes late, on a line of its own and beside the training.
+"""Bulk channel from a member to a joining node: large messages on a connection of its own, beside training.
 
     hatch -> joiner:  magic, version, nonce            as at the meeting point
     joiner -> hatch:  magic, version, nonce, proof

@@ -1,4 +1,4 @@
-"""A copy of what is large, sent while training goes on, and every update since: so a late node becomes level.
+"""Catch-up of a joining node: a copy of the large state, sent while training continues, and every update since.
 
     leader   copies its weights and optimizer state, a part between two steps, and sends them from a thread of its own;
              from the first part on also each step's sums, as everybody applies them

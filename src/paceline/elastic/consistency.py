@@ -1,4 +1,4 @@
-"""Were all nodes given the same job? Asked once, when they join; and of each that comes late."""
+"""Consistency check: all nodes were given the same job. Asked when they start, and of each joining node."""
 
 from __future__ import annotations
 

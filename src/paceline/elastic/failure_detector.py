@@ -1,4 +1,4 @@
-"""Who has ended for certain: a line to each other process, on which nothing is said for as long as both live.
+"""Failure detector: an idle connection to each other process, which closes when that process ends.
 
 The kernel hangs up in peace for a process that has ended, however it did. That a connection is refused shows less: a
 firewall refuses, too, for one that is alive. It may even break a line; hang up in peace it cannot.

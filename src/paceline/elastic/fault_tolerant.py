@@ -1,4 +1,4 @@
-"""Control that outlives its nodes: a broken operation is ended, or done again, by those who are left.
+"""Fault-tolerant control: a collective that a failure interrupts is completed or repeated by the survivors.
 
 Operations among all are counted: votes, sums of a few numbers, words, spreads. When one breaks, those who are left meet
 over a new link and tell each other how far they have come, which differs by one at most: nobody ends an operation that

@@ -1,4 +1,4 @@
-"""Who is alive, and what each is at: a beat per second between rank 0 and everyone, on sockets of its own.
+"""Heartbeats between rank 0 and all ranks, one per second, on sockets of their own; they carry each rank's activity.
 
 A dense exchange may take minutes, so silence in an operation says nothing. A closed socket (the process died) does, and
 so does a peer without a beat: for LIMIT_S where its machine does not confirm what it is sent (the machine or its cable

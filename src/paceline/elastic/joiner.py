@@ -1,4 +1,4 @@
-"""A node that comes late: alone until those who train take it in, between two of their steps.
+"""A joining node: alone until the members of the run admit it between two of their steps.
 
     asks      the member that leads, at its meeting point, again and again, one question at a time
     is told   why not; or, once all have met, who they are and where this one's place is among them

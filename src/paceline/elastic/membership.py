@@ -1,4 +1,4 @@
-"""Who takes part in a run over a network: the link between its nodes, made anew when some are lost or have joined.
+"""Membership of a run over a network: the link between its nodes, rebuilt when some failed or joined.
 
 stand_by       each node leaves for the others where it can be met again, if losses are to end nothing
 reconfigure    those who are left meet there, and decide who continues (`reconfigure`); over a link of theirs they do

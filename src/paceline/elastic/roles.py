@@ -1,4 +1,4 @@
-"""Who trains: after a loss, or when a node has joined, a process has another rank, or leads."""
+"""Roles after a membership change: a process has another rank, or becomes the leader."""
 
 from __future__ import annotations
 

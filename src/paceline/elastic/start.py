@@ -1,4 +1,4 @@
-"""All who start a run together meet: they are compared, have the same weights, and know whose each row is."""
+"""Start of a run: all processes rendezvous, compare their jobs, get the same weights, and learn their samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that those who train have in common, as a message to a node that comes late.
+"""State transfer: all state that the members share, as a message to a joining node.
 
     16 bytes   lengths of the tree (padded to 8) and of the tensors
     tree       JSON, as in a checkpoint: nothing in it is evaluated

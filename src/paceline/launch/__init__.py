@@ -1,1 +1,1 @@
-"""Who starts whom?"""
+"""Launchers: on this machine, over ssh, detached; supervision, restarts and diagnosis of hosts."""

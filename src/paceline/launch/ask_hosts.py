@@ -1,4 +1,4 @@
-"""Asks something of every host at once, by `paceline run -H` itself, and hears each one's answer."""
+"""Sends a question to every host at once, by `paceline run -H` itself, and receives each one's answer."""
 
 from __future__ import annotations
 

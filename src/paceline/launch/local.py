@@ -1,4 +1,4 @@
-"""Every process of one node or of several on this machine, and nothing left when any of them, or this one, is killed.
+"""Launches all processes of one or several nodes on this machine; none outlives the launcher.
 
 Children die with this process (the kernel tells them), and tell each other of a death themselves.
 """

@@ -1,4 +1,4 @@
-"""What this machine is: cores, caches, memory, processor. Read from the kernel; needs nothing but Python.
+"""Hardware of this machine: cores, caches, memory, processor. Read from the kernel; needs nothing but Python.
 
 A container's limits count, not the host's: the cores this process may run on, and what its cgroup allows.
 """

@@ -1,4 +1,4 @@
-"""One node of a run that another machine started: reads from stdin what to start, and obeys until stdin ends.
+"""Agent of one node of a run that another machine started: reads its orders from stdin, until stdin ends.
 
 Its `main` is what ssh starts; the rest comes through stdin, because anybody can read command
 lines. The first line is a JSON object: node, sizes, host, port, engine, command, folder, environment. Each later

@@ -1,4 +1,4 @@
-"""What a host writes, in whole lines, each with the host's name before it.
+"""Output of hosts in whole lines, each with the host's name before it.
 
 Output by way of a process between: it keeps nobody waiting.
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run between steps: the signal is noted, and everyone told with the next vote.
+"""Ctrl-C and SIGTERM end a run between steps: the signal is noted, and sent to all with the next vote.
 
 HANGUP says that the line to who started this process is broken.
 """

@@ -1,4 +1,4 @@
-"""Every node over ssh, with the user's own OpenSSH, keys and configuration; started together, ended together."""
+"""Launches every node over ssh, with the user's own OpenSSH, keys and configuration."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How bytes move."""
+"""Transports: collectives and messages between nodes."""

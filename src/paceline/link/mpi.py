@@ -1,4 +1,4 @@
-"""MPI through mpi4py: every network that the cluster's MPI knows, between processes that mpirun started.
+"""MPI through mpi4py: every network that the cluster's MPI supports, between processes that mpirun started.
 
 *Cost* (N ranks, n bytes), bytes being the mean over the ranks, whichever tree or ring the library picks: sum and
 max: 2 ceil(log2 N) steps, 2 (N - 1) / N n; all-gather: N - 1 steps, (N - 1) n; reduce-scatter, a sum at one rank

@@ -1,4 +1,4 @@
-"""NCCL through torch.distributed, for what lies on a GPU; gloo carries the rest, and the same words about losses.
+"""NCCL through torch.distributed for tensors on GPUs; gloo for the rest, and the same errors about failed peers.
 
 *Cost*: as `link.gloo`: rings; NCCL finds its own way between the GPUs of a machine, and over the network.
 *Laws*: as `link.gloo`. A wait is one of the host, with a deadline: NCCL's own would only hold the GPU's stream, where

@@ -1,4 +1,4 @@
-"""TLS 1.3 between all nodes, straight from each to each: nobody on the way reads, changes or adds a byte.
+"""TLS 1.3 transport between all nodes, directly from each to each.
 
 *Cost* (N ranks, n bytes): sum and max: each adds up its slice and tells all: 2 (N - 1) / N n bytes per rank;
 all-gather: (N - 1) n bytes; broadcast: a binomial tree. As `link.gloo` in all else: the meeting, whose words are

@@ -1,1 +1,1 @@
-"""How fast is it, honestly?"""
+"""The planner: measures and predicts the ways to train, and chooses the fastest."""

@@ -1,4 +1,4 @@
-"""What a machine could do with a model: rows like "processes:2+bf16+channels_last", simple before complicated.
+"""Candidate configurations of a machine and a model, such as "processes:2+bf16+channels_last", simplest first.
 
 ENGINE[:k][+word...]    channels_last  images lie channel after channel (exact)
                         fused          the optimizer updates in one kernel (exact)

@@ -1,4 +1,4 @@
-"""What this process is at: said by the thread that trains, read by others at any time for those who wait for it.
+"""What this process is doing: set by the thread that trains, read at any time for those who wait for it.
 
 A wait may last as long as ten recent steps, but MIN_S in any case and MAX_S at most, before people are told of it.
 

@@ -1,4 +1,4 @@
-"""What this machine shows that makes a node slow: cores taken by others, a limit, memory that is short, late data.
+"""Symptoms of a slow node on this machine: busy cores, a limit, short memory, late data.
 
 *Cost*: one look at the process table every EVERY_S, or more rarely, so that it takes a thousandth of a core at most.
 """

@@ -1,4 +1,4 @@
-"""What people are told: the logger `paceline`, on stderr unless they have a handler of their own for it.
+"""The logger `paceline`: on stderr, unless the script has configured a handler of its own for it.
 
 PACELINE_LOG is the level from which on it is printed. A handler of the user's on this logger takes the place of ours.
 """

@@ -1,4 +1,4 @@
-"""A run as it is now, asked from another terminal: each of its processes answers on a socket of its machine.
+"""Status server: each process of a run answers on a socket of its machine what it is doing now.
 
 A Linux abstract socket leaves nothing behind. Nobody is answered but processes of the same user, and of root, and
 nobody else is asked.

@@ -1,4 +1,4 @@
-"""Every step in the record: its loss, its seconds, its bytes; steps that were refused, and forms that have changed."""
+"""Every step in the event log: loss, seconds, bytes; retried steps, and changed gradient encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is slower than its share says, named once, with what can be seen there.
+"""Stragglers: nodes that are slower than their share of the batch, reported once, with symptoms.
 
 The vote on a step tells how long each node was busy in it. Shares are dealt so that all end together; a node that does
 not, for a while, is a straggler, whatever its shares follow.

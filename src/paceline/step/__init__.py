@@ -1,1 +1,1 @@
-"""One training step, the state it moves, and how it ends."""
+"""The training step, the state it moves, and how it ends."""

@@ -1,4 +1,4 @@
-"""Schemes that do not agree on every step: what all nodes make of their weights becomes everyone's, or nobody's."""
+"""Averaging of weights every k steps (local SGD): applied on all nodes, or on none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's buffers, and what else forward changes, before everyone saves or evaluates: rank 0's, everywhere.
+"""Broadcast of a model's buffers before all save or evaluate: rank 0's, on every rank.
 
 A buffer that forward makes anew, as a cache that grows with its inputs, may have another shape on each node: then it
 stays each node's own.

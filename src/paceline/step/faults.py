@@ -1,4 +1,4 @@
-"""Steps that all processes refuse, and why: a loss or gradient without a value, nothing that trains, unlike optimizers.
+"""Steps that all processes refuse, and why: a loss or gradient that is not finite, no gradient, unlike optimizers.
 
 Weights are those before the step. With schemes that do not agree on every step nobody else knows, and nobody is asked.
 """

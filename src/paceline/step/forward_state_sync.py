@@ -1,4 +1,4 @@
-"""What forward changes by the way, among several: who must hear of whose, and what has to be said.
+"""Synchronisation of state that forward changes, among several processes: broadcast, compared, or reported.
 
     every vote         how much each process has found to change, and who is the first that had samples
     when more is found  all compare what they have made of it: one line, or an error with batch_norm="sync"

@@ -1,4 +1,4 @@
-"""What users should know of their model, said once: by its mode, its norm layers, and what the first gradient shows."""
+"""Hints about a model, logged once: its mode, its norm layers, and what the first gradient shows."""
 
 from __future__ import annotations
 

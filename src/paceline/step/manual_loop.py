@@ -1,4 +1,4 @@
-"""A step of the user's own shape: backward passes of theirs, added up, then agreed on like any other step."""
+"""A step of the user's own loop: backward passes accumulated, then all-reduced like any other step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seats follow the nodes' speed, and who is slower than its share says is named."""
+"""Reassigns samples as the nodes' speed changes, and reports stragglers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that was lost between two averages: the samples that it alone has used since the last are dealt again.
+"""Redistributes the samples that a node used since the last average and lost with its failure.
 
 *Laws*: every sample of an epoch is in the weights once, whoever is lost, where samples have numbers.
 """

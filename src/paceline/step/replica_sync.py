@@ -1,4 +1,4 @@
-"""Replicas whose last bits differ are held together: rank 0's weights and optimizer state go round, a part per step.
+"""Replica divergence: rank 0's weights and optimizer state are re-broadcast, a part per step, where last bits differ.
 
 Gradients are added up to the same bits everywhere, but what each node makes of them is not the same where processors,
 libraries or numbers of threads differ: the product of a layer's factors, the momentum, the update itself. So as soon as

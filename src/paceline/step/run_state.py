@@ -1,4 +1,4 @@
-"""What a training is between two steps: what is trained, by whom, and how far it is."""
+"""The state of a training between two steps: what is trained, by which ranks, and how far it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training step: batch -> gradient -> agreement -> update.
+"""The training step: batch -> gradient -> all-reduce and vote -> update.
 
 share      this process's rows of the global batch
 gradient   forward and backward; pieces reach the exchange as backward makes them

@@ -1,4 +1,4 @@
-"""What was agreed on becomes an update, or all is as before the step."""
+"""Applies the result of a vote as an update, or leaves everything as it was before the step."""
 
 from __future__ import annotations
 

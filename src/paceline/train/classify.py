@@ -1,4 +1,4 @@
-"""What images show, by a checkpoint: the most likely classes and their probabilities."""
+"""Classifies images by a checkpoint: the most likely classes and their probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch may look like: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these.
+"""The forms a batch may have: a tensor, a tuple (inputs ..., target), a dict, or a nesting of these.
 
     tuple, list    model(*all but the last), and the loss sees the last
     dict           model(**batch), and the loss sees the whole dict

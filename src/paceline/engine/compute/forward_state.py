@@ -1,4 +1,4 @@
-"""What forward changes by the way: buffers, and parameters that do not train, as of an encoder that follows another.
+"""State that forward changes: buffers, and parameters that do not train, such as a momentum encoder.
 
 The first steps show it, by what the tensors hold and by torch's count of changes: an average of two encoders that are
 still equal moves nothing in the first.

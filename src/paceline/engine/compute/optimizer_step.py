@@ -1,4 +1,4 @@
-"""Agreed sums become an update: scale, clip by the global norm, optimizer step.
+"""The optimizer step from summed gradients: scale, clip by the global norm, update.
 
 With SGD a layer's factors enter the momentum directly, ``buffer = mu buffer + left.T @ right``, so its
 dense gradient never exists. The global norm needs none either: the squared norm of ``left.T @ right``

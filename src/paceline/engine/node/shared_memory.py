@@ -1,4 +1,4 @@
-"""Where everything lies in the memory that the processes of a node share.
+"""Layout of the memory that the processes of a node share.
 
     weight NAME    once: every process's parameter is this memory
     grad BUCKET r  each process's gradient of a bucket: flat, or the rows of left and then those of right

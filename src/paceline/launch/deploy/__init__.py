@@ -1,1 +1,1 @@
-"""The working tree and its data on other hosts: what changed is sent."""
+"""Deployment: copies the working tree and its data to other hosts, only what changed."""

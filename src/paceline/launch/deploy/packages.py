@@ -1,4 +1,4 @@
-"""Packages that a command needs on every host, besides paceline and torch: told before anything starts there."""
+"""Checks that every host has the packages that a command needs, before anything starts there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The far end of sending: keeps contents by hash, and lays folders out from them. Sent over as source: Python alone.
+"""Receiving end of `--send`: keeps contents by hash, and lays out folders. Sent over as source: Python alone.
 
     files/HASH         a content, read-only, its time set to STAMP: what was changed in place no longer counts
     trees/HASH/        a folder laid out; HASH is that of trees/HASH.json, which says what is in it

@@ -1,1 +1,1 @@
-"""What is wrong with hosts, links, clocks and ports, each with its remedy."""
+"""`paceline doctor`: problems of hosts, links, clocks and ports, each with its remedy."""

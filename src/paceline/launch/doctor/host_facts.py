@@ -1,4 +1,4 @@
-"""What a host says of itself before anything starts there. Sent over as source: it needs nothing but Python."""
+"""Facts that a host reports before anything starts there. Sent over as source: it needs nothing but Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host says of itself to a doctor. Sent over as source: it needs nothing but Python."""
+"""Facts that a host reports to `paceline doctor`. Sent over as source: it needs nothing but Python."""
 
 from __future__ import annotations
 

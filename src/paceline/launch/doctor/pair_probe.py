@@ -1,4 +1,4 @@
-"""Between two hosts, really: who reaches whom, how late, how fast. Sent over as source.
+"""Network probe between two hosts: reachability, latency, bandwidth. Sent over as source.
 
 Each listens at its own address, and lets in who proves the secret of this examination (`link.proof`); then
 

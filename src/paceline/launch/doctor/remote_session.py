@@ -1,4 +1,4 @@
-"""A conversation with one host: over ssh, or with this machine. What answers there is sent over as source."""
+"""A session with one host: over ssh, or with this machine. What answers there is sent over as source."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes that a launcher watches: restarts, exit notes, a launcher that takes another one's place."""
+"""Supervision of processes: restarts, exit notes, and a launcher that replaces another."""

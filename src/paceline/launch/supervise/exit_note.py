@@ -1,4 +1,4 @@
-"""What a process of a run notes when it ends: that it never met another one.
+"""Exit note of a process that never met another one, for the launcher.
 
 The launcher puts a copy of this file, called sitecustomize.py, before all else on PYTHONPATH, so that Python runs it
 first in every process of the run, whatever script that is. So it imports nothing of ours and nothing large, and lets

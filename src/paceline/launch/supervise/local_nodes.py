@@ -1,4 +1,4 @@
-"""The processes of the nodes that a launcher has on its own machine."""
+"""The processes of the nodes on the launcher's own machine, and their states."""
 
 from __future__ import annotations
 

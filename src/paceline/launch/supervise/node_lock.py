@@ -1,4 +1,4 @@
-"""One node of a run at a time on a host: who comes to start it again finds the one that still trains there.
+"""Lock per host on one node of a run: a launcher that starts it again finds the one that still trains there.
 
 Its launcher may have lost its line alone. A file per run and node is locked while the node runs; it says which process
 that is, in which start of the run, and how it ended.

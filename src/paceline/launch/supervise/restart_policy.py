@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, from its newest checkpoint, and after how long.
+"""Restart policy: whether a failed run is started again from its newest checkpoint, and after how long.
 
 What has killed processes, machines or networks may pass. An error of the script does not: where the same one ends two
 starts in a row, after the same number of steps, it ends the run.

@@ -1,4 +1,4 @@
-"""Keeps what a detached launcher knows of its run on hosts, so that another takes its place when it is killed."""
+"""Takeover: what a detached launcher knows of its run on hosts is kept, so that another can replace it."""
 
 from __future__ import annotations
 

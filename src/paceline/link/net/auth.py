@@ -1,4 +1,4 @@
-"""Proof of the run's secret, and what is said after it: frames that nobody else can make, change or say again.
+"""Authentication: proof of the run's secret, then frames with MACs and sequence numbers.
 
     server -> guest:  magic, version                  which language
                       nonce

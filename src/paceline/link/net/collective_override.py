@@ -1,4 +1,4 @@
-"""Any link, with its sums made by an algorithm of `collectives/` in place of its own.
+"""A link whose all-reduce is replaced by an algorithm of `collectives/`.
 
 Sums of one lane follow one another in the order in which they were asked for, each in a thread of its own.
 """

@@ -1,4 +1,4 @@
-"""A cable between two nodes that breaks ends what waits on it: the kernel asks for signs of life where gloo does not.
+"""TCP keepalive where gloo sets none: a broken cable between two nodes ends what waits on it.
 
 The pulse sees who is cut off from rank 0. Of two others that are cut off from each other alone, only their own
 connections know. A process that stands still, and a slow link, answer the kernel's questions and are left in peace.

@@ -1,4 +1,4 @@
-"""Any link, with the bytes of all its lanes in one sum, and with every operation told to whoever watches."""
+"""A link with byte counts: of all its lanes together, and with every operation reported to an observer."""
 
 from __future__ import annotations
 

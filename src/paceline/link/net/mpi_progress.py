@@ -1,4 +1,4 @@
-"""mpi4py, initialised once per process and finalised in peace; with the types and operations that MPI has not.
+"""Initialises mpi4py once per process and finalises it; adds the types and operations that MPI has not.
 
 A progress thread tests all pending requests in turn: MPI moves most messages inside its own calls, and without this
 thread, what was started during backward would travel only once the step waits for it.

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: the meeting point, who is where, and whether everyone reaches everyone."""
+"""Rendezvous: the ranks of a run find each other at an endpoint, and check that each reaches each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to the peers: which address is ours, and whether everyone really reaches everyone.
+"""Routes to the peers: this node's own address, and whether every node reaches every other.
 
 Each rank listens on its address, and says a token that only the meeting point knows to whoever connects. It reads
 nothing from them.

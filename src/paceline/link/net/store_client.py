@@ -1,4 +1,4 @@
-"""A rank's place at the meeting point, as the store that gloo asks for."""
+"""Client of the rendezvous store, with the interface that gloo expects of a store."""
 
 from __future__ import annotations
 

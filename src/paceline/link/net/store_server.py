@@ -1,4 +1,4 @@
-"""The meeting point: what the ranks tell each other before gloo can, kept by rank 0 for those who prove the secret.
+"""Rendezvous store, served by rank 0: keys and values for processes that prove the secret.
 
 One thread, one socket on one address. A stranger has HANDSHAKE_S and a few bytes, and there are never more than
 MAX_STRANGERS of them: the oldest goes.

@@ -1,4 +1,4 @@
-"""A ticket: what it takes to come to a run that has begun: its secret, and where its members were last.
+"""A join token: the run's secret, and the last known addresses of its members.
 
 Each member writes it to PACELINE_TICKET_FILE, where that is set, and again whenever the members change;
 PACELINE_JOIN_TICKET names the one that a late node comes with. Only its owner may read it.

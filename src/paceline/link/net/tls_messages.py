@@ -1,4 +1,4 @@
-"""Numbered messages over lines that are written at one end alone: each lands where somebody waits for it.
+"""Numbered messages over one-way TLS connections: each is delivered where a receiver waits for it.
 
     head    kind, number, part, bytes of what follows
 

@@ -1,4 +1,4 @@
-"""Operations of torch.distributed under way: several as one, those that torch gives up by itself, and what is over."""
+"""Pending operations of torch.distributed: several as one, those that time out by themselves, and their ends."""
 
 from __future__ import annotations
 

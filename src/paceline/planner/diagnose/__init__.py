@@ -1,1 +1,1 @@
-"""Why N processes are not one: experiments, causes, remedies."""
+"""Diagnosis of differences between N processes and one: experiments, causes, remedies."""

@@ -1,1 +1,1 @@
-"""What is measured of a job and of a network, by trial."""
+"""Measurements of a job and of a network, by trial."""
