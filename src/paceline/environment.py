@@ -103,7 +103,7 @@ class LaunchEnvironment:
             )
         if size > local_size and not given.get("MASTER_PORT"):
             raise ValueError(
-                "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not say where to meet"
+                "WORLD_SIZE asks for several nodes, but MASTER_ADDR and MASTER_PORT do not give the rendezvous endpoint"
             )
         if (port := _number(given, "MASTER_PORT", 0)) > MAX_PORT:
             raise ValueError(f"MASTER_PORT={port} is no port; give one from 1 to {MAX_PORT}")

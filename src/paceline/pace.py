@@ -266,7 +266,7 @@ class Pace:
                     if self.training.witness:
                         self.training.witness.evaluate(found, metric)
                     return found
-            raise LinkError(f"{MAX_LOSSES} times not all counted who had begun; look at the network")
+            raise LinkError(f"{MAX_LOSSES} times the nodes disagreed on who had begun; look at the network")
 
     def _seen(self, rows: Any) -> Any:
         return self.training.witness.cast(rows, batches_.mapped) if self.training.witness else rows

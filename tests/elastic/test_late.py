@@ -201,7 +201,7 @@ def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
     found = admit(members, [Joiner(name, "late host", turn=members[0].waiting()[name]["turn"])])
     assert time.monotonic() - begin < 15.0  # and not as long as one waits for a member
     for rank in range(2):
-        assert "late host was to be taken in and is gone" in found[rank]
+        assert "the joining node late host has failed" in found[rank]
     asking.join(20.0)
     assert asking.told["decided"]["names"] == ["0-name", "1-name"]
     assert asking.told["decided"]["generation"] == 1

@@ -155,7 +155,7 @@ def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
     members[1].point.close()
     thread.join(30.0)
     ((words, seconds),) = found.items()
-    assert words == "host1 was met again and is gone"
+    assert words == "host1 answered and then failed"
     assert seconds < 5.0
 
 

@@ -211,7 +211,9 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
         assert not torch.equal(before, model.weight)
         with pytest.raises(OSError, match=r"file/run"):
             pace.save()
-    assert "run cannot be written here (Not a directory): training goes on without a record" in capsys.readouterr().err
+    assert (
+        "run cannot be written here (Not a directory): training continues without a record" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_machine_that_comes_back_with_another_address_is_taken_in(tmp_path, si
         finally:
             process.kill()
             process.wait()
-    assert "lost the line to node1; trying to reach it again" in errors
+    assert "the connection to node1 failed; reconnecting" in errors
     said = [json.loads((tmp_path / f"{node}.json").read_text()) for node in range(3)]
     assert [address for address, *_ in said] == ["10.77.0.1", ELSEWHERE, "10.77.0.3"]
     assert len({tuple(rest) for _, *rest in said}) == 1

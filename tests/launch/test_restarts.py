@@ -123,7 +123,7 @@ def test_nodes_that_cannot_continue_by_themselves_are_resumed_so_often(start, nu
     )
     assert code == RESUME_CODE
     assert [len(each) for each in lives.values()] == [1 + num_restarts] * 3
-    assert ("after 2 restarts (--restarts): given up" in capfd.readouterr().err) == bool(num_restarts)
+    assert ("after 2 restarts (--restarts): it ends" in capfd.readouterr().err) == bool(num_restarts)
 
 
 def test_a_node_that_still_saves_is_given_time(start, tmp_path):

@@ -142,7 +142,7 @@ def test_a_host_without_ssh_client_is_told():
 
 
 def test_an_ssh_command_that_is_none_is_told():
-    with pytest.raises(ValueError, match='--ssh "ssh \'x" cannot be taken apart into words: No closing quotation'):
+    with pytest.raises(ValueError, match='--ssh "ssh \'x" cannot be split into arguments: No closing quotation'):
         Way("ssh 'x")
     with pytest.raises(ValueError, match="--ssh needs a command, as in 'ssh -F file', and is empty"):
         Way(" ")
@@ -306,4 +306,4 @@ def test_a_node_without_orders_says_who_starts_it():
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: stdin ended before it said what to start")
+    assert done.stderr.startswith("paceline: stdin ended before the orders came")

@@ -73,7 +73,7 @@ def test_a_machine_that_comes_back_is_reached_by_its_name_and_its_node_joins(sta
         "join()\nif JOINS: sys.exit()\nif NODE == 1: until('joined-0-1', 'joined-2-1'), time.sleep(0.5), fail_power()\n"
         "until('joined-1-2')"
     )
-    assert "lost the line to two; trying to reach it again" in errors
+    assert "the connection to two failed; reconnecting" in errors
     assert [len(each) for each in lives] == [1, 2, 1]
     assert lives[1][1]["joins"]
     assert lives[1][1]["PACELINE_SECRET"] == lives[0][0]["PACELINE_SECRET"]
@@ -94,7 +94,7 @@ def test_a_node_that_lost_its_line_alone_is_found_where_it_trains(start, tmp_pat
         "if NODE == 1: until('hung'), time.sleep(2), touch('found')\nuntil('found')",
         before=cut,
     )
-    assert "lost the line to two; trying to reach it again" in errors
+    assert "the connection to two failed; reconnecting" in errors
     assert [len(each) for each in lives] == [1, 1, 1]
 
 
@@ -178,7 +178,7 @@ def test_another_launcher_finds_the_nodes_and_starts_a_failed_one_again(detached
     (tmp_path / "go").touch()
     until(tmp_path, "dies")
     output, errors = call("attach", name)
-    assert f"the launcher of {name} was killed; this one takes its place" in output + errors
+    assert f"the launcher of {name} was killed; this one replaces it" in output + errors
     assert num_lives(tmp_path) == [1, 2, 1]
     assert json.loads((tmp_path / "life-1-2").read_text())["joins"]
     assert re.search(rf"^{name}  exit code 0 ", call("attach")[0], re.MULTILINE)

@@ -77,7 +77,7 @@ def test_an_answer_that_is_none_is_told(near, answer, work):
     visit = RemoteSession(*parse("a"), way)
     try:
         if answer not in ("{}", '{"folder": 1}'):
-            with pytest.raises(ConnectionError, match=r"it answered .*, which nothing of ours says"):
+            with pytest.raises(ConnectionError, match=r"it answered .*, which is no answer of paceline"):
                 visit.ask("tell", 10.0)
     finally:
         visit.close(1.0)

@@ -205,7 +205,7 @@ def test_a_knock_that_tcp_joins_to_itself_neither_meets_itself_nor_keeps_rank_0_
     threading.Timer(0.5, held.close).start()
     point = RendezvousStore("127.0.0.1", port, SECRET)
     point.close()
-    with pytest.raises(LinkError, match="nobody listens there yet"):
+    with pytest.raises(LinkError, match="nothing listens there yet"):
         StoreClient("127.0.0.1", port, SECRET, 1, 2, 0.15)
     assert sources[0]
     late = []
@@ -227,7 +227,7 @@ def test_nobody_there_and_somebody_else_there():
                 line.sendall(b"SSH-2.0-OpenSSH\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(LinkError, match="no meeting point of paceline; give all ranks another MASTER_PORT"):
+        with pytest.raises(LinkError, match="no rendezvous of paceline; give all ranks another MASTER_PORT"):
             StoreClient("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
 
 
@@ -320,7 +320,7 @@ def test_the_peer_that_is_not_reached_is_named_with_its_address(doors):
 
 
 def test_a_name_that_leads_home_is_refused():
-    with pytest.raises(LinkError, match=r"MASTER_ADDR='127\.1' is 127\.0\.0\.1 on .*no other machine comes"):
+    with pytest.raises(LinkError, match=r"MASTER_ADDR='127\.1' is 127\.0\.0\.1 on .*no other machine reaches"):
         route.resolve("127.1")
     with pytest.raises(LinkError, match=r"MASTER_ADDR='0\.0\.0\.0' is every address"):
         route.resolve("0.0.0.0")
@@ -362,7 +362,7 @@ def test_a_run_that_anyone_may_join_says_so(monkeypatch, capsys, secret, loopbac
     monkeypatch.setattr(rendezvous, "_points", {})
     point, address, port = rendezvous._place(0, 2, "127.0.0.1", 0, secret, 5.0)
     point.close()
-    told = f"this run has no secret: whoever reaches {address}:{port} may join it" in capsys.readouterr().err
+    told = f"this run has no secret: any process that reaches {address}:{port} may join" in capsys.readouterr().err
     assert told == (not secret and not loopback)
 
 

@@ -157,7 +157,7 @@ def test_another_version_is_told_on_both_sides(point, capsys):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(
-            LinkError, match=r"speaks version 1 of the meeting, rank 0 at .* version 7; install the same"
+            LinkError, match=r"speaks version 1 of the rendezvous, rank 0 at .* version 7; install the same"
         ):
             StoreClient("127.0.0.1", server.getsockname()[1], SECRET, 1, 2, 5.0)
         thread.join(5.0)

@@ -50,7 +50,7 @@ class RunFolder:
             self.record.open(self.path)
         except OSError as error:
             log.warning(
-                f"{self.path} cannot be written here ({error.strerror or error}): training goes on without a record, "
+                f"{self.path} cannot be written here ({error.strerror or error}): training continues without a record, "
                 f"until it is to be saved; let every node write there"
             )
             return

@@ -120,7 +120,7 @@ class Saver:
             choice = agreed(find, run.control.all_gather, folder)
             if choice is None and sends:
                 raise CheckpointError(
-                    f"all who have the checkpoint in {folder} were lost while they sent it; start there"
+                    f"every node that has the checkpoint in {folder} failed while it sent it; start there"
                 )
             if choice is None:
                 return None

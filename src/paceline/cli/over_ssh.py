@@ -144,7 +144,7 @@ def along(
         raise ValueError(f"--send: {script} is not below {here}, which is sent; start from a folder that holds it")
     trees, place = snapshot.take(here, data)
     if script and script.relative_to(here).as_posix() not in {path for path, *_ in trees[-1].files}:
-        raise ValueError(f"--send: {command[0]} does not go along, because git ignores it, or it is a link; mend that")
+        raise ValueError(f"--send: {command[0]} is not copied, because git ignores it, or it is a link; fix that")
     if trees[-1].num_bytes > snapshot.LARGE_BYTES:
         largest = max(trees[-1].files, key=lambda file: file[2])
         print(

@@ -158,9 +158,7 @@ def check_alone(hosts: str | None, send: bool = False, data: str | None = None, 
     if send and not hosts:
         raise ValueError("--send sends to the hosts of -H, and there is none; leave it out, or give -H")
     if data and not send:
-        raise ValueError(
-            f"--data {data} goes along with --send alone; give --send, or leave it to the script's own words"
-        )
+        raise ValueError(f"--data {data} needs --send; give --send, or pass the folder in the script's own arguments")
 
 
 def check_first() -> None:

@@ -185,7 +185,7 @@ def _of_map(source: Source, turns: Order, epochs: int, start: Position) -> Itera
             )
         if first > steps:
             raise ValueError(
-                f"epoch {epoch} has {steps} batches of {turns.batch_size} samples, and step {first} was asked for; "
+                f"epoch {epoch} has {steps} batches of {turns.batch_size} samples, and step {first} was requested; "
                 f"give the dataset and batch size that the position was saved with"
             )
         for step, indices in enumerate(windows):

@@ -165,7 +165,7 @@ def _write(
         aside.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free
         raise OSError(
-            f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Mend the cause (free space, the "
+            f"packing stopped at {path}: {error}; {free / 1e6:.0f} MB are free there. Fix the cause (free space, the "
             f"folder of images) and pack again: it goes on here"
         ) from error
     return entry

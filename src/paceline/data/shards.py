@@ -48,7 +48,7 @@ class Shards(Pictures):
         try:
             data: bytes = self._reader(name).read([record])[0]
         except (RuntimeError, IndexError, OSError) as error:
-            raise ValueError(f"the shard is damaged or gone: {error}") from error
+            raise ValueError(f"the shard is damaged or missing: {error}") from error
         return data
 
     def path(self, index: int) -> str:

@@ -193,7 +193,7 @@ class Admission(StepObserver, Door):
         """None for whom the answer is to be taken in, which is still to come."""
         run = self.run
         if why := self._refuses or self._refusal(said):
-            log.warning(f"{said['host']} asked to be taken in, and is not: {why}")
+            log.warning(f"{said['host']} asked to join and was refused: {why}")
             return {"refused": why}
         in_vain = self._vain.get(name, 0) >= MAX_VAIN
         if in_vain or "began" not in said:

@@ -58,7 +58,7 @@ class BulkChannel:
                 for start in range(0, len(part), PART_BYTES):
                     self._put(part[start : start + PART_BYTES])
         except OSError as error:
-            raise LinkError(f"a node that was to be taken in is gone ({error})") from error
+            raise LinkError(f"a joining node has failed ({error})") from error
 
     def receive(self) -> bytearray:
         try:
@@ -67,7 +67,7 @@ class BulkChannel:
             while at < num_bytes:
                 at += len(self._take(memoryview(message)[at : at + PART_BYTES]))
         except (OSError, ValueError) as error:
-            raise LinkError(f"the node that was giving its state is gone ({error})") from error
+            raise LinkError(f"the node that was sending its state has failed ({error})") from error
         return message
 
     def waits(self, limit_s: float) -> bool:
@@ -206,7 +206,7 @@ def reach(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
         with closed_on_error(line):
             return _greet(line, secret, name)
     except OSError as error:
-        raise LinkError(f"the node at {address}:{port} that was to give its state is gone ({error})") from error
+        raise LinkError(f"the node at {address}:{port} that was to send its state has failed ({error})") from error
 
 
 def _greet(line: socket.socket, secret: bytes, name: str) -> BulkChannel:

@@ -148,7 +148,7 @@ class JoiningLink:
             line.close()
             self._behind.append(told[0])
         if some:
-            raise LinkError("of those who train, the one that leads cannot be reached")
+            raise LinkError("the leader of the run cannot be reached")
         raise Over(f"{OVER} ({why})")
 
     def _members_at(self, place: MemberAddress) -> tuple[StoreClient, list[MemberAddress]]:
@@ -179,8 +179,8 @@ class JoiningLink:
             if time.monotonic() > notice_s:
                 notice_s = math.inf
                 self.activity.notice(
-                    f"this node, {self._host}, has waited {NOTICE_S:.0f} s to be taken in by those who train at "
-                    f"{line.host}:{line.port}: they answer between two of their steps"
+                    f"this node, {self._host}, has waited {NOTICE_S:.0f} s to be admitted by the run at "
+                    f"{line.host}:{line.port}: its nodes answer between two steps"
                 )
             if line.check([ANSWER + self._name]):
                 told: dict[str, Any] = json.loads(line.get(ANSWER + self._name))

@@ -120,7 +120,7 @@ class Members(transport.Membership):
             return View(self.link, tuple(range(joined.num_before)), joined.guests)
         link = self.bare
         if self._survivors is None or not isinstance(link, gloo.Link):
-            raise LinkError("this link was not told to stand by for a loss")
+            raise LinkError("this link was not opened for elastic training")
         link.abandon()
         for _ in range(MAX_MEETINGS):
             meeting, generation, ranks = self._survivors.reconfigure(admits, self.activity.doubtful_s)

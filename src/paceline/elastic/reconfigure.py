@@ -162,7 +162,7 @@ class Reconfiguration(JoinDesk):
             nonlocal next_s
             for place, joiner in self.came:  # the others are alive, and need not wait for long
                 if place.probe() != ALIVE:
-                    raise LinkError(f"{joiner.host} was to be taken in and is gone")
+                    raise LinkError(f"the joining node {joiner.host} has failed")
             if time.monotonic() > next_s:
                 self._look_after([self.places[rank] for rank in ranks if rank != self.rank])
                 next_s = time.monotonic() + LOOK_S
@@ -176,7 +176,7 @@ class Reconfiguration(JoinDesk):
         now = time.monotonic()
         for place in others:
             if self._roll.found(place.name, (), now, SUSPECT_AFTER_S) is not Found.EXPECTED:
-                raise LinkError(f"{place.host} was met again and is gone")
+                raise LinkError(f"{place.host} answered and then failed")
 
     def _reach(self, name: str) -> StoreClient:
         return self._line(next(place for place in self.places if place.name == name), self.rank, len(self.places))

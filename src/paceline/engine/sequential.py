@@ -204,8 +204,8 @@ class Engine(contract.Engine):
             known = {id(each) for each in (*self.backward.parameters.values(), *(each for _, each in self._frozen))}
             if any(id(each) not in known for group in self.optimizer.param_groups for each in group["params"]):
                 raise ValueError(
-                    "the optimizer was given parameters after join() that were not there before: nobody adds up their "
-                    "gradients; add them to model and optimizer before joining"
+                    "the optimizer was given parameters after join() that were not there before and would not be "
+                    "all-reduced; add them to model and optimizer before joining"
                 )
             self._num_held = now
         self._layout.check()

@@ -61,7 +61,7 @@ class Way:
         try:
             given = shlex.split(self.ssh)
         except ValueError as error:
-            raise ValueError(f"--ssh {self.ssh!r} cannot be taken apart into words: {error}") from None
+            raise ValueError(f"--ssh {self.ssh!r} cannot be split into arguments: {error}") from None
         if not given:
             raise ValueError("--ssh needs a command, as in 'ssh -F file', and is empty; leave it out for plain ssh")
 

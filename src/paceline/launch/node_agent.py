@@ -44,7 +44,7 @@ class Orders:
         while b"\n" not in self._bytes:
             self._read()
             if self.ended:
-                raise ValueError("stdin ended before it said what to start; this is started by: paceline run -H HOSTS")
+                raise ValueError("stdin ended before the orders came; this is started by: paceline run -H HOSTS")
         line, _, self._bytes = self._bytes.partition(b"\n")
         said: dict[str, Any] = json.loads(line)
         self.stays, self.survives = bool(said.get("stays")), bool(said.get("returns"))

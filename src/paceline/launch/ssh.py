@@ -315,7 +315,7 @@ class HostRestarts:
 
     def _reach(self, node: Node, selector: selectors.BaseSelector) -> None:
         if self._count[node.index] == 1:
-            log.warning(f"lost the line to {node.host.name}; trying to reach it again")
+            log.warning(f"the connection to {node.host.name} failed; reconnecting")
         for pipe in node.pipes:
             with contextlib.suppress(KeyError, ValueError):
                 selector.unregister(pipe)

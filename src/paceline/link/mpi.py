@@ -95,7 +95,7 @@ class Link(transport.Link):
                 if isinstance(error, LinkError):
                     raise
                 raise LinkError(
-                    f"rank {rank} on {self.hosts[rank]} could not meet the others for a heartbeat ({error}); set "
+                    f"rank {rank} on {self.hosts[rank]} could not connect to the others for a heartbeat ({error}); set "
                     f"MASTER_ADDR to an address of rank 0 that every node reaches"
                 ) from error
 

@@ -43,7 +43,7 @@ class Link(plain.Link):
         check()
         if not (secret := secret_of_environment()):
             raise ValueError(
-                "encryption needs a secret that nobody else knows, and PACELINE_SECRET is not set; `paceline run` "
+                "encryption needs a secret, and PACELINE_SECRET is not set; `paceline run` "
                 "makes one for each run: where ranks are started in another way, give all of them the same, such as "
                 "`openssl rand -hex 32` prints"
             )

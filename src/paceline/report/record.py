@@ -70,8 +70,8 @@ class Record:
             if not self._reported:
                 self._reported = True
                 log.warning(
-                    f"{self.folder}/{NAME} cannot be written ({error.strerror or error}); training goes on, events are "
-                    f"missing from the record until it can"
+                    f"{self.folder}/{NAME} cannot be written ({error.strerror or error}); training continues, events "
+                    f"are missing from the record until it can"
                 )
 
     def _cut_torn_line(self) -> None:

@@ -109,7 +109,7 @@ class ForwardStateSync(StepObserver):
         if own := sorted({name for one in said for name in one["own"]}):
             error = ValueError(
                 f"batch_norm='sync': forward keeps {_listed(own)} from this process's samples alone, by other means "
-                f"than torch.nn.functional.batch_norm, so the statistics are not everyone's; use torch.nn.BatchNorm "
+                f"than torch.nn.functional.batch_norm, so they are not global statistics; use torch.nn.BatchNorm "
                 f"or call that function in the layer, or give batch_norm='local'"
             )
             error.told = not self.run.leader  # type: ignore[attr-defined]

@@ -137,7 +137,7 @@ class Settings:
         path = run / "settings.json"
         if not path.is_file():
             raise ValueError(
-                f"there is no run to resume in {run}; accepted: the folder that an earlier run was told --out"
+                f"there is no run to resume in {run}; accepted: the folder that an earlier run was given as --out"
             )
         return cls.from_json(path.read_text(), str(path))
 

@@ -44,7 +44,7 @@ def refuse_scaled(loss: Any) -> None:
         maybe = not factor.dim() and not factor.requires_grad and factor.dtype is torch.float32
         if maybe and any(map(_is_scaler, gc.get_referrers(factor))):
             raise ValueError(
-                "the loss was multiplied by a torch.amp.GradScaler, and nobody would divide its gradient again: "
+                "the loss was multiplied by a torch.amp.GradScaler, and its gradient would not be divided again: "
                 "leave the scaler out; join(precision='fp16') scales the loss by itself, 'bf16' needs no scaling"
             )
 

@@ -74,8 +74,9 @@ class Layout:
         found = list(faults)
         more = f", and {len(found) - MAX_NAMED} more like it" if len(found) > MAX_NAMED else ""
         raise ValueError(
-            f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; nobody adds up or copies what "
-            f"came later: change the model and make its optimizer before join(), or close() and join again"
+            f"the model was changed after join(): {', '.join(found[:MAX_NAMED])}{more}; what "
+            "came later is neither all-reduced nor copied: change the model and make its optimizer before join(), or "
+            "close() and join again"
         )
 
 

@@ -353,7 +353,7 @@ class LocalFailureDetector:
             self._stopped[peer] = now
             self.activity.notice(
                 f"local rank {self.rank} on {self.activity.host} waits, {doing}, for local rank {peer}, which is "
-                f"stopped (state T); kill -CONT {pid} lets it go on, and in {limit_s:.0f} s this node gives up"
+                f"stopped (state T); kill -CONT {pid} lets it go on, and after {limit_s:.0f} s this node fails"
             )
         stopped_s = now - self._stopped[peer]
         return f"its process {pid} has been stopped (state T) for {stopped_s:.0f} s" if stopped_s > limit_s else ""

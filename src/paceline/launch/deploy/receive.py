@@ -95,11 +95,11 @@ def _check(tree: dict[str, Any]) -> None:
     """Nothing leads out of the folder."""
     for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"]):
         if path.startswith("/") or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
-            raise Refused(f"{path!r} leads out of the folder, and was not written")
+            raise Refused(f"{path!r} is outside of the folder, and was not written")
     for path, target in tree["links"]:
         ends = os.path.normpath(os.path.join(os.path.dirname(path), target))
         if target.startswith("/") or ends.split("/")[0] == "..":
-            raise Refused(f"the link {path!r} leads out of the folder, to {target!r}, and was not made")
+            raise Refused(f"the link {path!r} points out of the folder, to {target!r}, and was not made")
     names = [hash_ for _, hash_, _, _ in tree["files"]] + [name for _, name in tree["mounts"]]
     if any(not name.isalnum() for name in names):
         raise Refused("a hash is none, and nothing was written")

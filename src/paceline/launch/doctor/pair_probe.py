@@ -96,7 +96,7 @@ def reach(own: str, address: str, port: int, secret: bytes, limit_s: float) -> s
         nonces = greeting[len(HEADER) :] + nonce
         line.sendall(HELLO.pack(HEADER, 0, nonce, mac(secret, GUEST, 0, nonces)))
         if not same(exactly(line, SIZE), mac(secret, SERVER, 0, nonces)):
-            raise ConnectionError("somebody else answered")
+            raise ConnectionError("another process answered")
         return line
     except BaseException:
         line.close()

@@ -92,7 +92,7 @@ class RemoteSession:
             if isinstance(found := json.loads(answer), (dict, float)):
                 return found
         raise ConnectionError(
-            f"it answered {answer[:80]!r}, which nothing of ours says; look at what is at {self._way.python} there"
+            f"it answered {answer[:80]!r}, which is no answer of paceline; look at what is at {self._way.python} there"
         )
 
     def _why(self, end: float) -> str:

@@ -67,7 +67,7 @@ class Restarts:
         if time.monotonic() - self._began_s > STABLE_AFTER_S:
             self._count = 0
         if self._count == self.most:
-            log.error(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): given up")
+            log.error(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): it ends")
             return None
         pause_s = RETRY_DELAY_S * 2.0**self._count
         self._count += 1

@@ -79,7 +79,7 @@ def take_over(run: detach.Detached) -> int:
         ) from error
     names = ", ".join(host.name for host in launch.hosts)
     log.warning(
-        f"the launcher of {run.id} was killed; this one takes its place and looks for its nodes on {names}. "
+        f"the launcher of {run.id} was killed; this one replaces it and looks for its nodes on {names}. "
         f"What their processes print is lost until they are started again"
     )
     return launch.start(orders)

@@ -26,9 +26,7 @@ def agree_on(link: Link, name: str) -> None:
         said = ", ".join(
             f"{one!r} on {host}" if one else f"not set on {host}" for one, host in zip(told, link.hosts, strict=True)
         )
-        raise ValueError(
-            f"PACELINE_COLLECTIVE is {said}; nodes that add up together need the same: set it alike on all"
-        )
+        raise ValueError(f"PACELINE_COLLECTIVE is {said}; all nodes need the same: set it alike on all")
 
 
 def override(link: Link, name: str) -> Link:

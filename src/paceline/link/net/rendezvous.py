@@ -73,8 +73,8 @@ def _place(
             _points[host, port, hides] = point
             if not secret and not route.is_loopback(point.address):
                 log.warning(
-                    f"this run has no secret: whoever reaches {point.address}:{point.port} may join it; start all "
-                    f"ranks with the same PACELINE_SECRET"
+                    f"this run has no secret: any process that reaches {point.address}:{point.port} may join; start "
+                    f"all ranks with the same PACELINE_SECRET"
                 )
         point = _points[host, port, hides]
         if board:
@@ -87,7 +87,7 @@ def _place(
         place, number = board.get(key).decode().split()
     except (RuntimeError, ValueError) as error:
         raise LinkError(
-            f"{here}: rank 0 did not say within {patience_s:.0f} s where its meeting point is; look at what it "
+            f"{here}: rank 0 did not publish its rendezvous endpoint within {patience_s:.0f} s; look at what it "
             f"says{LONGER}"
         ) from error
     return None, place, int(number)

@@ -55,9 +55,9 @@ def resolve(host: str, patience_s: float = REACH_S / 2) -> str:
         raise LinkError(f"MASTER_ADDR={host!r} is every address of a machine; give one (here: {_addresses()})")
     if is_loopback(address) and address != host and host != "localhost":
         raise LinkError(
-            f"MASTER_ADDR={host!r} is {address} on {socket.gethostname()}, where no other machine comes: a name that "
-            f"leads home; set MASTER_ADDR to rank 0's address in the network (here: {_addresses()}), or to 127.0.0.1 "
-            f"where all ranks are on this machine"
+            f"MASTER_ADDR={host!r} is {address} on {socket.gethostname()}, which no other machine reaches: a name that "
+            f"resolves to loopback; set MASTER_ADDR to rank 0's address in the network (here: {_addresses()}), or to "
+            f"127.0.0.1 where all ranks are on this machine"
         )
     return address
 

@@ -33,7 +33,7 @@ def connect(host: str, port: int, limit_s: float) -> socket.socket:
         # TCP joins a socket to itself where its own port is, by chance, the one it asks for; held, it keeps rank 0 out
         line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, AT_ONCE)
         line.close()
-        raise ConnectionRefusedError("nobody listens there yet")
+        raise ConnectionRefusedError("nothing listens there yet")
     return line
 
 
@@ -100,14 +100,14 @@ class StoreClient(Store):
         header = auth.exactly(line, len(auth.HEADER))
         if not header.startswith(auth.MAGIC):
             raise LinkError(
-                f"{self.here}: what answers at {self.host}:{self.port} is no meeting point of paceline; give all "
+                f"{self.here}: what answers at {self.host}:{self.port} is no rendezvous of paceline; give all "
                 f"ranks another MASTER_PORT"
             )
         if header != auth.HEADER:
             line.sendall(auth.HEADER)
             raise LinkError(
-                f"{self.here} speaks version {auth.VERSION} of the meeting, rank 0 at {self.host}:{self.port} version "
-                f"{header[-1]}; install the same paceline on every node"
+                f"{self.here} speaks version {auth.VERSION} of the rendezvous, rank 0 at {self.host}:{self.port} "
+                f"version {header[-1]}; install the same paceline on every node"
             )
         nonce = secrets.token_bytes(auth.SIZE)
         nonces = auth.exactly(line, auth.SIZE) + nonce
