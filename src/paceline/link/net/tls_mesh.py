@@ -90,7 +90,7 @@ class Mesh:
             line.settimeout(None)
 
     def _reach(self, member: Member, port: int, token: bytes) -> ssl.SSLSocket:
-        why = "no answer"
+        why = ""
         while (left_s := self._end - time.monotonic()) > 0:
             try:
                 line = socket.create_connection((member.address, port), min(HANDSHAKE_S, left_s))
@@ -103,12 +103,14 @@ class Mesh:
                     if exactly(safe, TOKEN) != token:
                         raise ConnectionError("another lane answered")
                 return safe
+            except TimeoutError as error:  # the last try has little time, and says less than those before
+                why = why or str(error)
             except OSError as error:  # it may be busy with strangers
                 why = str(error)
             time.sleep(PAUSE_S)
         raise LinkError(
-            f"{self.members[self.rank]} could not begin to talk with {member} at port {port}: {why}; look at what it "
-            f"says",
+            f"{self.members[self.rank]} could not begin to talk with {member} at port {port}: {why or 'no answer'}; "
+            f"look at what it says",
             member.rank,
         )
 
