@@ -206,5 +206,5 @@ def test_settings_out_of_range_are_told():
     for wrong in ({"workers": -1}, {"ahead": -1}, {"start": (0, -1)}):
         with pytest.raises(ValueError, match="numbers of 0 or more"):
             next(batches(Noisy(3), 4, 1, 0, Assignment(), **wrong))
-    with pytest.raises(ValueError, match=r"epoch 0 has 3 batches of 4 samples, and step 4 was asked for"):
+    with pytest.raises(ValueError, match=r"epoch 0 has 3 batches of 4 samples, and step 4 was requested"):
         next(batches(Noisy(11), 4, 1, 0, Assignment(), start=(0, 4)))

@@ -194,7 +194,7 @@ def test_who_is_admitted_while_the_hatch_closes_is_hung_up_on():
     with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as line:
         hatch.close()
         closed.set()
-        with pytest.raises(LinkError, match="gone"):
+        with pytest.raises(LinkError, match="has failed"):
             line.receive()
     assert not hatch.here
 
@@ -207,7 +207,7 @@ def test_who_comes_by_another_line_has_that_one_alone():
             before = hatch.here["2-name"]
             with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as second:
                 until(lambda: hatch.here.get("2-name") not in (None, before))
-                with pytest.raises(LinkError, match="gone"):
+                with pytest.raises(LinkError, match="has failed"):
                     first.receive()
                 hatch.here["2-name"].send([b"state"], 5)
                 assert second.receive() == b"state"

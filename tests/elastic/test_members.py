@@ -100,7 +100,7 @@ def test_any_byte_of_any_file_makes_another_package(tmp_path, monkeypatch):
     before = consistency.code()
     monkeypatch.setattr(consistency, "__file__", str(tmp_path / "paceline" / "elastic" / "consistency.py"))
     assert consistency.code.__wrapped__() == before
-    with (tmp_path / "paceline" / "elastic" / "heartbeat.py").open("a") as file:
+    with (tmp_path / "paceline" / "elastic" / "failure_detector.py").open("a") as file:
         file.write("\n")
     assert consistency.code.__wrapped__() != before
 

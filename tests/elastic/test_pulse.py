@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paceline.elastic.heartbeat import Heartbeat
+from paceline.elastic.failure_detector import Heartbeat
 from paceline.errors import LinkError
 from paceline.report.activity import Activity
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.elastic import heartbeat
+from paceline.elastic import failure_detector
 from paceline.report import activity
 from paceline.report.activity import BACK_S, BETWEEN_S, MAX_S, MIN_S, OUTSIDE, UNKNOWN_S, Activity
 
@@ -230,7 +230,7 @@ def test_notices_go_to_the_screen_in_one_piece(capsys):
 @pytest.mark.parametrize("arrived", [False, True], ids=["its machine is silent", "its machine answers"])
 def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatch, arrived):
     """And so does not take the others for killed, should they have ended by the time it meets them."""
-    mine = object.__new__(heartbeat.Heartbeat)
+    mine = object.__new__(failure_detector.Heartbeat)
     mine.rank, mine.activity, mine.dead, mine.left = 0, Activity(), {}, set()
     mine._peers = {1: SimpleNamespace(arrived=arrived)}
     mine._heard = {1: time.monotonic() - 100.0}

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from paceline.elastic import failure_detector as witness_
-from paceline.elastic.failure_detector import ConnectionFailureDetector
+from paceline.elastic import connection_watch as witness_
+from paceline.elastic.connection_watch import ConnectionFailureDetector
 from paceline.errors import LinkError
 from paceline.link.net.store_client import StoreClient
 from paceline.link.net.store_server import RendezvousStore

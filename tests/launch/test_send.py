@@ -179,7 +179,7 @@ def write_slow(folder, sshd):
     ("words", "said"),
     [
         (["--send", "train.py"], "--send sends to the hosts of -H, and there is none"),
-        (["--data", "x", "train.py"], "--data x goes along with --send alone"),
+        (["--data", "x", "train.py"], "--data x needs --send"),
     ],
 )
 def test_options_that_do_not_fit_are_told(words, said, work):

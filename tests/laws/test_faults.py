@@ -13,7 +13,7 @@ import pytest
 
 from cluster import Cluster
 from machines import needs_cluster
-from paceline.elastic.heartbeat import LIMIT_S
+from paceline.elastic.failure_detector import LIMIT_S
 from waiting import OwnTime
 
 pytestmark = pytest.mark.long

@@ -39,7 +39,7 @@ MEANT = {
             "launch/hosts.py",
             "link/net/route.py",
             "report/page/page.py",
-            "step/faults.py",
+            "step/refused_steps.py",
         ),
         *("train/lr_schedule.py", "train/run.py", "train/settings.py"),
     ),

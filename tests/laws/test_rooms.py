@@ -131,7 +131,7 @@ def test_only_its_command_imports_the_benchmarks():
     [
         ("engine.threads", "import torch\nfrom torch import nn\nfrom paceline.contract import Gradient"),
         ("engine.threads", "from . import sequential\nfrom .sequential import Engine\nfrom paceline import contract"),
-        ("elastic.heartbeat", "import paceline.link.net.route"),
+        ("elastic.failure_detector", "import paceline.link.net.route"),
         ("planner.choose", "from paceline import job\nfrom paceline.planner.measure.stopwatch import Clock"),
         ("cli", "from paceline import __version__, planner, train"),
     ],

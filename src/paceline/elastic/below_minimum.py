@@ -2,11 +2,12 @@
 
     round by round   every process says what it knows (a signal, time is over), the leader also who is to be admitted
     state transfer   goes on beside the rounds, at full speed: nothing else is sent
-    admission        as between two steps (`welcome`): as soon as the nodes are enough then, or all who come are level
+    admission        as between two steps (`admission`): as soon as the nodes are enough then, or all who come are level
     the end          enough nodes: the step is computed. A signal: all save, and end. Time is over: likewise, with
                      RESUME_CODE
 
-Each round is an operation among all (`elastic.survive`), so more failures meanwhile only make fewer of those who wait.
+Each round is an operation among all (`elastic.fault_tolerant`), so more failures meanwhile leave
+fewer to wait.
 *Laws*: all leave in the same round, for the same reason; no step is taken below the minimum.
 """
 

@@ -2,7 +2,8 @@
 
 Operations among all are counted: votes, sums of a few numbers, words, spreads. When one breaks, those who are left meet
 over a new link and tell each other how far they have come, which differs by one at most: nobody ends an operation that
-another has not entered.
+another has not entered. Who does what, in order: `failure_detector`, the link (LinkError), `membership`, `reconfigure`
+by the rule of `quorum`, `roles`.
 
     it came through for some    they tell the others its result, who go on as if nothing had happened: whoever takes
                                 part in a vote has all pieces of the step, so a vote alone ends it

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import transport
-from paceline.elastic.heartbeat import Heartbeat
+from paceline.elastic.failure_detector import Heartbeat
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
 from paceline.errors import LinkError
 from paceline.link import gloo

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.elastic.bulk_channel import BulkChannel, BulkServer
-from paceline.elastic.failure_detector import HANG_UP_S, ConnectionFailureDetector
+from paceline.elastic.connection_watch import HANG_UP_S, ConnectionFailureDetector
 from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumDecision, QuorumVerdict, Roll, decide
 from paceline.environment import wait_s
 from paceline.errors import LinkError
@@ -111,8 +111,8 @@ class Reconfiguration(JoinDesk):
         point.post(MEMBERS, json.dumps(written))
         point.post(GENERATION, str(generation))
         publish(written, secret)
-        self._witness = ConnectionFailureDetector(self._reach)
-        self._witness.watch((place.name for place in self.places if place is not self.me), before)
+        self._connections = ConnectionFailureDetector(self._reach)
+        self._connections.watch((place.name for place in self.places if place is not self.me), before)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
@@ -121,7 +121,7 @@ class Reconfiguration(JoinDesk):
         """The same member, among those of ``ranks`` and those who came."""
         places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
         rank = ranks.index(self.rank)
-        heir = Reconfiguration(rank, places, generation, self.point, self.secret, self.least, self._witness)
+        heir = Reconfiguration(rank, places, generation, self.point, self.secret, self.least, self._connections)
         heir.bulk_server, heir.notice, heir.glance = self.bulk_server, self.notice, self.glance
         return heir
 
@@ -298,7 +298,7 @@ class Reconfiguration(JoinDesk):
         how = place.probe()
         if how == ALIVE:
             return ALIVE
-        return DEAD if self._witness.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else UNREACHABLE
+        return DEAD if self._connections.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else UNREACHABLE
 
     def _tell(
         self, meeting: StoreClient, found: Sequence[Found], decision: QuorumDecision, calls: dict[str, bytes]

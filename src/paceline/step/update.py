@@ -7,7 +7,7 @@ from typing import Any
 from paceline.contract import GlobalBatch
 from paceline.messages import Decision, StepOutcome, Update, UpdateRule
 from paceline.report import activity
-from paceline.step import faults
+from paceline.step import refused_steps
 from paceline.step.run_state import RunState
 
 
@@ -17,9 +17,9 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -
     together = run.exchange.consensus == "step"
 
     if not vote.finite and not run.scaler.can_shrink:
-        raise faults.not_finite(run, "loss", batch, vote, kept)
+        raise refused_steps.not_finite(run, "loss", batch, vote, kept)
     try:
-        faults.refuse(run, outcome)
+        refused_steps.refuse(run, outcome)
     except Exception:
         engine.rollback(kept)
         raise
@@ -36,7 +36,7 @@ def update(run: RunState, batch: GlobalBatch, outcome: StepOutcome, kept: Any) -
         if not applied:
             outcome.decision = Decision.SKIP
             if not run.scaler.can_shrink:
-                raise faults.not_finite(run, "gradient", batch, vote, kept)
+                raise refused_steps.not_finite(run, "gradient", batch, vote, kept)
         run.scaler.move(applied)
     if schedule and not together:
         schedule.step()  # alike on all nodes, also on one that has no rows of a short batch

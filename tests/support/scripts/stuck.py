@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import paceline
 from nodes import build, rows
-from paceline.elastic import heartbeat
+from paceline.elastic import failure_detector
 from paceline.report import activity
 
 if os.environ.get("DEADLINES") != "real":
-    activity.MIN_S = heartbeat.LIMIT_S = float(os.environ.get("LEAST_S", "2.5"))
-    activity.BETWEEN_S, activity.TIMES, heartbeat.GRACE_S = 4.0, 2.0, 0.5
+    activity.MIN_S = failure_detector.LIMIT_S = float(os.environ.get("LEAST_S", "2.5"))
+    activity.BETWEEN_S, activity.TIMES, failure_detector.GRACE_S = 4.0, 2.0, 0.5
 
 
 def asleep(folder):

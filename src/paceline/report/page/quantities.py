@@ -1,4 +1,4 @@
-"""Which quantities of a run the page draws, together in which chart, in which unit."""
+"""Quantities of a run that the page draws, together in which chart, in which unit. Single facts: `summary`."""
 
 from __future__ import annotations
 
