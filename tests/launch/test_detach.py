@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -99,6 +101,22 @@ def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
     _, errors = finish(paceline("attach", "x"), code=2)
     assert errors.startswith("paceline: there is no detached run 'x'; accepted: ")
     assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs to know which run")
+
+
+def test_the_process_that_waits_for_the_launcher_ends_also_where_it_cannot_note_the_exit_code(tmp_path):
+    """Story: the disk was full, and the forked process went on with the command, beside the one it was forked from."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, shutil, sys\nfrom pathlib import Path\nfrom paceline.launch import detach\n"
+        "if (folder := os.environ.get(detach.VARIABLE)):\n    shutil.rmtree(folder)\n    sys.exit()\n"
+        "folder = Path(sys.argv[1])\nfolder.mkdir()\nread, write = os.pipe()\n"
+        "detach._fork(folder, write, os.open(os.devnull, os.O_RDONLY))\n"
+        "print(os.read(read, 1 << 16).decode() or 'nothing')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "nothing\n", "")
 
 
 def test_the_last_twenty_are_kept(tmp_path, monkeypatch):

@@ -248,7 +248,8 @@ def _fork(folder: Path, output: int, lock: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         code = code if code >= 0 else 128 - code
     finally:
-        _write(folder / "code", str(code))
+        with contextlib.suppress(OSError):  # a full disk: it must not go on as the command that it was forked from
+            _write(folder / "code", str(code))
         os._exit(0)
 
 
