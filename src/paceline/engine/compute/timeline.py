@@ -53,7 +53,7 @@ class Timeline:
         return sum(s for _, s in self.forward) + backward + self.updating(own)
 
     def updating(self, rows: Mapping[int, int]) -> float:
-        """Where these buckets come as factors of so many rows, of all nodes, and the others dense: as `planner.step_model`."""
+        """Where these buckets come as factors of so many rows, of all nodes, and the others dense: `step_model`."""
         own = {i: self.factor_rows[i] for i in rows if self.factor_rows[i]}
         alone = sum(self.products[i] for i in own)
         if self.factored_update:
