@@ -88,6 +88,6 @@ def test_a_history_is_as_if_nothing_had_happened(tmp_path, seed, monkeypatch):
     assert history.story == STORIES[seed]
     assert (history.wrong, history.hung) == ([], "")
     assert history.killed
-    assert history.starts > 1 or history.story not in (ALL, ENDING)
+    assert history.starts > 1 or history.story != ALL  # who is killed at the end may just have ended by itself
     if history.story != ENDING:  # its newest checkpoint may be the last, after which there is no step
         assert (history.by_hand > 0) == (history.starts > 1)

@@ -203,7 +203,8 @@ class Waits:
             self._part(run, lives)
         elif history.story == ENDING:
             self._wait(run, self._one_has_finished)
-            self._kill([life for life in lives if not life.ended], 0.0)
+            first = next((life for life in lives if life.ended), None)  # the others may have, and not be gone yet
+            self._kill([life for life in lives if life is not first], 0.0)
         elif history.story == ALL:
             self._kill(lives, 0.0)
         elif history.story == FORMING:
