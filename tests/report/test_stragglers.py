@@ -258,11 +258,12 @@ def end(folder, nodes):
 @pytest.mark.dear
 @needs_cluster
 def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tmp_path):
+    """Five of them: node 1 stays the slower one where another program takes the other node's core."""
     core = sorted(os.sched_getaffinity(0))[1 % len(os.sched_getaffinity(0))]
     spin, thieves = ["taskset", "-c", str(core), sys.executable, "-c", SPIN], []
     with Cluster(2) as cluster:
         try:
-            thieves += [subprocess.Popen(spin, stdout=subprocess.DEVNULL) for _ in range(2)]
+            thieves += [subprocess.Popen(spin, stdout=subprocess.DEVNULL) for _ in range(5)]
             nodes = begin(cluster, tmp_path)
             until(lambda: told(tmp_path), nodes)
             said = end(tmp_path, nodes)
