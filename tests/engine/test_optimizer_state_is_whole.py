@@ -95,6 +95,11 @@ def same(one, other):
     ("what", "words"),
     [
         ("coupled", r"ValueError: optimizer Clipping .*cannot be divided among \d processes.*threads:k"),
+        ("wide", r"ValueError: optimizer Wide updates a weight differently when there are others.*threads:k"),
+        (
+            "bound",
+            r"ValueError: optimizer Bound cannot be tried on two tensors .*a parameter that is not known.*threads:k",
+        ),
         ("closure", r"ValueError: .*LBFGS computes the loss several times per step"),
         ("group", r"ValueError: a parameter group was added after join\(\).*before join"),
         ("groups", r"ValueError: the optimizer has groups of \[6\] parameters, the state to load is of \[1\]"),

@@ -46,6 +46,28 @@ class Clipping(torch.optim.SGD):
         return super().step(closure)
 
 
+class Wide(Clipping):
+    """Refuses small tensors: what a trial with few values cannot show."""
+
+    def step(self, closure=None):
+        if any(p.dim() == 2 and p.shape[1] <= 4 for g in self.param_groups for p in g["params"]):
+            raise ValueError("more than four columns, please")
+        return super().step(closure)
+
+
+class Bound(torch.optim.SGD):
+    """Takes the parameters it was made with and no others."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.known = [id(p) for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        if any(id(p) not in self.known for g in self.param_groups for p in g["params"]):
+            raise KeyError("a parameter that is not known")
+        return super().step(closure)
+
+
 def large(model):
     return [p for p in model.parameters() if p.dim() == 2]
 
@@ -141,6 +163,8 @@ def refusals():
 
     model = build()
     note("coupled", lambda: join(model, Clipping(model.parameters(), lr=0.1)))
+    note("wide", lambda: join(model, Wide(model.parameters(), lr=0.1)))
+    note("bound", lambda: join(model, Bound(model.parameters(), lr=0.1)))
     note("closure", lambda: join(model, torch.optim.LBFGS(model.parameters())))
     optimizer = CASES["sgd"](model)
     pace = join(model, optimizer)

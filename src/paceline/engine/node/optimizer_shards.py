@@ -51,11 +51,10 @@ class OptimizerShards:
         self.optimizer, self.local_group = optimizer, local_group
         self.division = division(optimizer)
         elementwise = self.division == SLICES
-        if not elementwise and local_group.size > 1 and _couples(optimizer):
+        if not elementwise and local_group.size > 1 and (why := _couples(optimizer)):
             raise ValueError(
-                f"optimizer {type(optimizer).__name__} updates a weight differently when there are others, so its work "
-                f"cannot be divided among {local_group.size} processes; use engine '{THREADS}:k', or an optimizer of "
-                f"torch.optim"
+                f"optimizer {type(optimizer).__name__} {why}, so its work cannot be divided among {local_group.size} "
+                f"processes; use engine '{THREADS}:k', or an optimizer of torch.optim"
             )
         self._shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]
@@ -272,15 +271,31 @@ def _cut(state: Mapping[str, Any], own: slice, shape: torch.Size) -> dict[str, A
     return {key: mine(value) for key, value in state.items()}
 
 
-def _couples(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a tensor's update depends on other tensors, by a trial: two small ones together, and each alone."""
+def _couples(optimizer: torch.optim.Optimizer) -> str:
+    """Why tensors are not updated each by itself, or "", by a trial: two together, and each alone.
+
+    Where the optimizer refuses small tensors, the trial is repeated with larger ones.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return ""  # none of torch's does, but for LBFGS, which is refused before
+    try:
+        try:
+            differs = _differs_beside_others(optimizer, 4)
+        except Exception:
+            differs = _differs_beside_others(optimizer, 64)
+    except Exception as error:
+        return f"cannot be tried on two tensors of its own sizes up to 64 ({type(error).__name__}: {error})"
+    return "updates a weight differently when there are others" if differs else ""
+
+
+def _differs_beside_others(optimizer: torch.optim.Optimizer, most: int) -> bool:
     generator = torch.Generator().manual_seed(0)
-    shapes = [[[min(n, 4) for n in p.shape] for p in group["params"][:2]] for group in optimizer.param_groups]
-    small = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in row] for row in shapes]
+    shapes = [[[min(n, most) for n in p.shape] for p in group["params"][:2]] for group in optimizer.param_groups]
+    values = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in row] for row in shapes]
     grads = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in row] for row in shapes]
 
     def train(only: tuple[int, int] | None) -> list[list[Tensor]]:
-        twin, parts = _twin(optimizer), [[torch.nn.Parameter(value.clone()) for value in row] for row in small]
+        twin, parts = _twin(optimizer), [[torch.nn.Parameter(value.clone()) for value in row] for row in values]
         for i, group in enumerate(twin.param_groups):
             group["params"] = [part for j, part in enumerate(parts[i]) if only in (None, (i, j))]
         for size in (1e-3, 1.0, 1e3):  # some clip what is large
@@ -290,15 +305,12 @@ def _couples(optimizer: torch.optim.Optimizer) -> bool:
             twin.step()
         return [[part.detach() for part in row] for row in parts]
 
-    try:
-        together = train(None)
-        return not all(
-            torch.allclose(train((i, j))[i][j], value, rtol=1e-9, atol=0, equal_nan=True)
-            for i, row in enumerate(together)
-            for j, value in enumerate(row)
-        )
-    except Exception:
-        return False  # it wants something that small dense tensors do not have; its own step will say what
+    together = train(None)
+    return not all(
+        torch.allclose(train((i, j))[i][j], value, rtol=1e-9, atol=0, equal_nan=True)
+        for i, row in enumerate(together)
+        for j, value in enumerate(row)
+    )
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> Any:
