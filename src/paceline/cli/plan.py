@@ -24,7 +24,7 @@ from paceline.launch.output import shown
 from paceline.planner import planner as planning
 from paceline.planner.plan_tables import pair_table, team_table
 from paceline.planner.planner import Plan
-from paceline.planner.teams import WhatIf, forms_told
+from paceline.planner.teams import WhatIf, describe_factors
 from paceline.train.settings import Settings
 
 MAX_LISTED = 64  # numbers of nodes, each with lines of its own
@@ -78,18 +78,18 @@ def plan(
     how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}
     if hosts and reproducible:
         raise ValueError(
-            f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.STEADY}"
+            f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.DETERMINISTIC}"
         )
     if out:
         check_writable(out)
     if hosts:
         check_alone(hosts)
-        everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
+        nodes_of_hosts, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
         ssh.carried((env or "").replace(",", " ").split())
         paths = [script] if script and script != "-m" else [data] if data else []
-        check(everyone, way, paths, address, needed(command))
-        far = RemoteQuery(way, env or "", address or "", everyone[0].name)
-        made, text = _over(everyone, far, command, how, imagined)
+        check(nodes_of_hosts, way, paths, address, needed(command))
+        remote = RemoteQuery(way, env or "", address or "", nodes_of_hosts[0].name)
+        made, text = _over(nodes_of_hosts, remote, command, how, imagined)
     else:
         made, text = _here(command, how, imagined, reproducible)
     if out:
@@ -122,7 +122,7 @@ def _show_nodes(made: Plan, more: str) -> None:
         wide.print(pair_table(made.pairs))
     if made.teams:
         wide.print(team_table(made.teams))
-        for text in (*forms_told(made.teams), more):
+        for text in (*describe_factors(made.teams), more):
             console.print(shown(text), markup=False, highlight=False)
 
 
@@ -152,14 +152,14 @@ def _here(command: list[str], how: dict[str, Any], what_if: list[WhatIf], reprod
 
 
 def _over(
-    hosts: list[Host], far: RemoteQuery, command: list[str], how: dict[str, Any], what_if: list[WhatIf]
+    hosts: list[Host], remote: RemoteQuery, command: list[str], how: dict[str, Any], what_if: list[WhatIf]
 ) -> tuple[Plan, str]:
     from paceline.planner import cluster as machines
 
     trial_s = min(machines.TRIAL_S, how["budget_s"] / 4) if how["budget_s"] else machines.TRIAL_S
     with Console(stderr=True).status("measuring") as status:
         show = status.update
-        return machines.make_over(hosts, far, command, **how, what_if=what_if, trial_s=trial_s, show=show)
+        return machines.make_over(hosts, remote, command, **how, what_if=what_if, trial_s=trial_s, show=show)
 
 
 def _hosts(text: str) -> list[Host]:

@@ -35,12 +35,12 @@ from paceline.planner.planner import Plan
 from paceline.train.settings import Settings
 
 
-def ready(
-    command: list[str], wanted: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
+def find_or_make_plan(
+    command: list[str], requested: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
 ) -> Plan:
     """The plan requested: a file's, a row by itself, the one kept for this command, or a new one."""
-    if wanted != "auto":
-        return Plan.read(wanted) if Path(wanted).is_file() else Plan(row(wanted), "as asked for")
+    if requested != "auto":
+        return Plan.read(requested) if Path(requested).is_file() else Plan(check_configuration(requested), "as asked for")
     screen = Console(stderr=quiet, highlight=False, soft_wrap=True)
     machine = survey()
     if not quiet:
@@ -74,13 +74,13 @@ def show(made: Plan, which: str = "all") -> None:
     console.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)})")
 
 
-def row(text: str) -> str:
+def check_configuration(text: str) -> str:
     """Raises ValueError for what is neither a plan file nor a row."""
     if text.endswith(".toml"):
         raise ValueError(f"there is no plan file {text!r}; write one with: paceline plan --out {text}")
     with contextlib.suppress(ValueError):  # most are seen to be rows without importing torch, which takes seconds
-        way = split(text, 1)
-        if way.engine in registry.names("engine") and len({*ROUNDED} & {*way.words}) < 2:
+        spec = split(text, 1)
+        if spec.engine in registry.names("engine") and len({*ROUNDED} & {*spec.words}) < 2:
             return text
     from paceline.engine.compute.precision import parse_row
 
@@ -105,8 +105,8 @@ class Start:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        self.least, self.count = span(self.nodes, self.hosts)
-        by_default = RESTARTS if self.least else 0
+        self.min_nodes, self.count = span(self.nodes, self.hosts)
+        by_default = RESTARTS if self.min_nodes else 0
         self.num_restarts = by_default if self.restarts is None else self.restarts
 
 
@@ -124,7 +124,7 @@ def start(
         free(out)
         made.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
-        if how.least:
+        if how.min_nodes:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
     detach.begun()
     code = local.start(
@@ -132,8 +132,8 @@ def start(
         made.chosen,
         how.count,
         environment,
-        least=how.least,
-        returns=RETURNS if how.least else 0,
+        least=how.min_nodes,
+        returns=RETURNS if how.min_nodes else 0,
         restarts=how.num_restarts,
         together=trained_alone.exit_code,
     )
@@ -142,9 +142,9 @@ def start(
     return code
 
 
-def leave(words: list[str], hosts: str | None) -> None:
+def run_detached(command_line: list[str], hosts: str | None) -> None:
     """With --detach: continues in the detached launcher; this process follows it until it has begun, and exits."""
-    if run := detach.leave(words, hosts):
+    if run := detach.leave(command_line, hosts):
         follow(run, until_begun=True)
 
 
@@ -171,16 +171,16 @@ def check_first() -> None:
         )
 
 
-def waits(seconds: float | None) -> None:
+def set_wait(seconds: float | None) -> None:
     """With --wait: for how long processes started from here on wait for nodes that failed. Raises ValueError."""
     if seconds is not None:
         os.environ["PACELINE_WAIT"] = f"{seconds:g}"
     wait_s()
 
 
-def hide(asked: bool) -> None:
+def require_encryption(requested: bool) -> None:
     """With --encrypt: processes started from here on encrypt. Raises ValueError where they cannot."""
-    if asked:
+    if requested:
         check_encryption()
         os.environ["PACELINE_ENCRYPT"] = "1"
 
@@ -190,32 +190,32 @@ def span(nodes: str | None, hosts: str | None) -> tuple[int, int]:
     count = len(parse(hosts)) if hosts else None
     if nodes is None:
         return 0, count or 1
-    words = nodes.split(":")
-    numbers = [int(word) for word in words if word.isdigit()]
-    if len(words) != len(numbers) or len(numbers) > 2 or not 1 <= numbers[0] <= numbers[-1]:
+    parts = nodes.split(":")
+    numbers = [int(part) for part in parts if part.isdigit()]
+    if len(parts) != len(numbers) or len(numbers) > 2 or not 1 <= numbers[0] <= numbers[-1]:
         raise ValueError(f"--nodes is the fewest and the most nodes, as 2:4 is; got {nodes!r}")
-    least, most = numbers[0], numbers[-1]
-    if count and not least <= count <= most:
-        raise ValueError(f"--nodes {nodes} and {count} hosts of -H do not fit together; give -H from {least} to {most}")
-    return least, count or most
+    min_nodes, max_nodes = numbers[0], numbers[-1]
+    if count and not min_nodes <= count <= max_nodes:
+        raise ValueError(f"--nodes {nodes} and {count} hosts of -H do not fit together; give -H from {min_nodes} to {max_nodes}")
+    return min_nodes, count or max_nodes
 
 
-def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str, str]:
+def join_environment(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str, str]:
     """The environment of a joining node. Raises ValueError."""
     if ticket is None:
         return {}
     if nodes or hosts:
         raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
     found = JoinTicket.read(ticket)
-    hide(found.hides)
+    require_encryption(found.hides)
     return {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 
 
 def check_writable(out: Path) -> None:
     """Raises ValueError where a run could write nothing, before anything is measured."""
-    there = next(each for each in (out, *out.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"the run's folder {out} cannot be written: look at {there}, or give another --out")
+    parent = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the run's folder {out} cannot be written: look at {parent}, or give another --out")
 
 
 def check_script(command: list[str]) -> None:
@@ -230,14 +230,14 @@ def check_script(command: list[str]) -> None:
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
 
 
-def steady(plan: str, reproducible: bool) -> str:
+def reproducible_plan(plan: str, reproducible: bool) -> str:
     """The plan that --reproducible makes of what was asked for. Raises ValueError for a row that is not."""
     if not reproducible or plan == "auto":
-        return planning.STEADY if reproducible else plan
-    asked = Plan.read(plan).chosen if Path(plan).is_file() else row(plan)
-    if not registry.says("engine", registry.head(asked)[0], "reproduces"):
+        return planning.DETERMINISTIC if reproducible else plan
+    requested = Plan.read(plan).chosen if Path(plan).is_file() else check_configuration(plan)
+    if not registry.says("engine", registry.head(requested)[0], "reproduces"):
         raise ValueError(
-            f"--reproducible computes in virtual shares, and the row asked for is {asked}; give --plan "
-            f"{planning.STEADY}, or leave --plan out"
+            f"--reproducible computes in virtual shares, and the row asked for is {requested}; give --plan "
+            f"{planning.DETERMINISTIC}, or leave --plan out"
         )
     return plan

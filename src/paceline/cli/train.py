@@ -88,14 +88,14 @@ def train(
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings)})
     if resume:
         settings = _resumed(settings, resume)
-    plan = prepare.steady(plan, reproducible)
+    plan = prepare.reproducible_plan(plan, reproducible)
     prepare.check_alone(hosts, send, None, detach)
-    prepare.hide(settings.encrypt)
-    prepare.waits(wait)
+    prepare.require_encryption(settings.encrypt)
+    prepare.set_wait(wait)
     how = prepare.Start(hosts, nodes, restarts, env, python, address, ssh_command, send)
     _check_folder(out, resume)
     if detach:
-        prepare.leave(["train", settings.model_name], hosts)
+        prepare.run_detached(["train", settings.model_name], hosts)
     raise typer.Exit(_start(settings, plan, out, resume, how))
 
 
@@ -106,9 +106,9 @@ def _resumed(given: Settings, run: Path) -> Settings:
             f"--resume continues a run with its own settings: only --epochs, --plan, --encrypt, --json and how it is "
             f"started (-H, --send, --detach ...) may be given with it, not {', '.join(other)}"
         )
-    kept = Settings.read(run)
-    epochs, encrypt = given.epochs or kept.epochs, given.encrypt or kept.encrypt
-    return dataclasses.replace(kept, epochs=epochs, encrypt=encrypt, json=given.json)
+    saved = Settings.read(run)
+    epochs, encrypt = given.epochs or saved.epochs, given.encrypt or saved.encrypt
+    return dataclasses.replace(saved, epochs=epochs, encrypt=encrypt, json=given.json)
 
 
 def _check_folder(out: Path | None, resume: Path | None) -> None:
@@ -135,7 +135,7 @@ def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None,
             plan = made.chosen  # others than before: on all of them what most did
     if how.hosts:
         return over_ssh.start(how, command, plan, settings.fidelity, out or own, settings)
-    made = prepare.ready(command, plan, settings.fidelity, settings, settings.json)
+    made = prepare.find_or_make_plan(command, plan, settings.fidelity, settings, settings.json)
     out = out or _fresh(own)
     free(out)
     settings.write(out)
@@ -151,7 +151,7 @@ def _train_here(settings: Settings, plan: str, out: Path) -> None:
         settings.write(out)
     os.environ["PACELINE_FOLDER"] = str(out)
     if plan != "auto":
-        os.environ["PACELINE_ENGINE"] = prepare.row(plan)
+        os.environ["PACELINE_ENGINE"] = prepare.check_configuration(plan)
     job.run(settings)
 
 

@@ -57,14 +57,14 @@ class EngineSpec:
         return self.copies if says("engine", self.engine, "starts_processes") else 1
 
 
-def split(row: str, cores: int) -> EngineSpec:
+def split(candidate: str, cores: int) -> EngineSpec:
     """Raises ValueError for what is no row."""
-    head, *words = current("engine", row).split("+")
+    head, *words = current("engine", candidate).split("+")
     engine, _, count = head.partition(":")
     unknown = [word for word in words if word not in WORDS]
     if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
         raise ValueError(
-            f"row {row!r} is not of the form ENGINE[:k][+word...], as in '{PROCESSES}:2+channels_last'; "
+            f"row {candidate!r} is not of the form ENGINE[:k][+word...], as in '{PROCESSES}:2+channels_last'; "
             f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
     counts = says("engine", engine, "counts")
@@ -74,15 +74,15 @@ def split(row: str, cores: int) -> EngineSpec:
     return EngineSpec(engine, 1, cores if counts == "share" else k, tuple(words))
 
 
-def fidelity(row: str, facts: JobFacts | None = None) -> str:
+def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
     """As the table says it: "exact", "exact, local BN", "rounded"."""
-    level = "rounded" if set(row.split("+")) & set(ROUNDED) else "exact"
-    shared = split(row, 1).copies > 1 and facts is not None and facts.batch_norm
+    level = "rounded" if set(candidate.split("+")) & set(ROUNDED) else "exact"
+    shared = split(candidate, 1).copies > 1 and facts is not None and facts.batch_norm
     return f"{level}, local BN" if shared else level
 
 
-def allowed(row: str, level: str) -> bool:
-    return ALLOWED[fidelity(row).partition(",")[0]] <= ALLOWED[level]
+def allowed(candidate: str, level: str) -> bool:
+    return ALLOWED[fidelity(candidate).partition(",")[0]] <= ALLOWED[level]
 
 
 def check(level: str) -> None:
@@ -113,7 +113,7 @@ def candidates(
     found += [f"{head}+{words}" for words in numerics for head in found if words]
     if compile_too and machine.compiler:
         found += [f"{head}+compile" for head in found if "+" not in head and head != BASELINE]
-    return sorted(found, key=lambda row: not allowed(row, level))
+    return sorted(found, key=lambda candidate: not allowed(candidate, level))
 
 
 def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Iterator[str]:
@@ -141,8 +141,8 @@ def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:
     yield from ("+".join(filter(None, (half, layout))) for half in halves for layout in layouts)
 
 
-def needed_bytes(row: str, facts: JobFacts, cores: int) -> int:
+def needed_bytes(candidate: str, facts: JobFacts, cores: int) -> int:
     """Memory of all processes together, roughly: weights and optimizer state once, gradients per copy."""
-    way = split(row, cores)
-    bytes_ = way.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
-    return bytes_ + way.copies * facts.gradient_bytes + facts.activation_bytes
+    spec = split(candidate, cores)
+    bytes_ = spec.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
+    return bytes_ + spec.copies * facts.gradient_bytes + facts.activation_bytes

@@ -16,8 +16,8 @@ from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, TIE, Row
 from paceline.registry import BASELINE, head, says
 
-SAME = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
-GIVEN = 0.05  # of the speed, for what is simpler and may be as fast
+NOISE = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
+MAX_SLOWDOWN = 0.05  # of the speed, for what is simpler and may be as fast
 OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
 
 
@@ -40,11 +40,11 @@ class Candidate:
         return self.ran.step_s if self.ran else self.predicted_s or float("inf")
 
 
-def equal(one: Trial, other: Trial) -> bool:
+def tied(one: Trial, other: Trial) -> bool:
     """Whether two trials cannot be told apart. A row's own noise is no merit: it counts no further than the other's."""
     fast, slow = sorted((one, other), key=lambda trial: trial.step_s)
     noise_s = fast.spread_s + min(slow.spread_s, fast.spread_s)
-    return slow.step_s - fast.step_s <= max(noise_s, SAME * fast.step_s)
+    return slow.step_s - fast.step_s <= max(noise_s, NOISE * fast.step_s)
 
 
 def run_off(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
@@ -59,11 +59,11 @@ def choose(
     """(chosen, reason, rows). Raises ValueError when no candidate ran or could: the first one's error says why."""
     ranking = run_off(candidates, level)
     if not ranking or not ranking[0].ran:
-        return _foretold(candidates, level, facts)
+        return _choose_by_prediction(candidates, level, facts)
     fastest = ranking[0]
-    equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
-    best = next(one for one in equals if one.step_s <= (1 + GIVEN) * fastest.step_s)
-    rows = tuple(_row(one, best, candidates[0], facts, level, equals) for one in candidates)
+    ties = [one for one in candidates if one in ranking and one.ran and tied(one.ran, fastest.ran)]  # type: ignore[arg-type]
+    best = next(one for one in ties if one.step_s <= (1 + MAX_SLOWDOWN) * fastest.step_s)
+    rows = tuple(_row(one, best, candidates[0], facts, level, ties) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
         why = "the most promising, and the one row that there was time to measure"
@@ -72,14 +72,14 @@ def choose(
     return best.engine, why, rows
 
 
-def _foretold(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
+def _choose_by_prediction(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
     """By prediction alone, where there was no time to try anything."""
     untried = [one for one in candidates if one.predicted_s and not (one.trial or one.refusal)]
-    hopes = [one for one in untried if allowed(one.engine, level)]
-    if not hopes:
+    eligible = [one for one in untried if allowed(one.engine, level)]
+    if not eligible:
         why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
         raise ValueError(f"no candidate could be run{why}")
-    best = min(hopes, key=lambda one: one.step_s)
+    best = min(eligible, key=lambda one: one.step_s)
     rows = tuple(_row(one, best, candidates[0], facts, level, ()) for one in candidates)
     return best.engine, "fastest as predicted; the budget left no time to try any", rows
 
@@ -93,7 +93,7 @@ def speedup(one: Candidate, base: Candidate) -> float | None:
     return None
 
 
-def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
+def _why_rejected(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
     if one.trial and one.trial.error:
         memory = any(word in one.trial.error for word in OUT_OF_MEMORY)
         return f"{'out of memory' if memory else 'failed'}: {one.trial.error}"
@@ -113,7 +113,7 @@ def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
 
 
 def _row(
-    one: Candidate, best: Candidate, base: Candidate, facts: JobFacts | None, level: str, equals: Sequence[Candidate]
+    one: Candidate, best: Candidate, base: Candidate, facts: JobFacts | None, level: str, ties: Sequence[Candidate]
 ) -> Row:
     ran = one.ran
     return Row(
@@ -128,14 +128,14 @@ def _row(
         bool(ran and ran.extrapolated),
         len(ran.steps_s) if ran else 0,
         facts.division if facts and says("engine", head(one.engine)[0], "starts_processes") else "",
-        CHOSEN if one is best else TIE if one in equals else _loss(one, best, base, level),
+        CHOSEN if one is best else TIE if one in ties else _why_rejected(one, best, base, level),
     )
 
 
-def insisted(rows: Sequence[Row], fastest: str, wanted: str) -> tuple[str, str, tuple[Row, ...]]:
+def choose_requested(rows: Sequence[Row], fastest: str, requested: str) -> tuple[str, str, tuple[Row, ...]]:
     """As `choose`, where a row was asked for because its bits do not depend on the number of nodes: what that costs."""
     by_name = {row.engine: row for row in rows}
-    one, best = by_name[wanted], by_name[fastest]
+    one, best = by_name[requested], by_name[fastest]
     cost = "no other row was measured beside it" if one is best else one.reason
     if one.measured_s and best.measured_s and one is not best:
         cost = f"{one.measured_s / best.measured_s - 1:.0%} slower than {fastest}"
@@ -143,5 +143,5 @@ def insisted(rows: Sequence[Row], fastest: str, wanted: str) -> tuple[str, str, 
         f"reproducible, as asked for: {cost}; between N nodes it sends N / 2 times as much as a sum, and "
         f"fully-connected layers dense"
     )
-    reasons = {fastest: "faster, and not reproducible", wanted: CHOSEN if one.measured_s else one.reason}
-    return wanted, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)
+    reasons = {fastest: "faster, and not reproducible", requested: CHOSEN if one.measured_s else one.reason}
+    return requested, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)

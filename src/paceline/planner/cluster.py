@@ -24,7 +24,7 @@ from paceline.launch.hosts import Host
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
 from paceline.planner.cluster_model import NetworkModel, Sent, Sums, ring
-from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, Try
+from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, TeamTrial
 from paceline.planner.measure.node_agent import measure_node
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, Between
@@ -40,7 +40,7 @@ Show = Callable[[str], None]
 
 def make_over(
     hosts: Sequence[Host],
-    far: RemoteQuery,
+    remote: RemoteQuery,
     command: Sequence[str],
     *,
     fidelity: str = "exact",
@@ -54,41 +54,41 @@ def make_over(
 
     Raises ValueError with the words of a host that cannot take part.
     """
-    from paceline.planner.measure.network import Wires
+    from paceline.planner.measure.network import NetworkMeasurement
 
     names = [host.name for host in hosts]
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
+    measured = NetworkMeasurement.of(remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else NetworkMeasurement(1)
     show("measuring each host by itself")
     budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
-    replies = far.ask(hosts, request, limit_s)
+    replies = remote.ask(hosts, request, limit_s)
     nodes = [Node.of(name, replies[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
     if len(sizes) > 1:
         given = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
         raise ValueError(f"the hosts gave the same script different batch sizes: {given}; make it the same everywhere")
-    places = {name: i for i, name in enumerate(names)}
+    rank_of = {name: i for i, name in enumerate(names)}
 
-    def wire(count: int) -> NetworkModel:
-        among = [places[node.name] for node in survey.nodes[:count]]
-        return wires.among(among, sums_by(wires.collective)) if len(hosts) > 1 else _unmeasured()
+    def network(count: int) -> NetworkModel:
+        ranks = [rank_of[node.name] for node in survey.nodes[:count]]
+        return measured.model_for(ranks, sums_by(measured.collective)) if len(hosts) > 1 else _unmeasured()
 
-    survey = Survey(nodes, wire, real=True)
+    survey = Survey(nodes, network, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
     tries = [one for one in found if one]
     by_name = {host.name: host for host in hosts}
     for one in promising(tries):
         show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")
-        one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
+        one.trial = _run(remote, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
-    pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in wires.pairs)
+    pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in measured.pairs)
     plan = dataclasses.replace(_plan(survey, teams), pairs=tuple(pairs))
     if not rows:  # else it is no choice among all
-        plan_cache.keep_over(plan, names, command)
+        plan_cache.store_over(plan, names, command)
     return plan, plan.reason
 
 
@@ -131,7 +131,7 @@ def sums_by(name: str) -> Sums:
     return sums
 
 
-def promising(tries: Sequence[Try]) -> list[Try]:
+def promising(tries: Sequence[TeamTrial]) -> list[TeamTrial]:
     """The few to run for real: of both kinds of batch by turns, the fastest by prediction first."""
     kinds = [
         sorted((one for one in tries if one.team.batch == kind), key=lambda one: -(one.team.predicted_speedup or 0.0))
@@ -141,18 +141,18 @@ def promising(tries: Sequence[Try]) -> list[Try]:
     return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)][:TRIES]
 
 
-def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
+def _run(remote: RemoteQuery, hosts: Sequence[Host], one: TeamTrial, command: Sequence[str], trial_s: float) -> Trial:
     times = one.team.nodes if one.team.batch == EACH else 1
     request: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
     limit_s = TRIAL_LIMIT_S + 20 * trial_s
     request |= {"timed_s": trial_s, "limit_s": limit_s}
     with ScratchFolder() as folder:
-        ways = Path(folder) / "plan.toml"
-        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
-        options = ["--plan", str(ways), "--shares", shares]
+        plan_path = Path(folder) / "plan.toml"
+        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(plan_path)
+        options = ["--plan", str(plan_path), "--shares", shares]
         try:
-            reply = far.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
+            reply = remote.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
         except (ValueError, TimeoutError) as error:
             return Trial(one.rows[0], error=str(error).splitlines()[-1])
     return Trial(**{**reply, "steps_s": tuple(reply["steps_s"])})
@@ -179,12 +179,12 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
     first = survey.nodes[0]
     return dataclasses.replace(
         first.plan,
-        chosen=survey.rows_of[first.name],
+        chosen=survey.configuration_of[first.name],
         reason=sentence,
         batch_size=first.batch_size,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         versions=plan_cache.versions(),
         num_nodes=count,
-        hosts={node.name: survey.rows_of[node.name] for node in survey.nodes},
+        hosts={node.name: survey.configuration_of[node.name] for node in survey.nodes},
         teams=kept,
     )

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
+from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, ExchangeTraffic
 
 VOTE_BYTES = 1024  # of a vote
 SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
@@ -70,7 +70,7 @@ class NetworkModel:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
         return messages * self.latency_s + num_bytes * per_byte
 
-    def beginning_s(self, num_bytes: float) -> float:
+    def slow_start_s(self, num_bytes: float) -> float:
         """What so many bytes wait for acknowledgements after a pause, until a whole round trip is under way."""
         trip_s, window, waited_s = 2 * self.latency_s, float(WINDOW_BYTES), 0.0
         while trip_s and window < min(num_bytes, trip_s * self.bytes_per_s):
@@ -82,7 +82,7 @@ class NetworkModel:
     def slow(self) -> bool:
         return 1 / self.bytes_per_s >= SLOW_S
 
-    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> NetworkModel:
+    def with_link(self, bits_per_s: float | None = None, latency_s: float | None = None) -> NetworkModel:
         """Another line between the same machines."""
         rate = self.bytes_per_s if bits_per_s is None else bits_per_s * FRAME / 8
         return replace(self, bytes_per_s=rate, latency_s=self.latency_s if latency_s is None else latency_s)
@@ -116,15 +116,15 @@ class WireFormat:
 
     dense_bytes: float
     factor_bytes: float
-    ways: Ways
+    ways: ExchangeTraffic
     item_bytes: float = 4.0
 
     @classmethod
-    def of(cls, lines: Sequence[StepModel]) -> WireFormat:
+    def of(cls, models: Sequence[StepModel]) -> WireFormat:
         """Factors are thin where they are on every node."""
-        dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
-        factors = max(line.ways.factor_bytes or line.item_bytes for line in lines)
-        return cls(max(dense), factors, lines[0].ways, max(line.item_bytes for line in lines))
+        dense = [model.ways.dense_bytes or model.item_bytes for model in models]
+        factors = max(model.ways.factor_bytes or model.item_bytes for model in models)
+        return cls(max(dense), factors, models[0].ways, max(model.item_bytes for model in models))
 
     @property
     def fair(self) -> WireFormat:
@@ -133,110 +133,110 @@ class WireFormat:
         return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 
-def traffic(part: LayerTiming, form: str, nodes: int, rows: float, travel: WireFormat, sums: Sums = ring) -> Sent:
+def traffic(part: LayerTiming, form: str, nodes: int, rows: float, wire_format: WireFormat, sums: Sums = ring) -> Sent:
     """``rows``: the most that any node has."""
-    if form != FACTORS and not travel.ways.gathers:
-        return sums(nodes, part.numel, int(travel.dense_bytes))
-    own = rows * part.sides * travel.factor_bytes if form == FACTORS else part.numel * travel.dense_bytes
+    if form != FACTORS and not wire_format.ways.gathers:
+        return sums(nodes, part.numel, int(wire_format.dense_bytes))
+    own = rows * part.sides * wire_format.factor_bytes if form == FACTORS else part.numel * wire_format.dense_bytes
     return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
 
 
-def packed(part: LayerTiming, form: str, nodes: int, ways: Ways) -> float:
+def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
     """What is left of its bytes on a slow wire."""
     if form != FACTORS and ways.gathers:
         return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 
 
-def choose(lines: Sequence[StepModel], wire: NetworkModel) -> list[str]:
+def choose(models: Sequence[StepModel], network: NetworkModel) -> list[str]:
     """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
     form takes clearly less time on the wire and in multiplying them out."""
-    nodes = len(lines)
+    nodes = len(models)
     if nodes == 1:
-        return lines[0].alone()
-    travel = WireFormat.of(lines)
-    return [_form([line.parts[i] for line in lines], wire, travel) for i in range(len(lines[0].parts))]
+        return models[0].alone()
+    wire_format = WireFormat.of(models)
+    return [_form([model.parts[i] for model in models], network, wire_format) for i in range(len(models[0].parts))]
 
 
-def _form(everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat) -> str:
-    """``everywhere``: one part, as each node has it."""
-    if not (travel.ways.factors and _can(everywhere)):
+def _form(per_node: Sequence[LayerTiming], network: NetworkModel, wire_format: WireFormat) -> str:
+    """``per_node``: one part, as each node has it."""
+    if not (wire_format.ways.factors and _factors_fit(per_node)):
         return DENSE
-    num_bytes, seconds = _costs(everywhere, wire, travel.fair)
-    fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
+    num_bytes, seconds = _costs(per_node, network, wire_format.fair)
+    fewest_bytes, fastest = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
     clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
-    return sooner if clear else fewer
+    return fastest if clear else fewest_bytes
 
 
-def _can(everywhere: Sequence[LayerTiming]) -> bool:
-    return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
+def _factors_fit(per_node: Sequence[LayerTiming]) -> bool:
+    return per_node[0].fits(sum(one.rows for one in per_node)) and all(one.rows for one in per_node)
 
 
 def _costs(
-    everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat
+    per_node: Sequence[LayerTiming], network: NetworkModel, wire_format: WireFormat
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes, seconds) of each form; factors are multiplied out as well."""
-    part, nodes = everywhere[0], len(everywhere)
-    most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
-    cost = {form: traffic(part, form, nodes, most, travel, wire.sums) for form in (DENSE, FACTORS)}
-    seconds = {form: wire.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
-    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
+    part, nodes = per_node[0], len(per_node)
+    most, total = max(one.rows for one in per_node), sum(one.rows for one in per_node)
+    cost = {form: traffic(part, form, nodes, most, wire_format, network.sums) for form in (DENSE, FACTORS)}
+    seconds = {form: network.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
+    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in per_node)
     return {form: one.num_bytes for form, one in cost.items()}, seconds
 
 
-def reasons(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]) -> list[str]:
+def reasons(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[str]) -> list[str]:
     """How each fully-connected layer travels, and what either form would take; the largest first."""
-    found, travel = list[str](), WireFormat.of(lines)
-    linear = [(i, part) for i, part in enumerate(lines[0].parts) if part.sides and travel.ways.factors]
+    found, wire_format = list[str](), WireFormat.of(models)
+    linear = [(i, part) for i, part in enumerate(models[0].parts) if part.sides and wire_format.ways.factors]
     for i, part in sorted(linear, key=lambda each: -each[1].numel):
-        everywhere = [line.parts[i] for line in lines]
-        if not _can(everywhere):
-            total = sum(one.rows for one in everywhere)
+        per_node = [model.parts[i] for model in models]
+        if not _factors_fit(per_node):
+            total = sum(one.rows for one in per_node)
             found.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
             continue
-        num_bytes, seconds = _costs(everywhere, wire, travel)
+        num_bytes, seconds = _costs(per_node, network, wire_format)
         each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
         factors = f"{each[FACTORS]} with multiplying them out"
         found.append(f"{part.name} {forms[i]}: as factors {factors}, dense {each[DENSE]}")
     return found
 
 
-def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
-    """One step of as many nodes as there are ``lines``, each with its own rows."""
-    nodes, forms = len(lines), list(choose(lines, wire) if forms is None else forms)
-    ready = [line.ready(forms) for line in lines]
-    compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
+def predict(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
+    """One step of as many nodes as there are ``models``, each with its own rows."""
+    nodes, forms = len(models), list(choose(models, network) if forms is None else forms)
+    ready = [model.ready(forms) for model in models]
+    compute_s = max(max(times, default=model.forward_s) for times, model in zip(ready, models, strict=True))
     # a part enters when the slowest node has it and all before it
-    entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
-    now = wire_s = sent_bytes = packed_bytes = before = 0.0
-    travel = WireFormat.of(lines)
-    ways = travel.ways
-    for i, entry in enumerate(entries if nodes > 1 else ()):
-        part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
-        left = packed(part, forms[i], nodes, ways) if wire.slow and not ways.every else 1.0
+    ready_times = accumulate((max(times) for times in zip(*ready, strict=True)), max)
+    link_free_s = wire_s = sent_bytes = packed_bytes = previous_ready_s = 0.0
+    wire_format = WireFormat.of(models)
+    ways = wire_format.ways
+    for i, ready_s in enumerate(ready_times if nodes > 1 else ()):
+        part, most = models[0].parts[i], max(model.parts[i].rows for model in models)
+        ratio = packed(part, forms[i], nodes, ways) if network.slow and not ways.every else 1.0
         # packed sums are gathers between two nodes, which send as much as a ring does
-        sent = traffic(part, forms[i], nodes, most, travel, ring if left < 1 else wire.sums)
-        packed_bytes += sent.num_bytes if left < 1 else 0.0
-        took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
-        begun = max(now, entry)
-        if entry - before > TCP_TIMEOUT_S:  # of computing; a wire that was busy meanwhile waits less
-            begun = max(now, entry + wire.beginning_s(sent.in_sequence * left))
-        wire_s += begun - max(now, entry) + took_s
-        now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left
-    vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+        sent = traffic(part, forms[i], nodes, most, wire_format, ring if ratio < 1 else network.sums)
+        packed_bytes += sent.num_bytes if ratio < 1 else 0.0
+        took_s = network.seconds(sent.messages, sent.in_sequence * ratio, adds=forms[i] == DENSE)
+        start_s = max(link_free_s, ready_s)
+        if ready_s - previous_ready_s > TCP_TIMEOUT_S:  # of computing; a wire that was busy meanwhile waits less
+            start_s = max(link_free_s, ready_s + network.slow_start_s(sent.in_sequence * ratio))
+        wire_s += start_s - max(link_free_s, ready_s) + took_s
+        link_free_s, previous_ready_s, sent_bytes = start_s + took_s, ready_s, sent_bytes + sent.num_bytes * ratio
+    vote_s = network.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
     vote_bytes: float = (nodes - 1) * VOTE_BYTES
     if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
         vote_s, wire_s, sent_bytes, vote_bytes = (t / ways.every for t in (vote_s, wire_s, sent_bytes, vote_bytes))
-    moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
+    moving_s = (sent_bytes * network.cpu_s + packed_bytes * PACKING_S) / min(model.cores for model in models)
     norm_s = 0.0
     if nodes > 1 and ways.norm_sums:
-        sent = wire.sums(nodes, ways.norm_numel, NORM_BYTES)
-        norm_s = wire.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
+        sent = network.sums(nodes, ways.norm_numel, NORM_BYTES)
+        norm_s = network.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
         vote_bytes += sent.num_bytes
-    rows = [line.rows for line in lines]
-    update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
-    hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
-    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s + norm_s
+    rows = [model.rows for model in models]
+    update_s = max(model.updating_s(forms, sum(rows) / model.rows - 1) for model in models)
+    hidden_s = compute_s + moving_s + (min(model.forward_s for model in models) if ways.forward else 0.0)
+    exposed_s = (wire_s if ways.every else max(0.0, link_free_s - hidden_s)) + vote_s + norm_s
     return Prediction(
         nodes,
         sum(rows),
@@ -247,5 +247,5 @@ def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]
         update_s,
         sent_bytes + vote_bytes,
         tuple(forms),
-        tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
+        tuple(reasons(models, network, forms)) if nodes > 1 else (),
     )

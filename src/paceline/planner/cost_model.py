@@ -19,18 +19,18 @@ from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
 
 STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
-RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
-CROWD_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
+THREAD_SYNC_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
+PROCESS_SYNC_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
 CALL_S = 20e-6  # more of it per layer call
 MESSAGES = 4  # per step and process
 
 
-def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
+def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
     """None for what a profile cannot tell: compiled models, unknown engines."""
-    way = split(row, cores)
-    if "compile" in way.words or not says("engine", way.engine, "planned"):
+    spec = split(candidate, cores)
+    if "compile" in spec.words or not says("engine", spec.engine, "planned"):
         return None
-    setting = Setting.of(way, profile.facts.part_rows, profile.absorbs)
+    setting = Setting.of(spec, profile.facts.part_rows, profile.absorbs)
     layers_s = _layers_s(setting, profile)
     if layers_s is None:
         return None
@@ -38,9 +38,9 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     calibration = profile.whole_s / whole if whole else 1.0
     return (
         layers_s * calibration * profile.facts.parts
-        + _update_s(way, setting, profile, cores)
-        + _engine_s(way, setting, profile)
-        + profile.input_s / way.processes
+        + _update_s(spec, setting, profile, cores)
+        + _engine_s(spec, setting, profile)
+        + profile.input_s / spec.processes
         + STEP_S
     )
 
@@ -85,26 +85,26 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
     return min(max(line_s, high_s), high_s * setting.rows / high)
 
 
-def _update_s(way: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
+def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
     """Copies divide the update among all cores; one copy has its own threads."""
-    threads = way.threads if way.copies == 1 else cores
-    kinds = ["/fused"] if "fused" in way.words else ["/factors"] if setting.factors else []
+    threads = spec.threads if spec.copies == 1 else cores
+    kinds = ["/fused"] if "fused" in spec.words else ["/factors"] if setting.factors else []
     times = profile.update_s
     nearest = min((int(key.partition("/")[0]) for key in times), key=lambda n: abs(n - threads), default=1)
     return next((times[key] for key in (f"{nearest}{kind}" for kind in [*kinds, ""]) if key in times), 0.0)
 
 
-def _engine_s(way: EngineSpec, setting: Setting, profile: Profile) -> float:
+def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
     """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
-    if way.copies == 1:
+    if spec.copies == 1:
         return 0.0
-    k = way.copies
+    k = spec.copies
     gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
-    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.processes > 1 else 0)
+    moved = gradient * (k - 1) / k * 1.5 + (gradient if spec.processes > 1 else 0)
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
-    if way.processes > 1:
-        return moving_s + MESSAGES * profile.message_s + CROWD_S
-    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
+    if spec.processes > 1:
+        return moving_s + MESSAGES * profile.message_s + PROCESS_SYNC_S
+    return moving_s + (k - 1) * (THREAD_SYNC_S + CALL_S * profile.num_calls * profile.facts.parts)
 
 
 def _setting(key: str) -> Setting:

@@ -109,16 +109,16 @@ def by_fingerprint(mark: str, machine: Machine) -> Plan | None:
 def of_job(job: Trained, fidelity: str, command: Sequence[str]) -> Plan | None:
     """For a job whose inputs are not known yet: the plan made for it, whatever they were. Where plans for unlike inputs
     choose unlike rows, the one made for this command, if any."""
-    machine, kept = survey(), []
+    machine, found = survey(), []
     with contextlib.suppress(OSError):
         place = _path(f"{fingerprint(job, fidelity)}-*", machine)
         for path in sorted(place.parent.glob(place.name)):
             with contextlib.suppress(ValueError):
-                kept.append(Plan.read(path))
-    if len({plan.chosen for plan in kept}) < 2:
-        return kept[-1] if kept else None
+                found.append(Plan.read(path))
+    if len({plan.chosen for plan in found}) < 2:
+        return found[-1] if found else None
     own, _ = cached(command, fidelity, machine)
-    return own if own in kept else None
+    return own if own in found else None
 
 
 def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None) -> tuple[Plan | None, str]:
@@ -126,19 +126,19 @@ def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None
     machine = machine or survey()
     try:
         entry = json.loads(_entry(command, fidelity).read_text())
-        was = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
+        stored = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""
-    now = versions()
-    if was["versions"] != now:
-        old = was["versions"] if isinstance(was["versions"], dict) else {}
-        moved = [f"{name} {old.get(name)} is now {now[name]}" for name in now if old.get(name) != now[name]]
-        return None, f"the cached plan is stale: {', '.join(moved)}"
-    if was["machine"] != machine.digest():
+    current = versions()
+    if stored["versions"] != current:
+        old = stored["versions"] if isinstance(stored["versions"], dict) else {}
+        changed = [f"{name} {old.get(name)} is now {current[name]}" for name in current if old.get(name) != current[name]]
+        return None, f"the cached plan is stale: {', '.join(changed)}"
+    if stored["machine"] != machine.digest():
         return None, "the cached plan is stale: it was made on another machine, or with other cores or memory"
-    if was["script"] != _script(command):
+    if stored["script"] != _script(command):
         return None, "the cached plan is stale: the script has changed"
-    return by_fingerprint(str(was["fingerprint"]), machine), ""
+    return by_fingerprint(str(stored["fingerprint"]), machine), ""
 
 
 def store(plan: Plan, command: Sequence[str], machine: Machine) -> None:
@@ -155,22 +155,22 @@ def store(plan: Plan, command: Sequence[str], machine: Machine) -> None:
         write_whole(_entry(command, plan.fidelity), json.dumps(entry))
 
 
-def keep_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
-    """A plan over several machines, for `over`."""
+def store_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
+    """A plan over several machines, for `cached_over`."""
     with contextlib.suppress(OSError):
-        write_whole(_over(hosts, command, plan.fidelity), plan.to_toml())
+        write_whole(_path_over(hosts, command, plan.fidelity), plan.to_toml())
 
 
-def over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
+def cached_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
     """The plan made for these hosts, this command and fidelity, by this version of everything; else None."""
     try:
-        plan = Plan.read(_over(hosts, command, fidelity))
+        plan = Plan.read(_path_over(hosts, command, fidelity))
     except (ValueError, OSError):
         return None
     return plan if plan.versions == versions() else None
 
 
-def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
+def _path_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     """By what makes a step: how long and how well it is trained changes no plan."""
     words = list(command)
     if words[:2] == ["-m", "paceline.train.run"] and len(words) > 2:

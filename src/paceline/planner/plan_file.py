@@ -124,8 +124,8 @@ class Plan:
             for i, entry in enumerate(entries):
                 _check(kind, entry, f"{where}: {name}[{i}]")
                 needed = (one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
-                if lacking := next((key for key in needed if key not in entry), None):
-                    raise ValueError(f"{where}: {name}[{i}] lacks {lacking!r}")
+                if missing := next((key for key in needed if key not in entry), None):
+                    raise ValueError(f"{where}: {name}[{i}] lacks {missing!r}")
             lists[name] = tuple(kind(**entry) for entry in entries)
         return cls(**given, **lists)
 
@@ -165,18 +165,18 @@ def _check(kind: type, given: Any, where: str) -> None:
     if not isinstance(given, dict):
         raise ValueError(f"{where} must be a table, got {given!r}")
     known = {one.name: str(one.type) for one in dataclasses.fields(kind)}
-    faults = []
+    errors = []
     for key, value in given.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            faults.append(f"unknown key {key!r} ({hint})")
+            similar = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known)}"
+            errors.append(f"unknown key {key!r} ({hint})")
             continue
-        accepted, words = KINDS[known[key]]
+        accepted, description = KINDS[known[key]]
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            faults.append(f"{key!r} must be {words}, got {value!r}")
+            errors.append(f"{key!r} must be {description}, got {value!r}")
         elif known[key] == "dict[str, str]" and isinstance(value, dict):
-            odd = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
-            faults += [f"{key!r} must hold strings, got {each}" for each in odd]
-    if faults:
-        raise ValueError(f"{where}: " + "; ".join(faults))
+            invalid = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
+            errors += [f"{key!r} must hold strings, got {each}" for each in invalid]
+    if errors:
+        raise ValueError(f"{where}: " + "; ".join(errors))

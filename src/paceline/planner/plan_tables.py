@@ -27,7 +27,7 @@ def plan_table(plan: Plan) -> Table:
         "optimizer": [row.optimizer for row in plan.rows],
         "": [_reason(row) for row in plan.rows],
     }
-    return _drawn(columns)
+    return _table(columns)
 
 
 def team_table(teams: Sequence[Team]) -> Table:
@@ -48,7 +48,7 @@ def team_table(teams: Sequence[Team]) -> Table:
         "as factors": [team.factors for team in teams],
         "": [_reason(team) for team in teams],
     }
-    return _drawn(columns)
+    return _table(columns)
 
 
 def _once(engines: str) -> str:
@@ -63,11 +63,11 @@ def pair_table(pairs: Sequence[Between]) -> Table:
     if num_pairs > MAX_SHOWN:
         pairs = sorted(pairs, key=lambda pair: pair.bytes_per_s)[:MAX_SHOWN]
     title = f"the slowest {MAX_SHOWN} of {num_pairs} pairs; the plan has all" if num_pairs > MAX_SHOWN else None
-    drawn = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
+    table = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
     for pair in pairs:
         cells = pair.one, pair.other, f"{pair.latency_s * 1e3:.2f}", f"{pair.bytes_per_s / 1e6:.1f}"
-        drawn.add_row(*map(Text, cells))
-    return drawn
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _measured(one: Row | Team) -> str:
@@ -83,12 +83,12 @@ def _number(value: float | None, form: str, times: float = 1.0) -> str:
     return "" if value is None else form.format(value * times)
 
 
-def _drawn(columns: Mapping[str, Sequence[str]]) -> Table:
+def _table(columns: Mapping[str, Sequence[str]]) -> Table:
     """Columns without a single value are left out."""
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = Table(*kept, box=None, pad_edge=False)
-    for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(*shown, box=None, pad_edge=False)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, cells))  # an error may hold what looks like markup
     # never cut short: on a narrow terminal a long line is better than half a name
-    drawn.width = Console(width=1000).measure(drawn).maximum
-    return drawn
+    table.width = Console(width=1000).measure(table).maximum
+    return table

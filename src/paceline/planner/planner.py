@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, allowed, candidates, check, needed_bytes, planned, split
-from paceline.planner.choose import Candidate, choose, equal, insisted, run_off
+from paceline.planner.choose import Candidate, choose, tied, choose_requested, run_off
 from paceline.planner.cost_model import predicted_s
-from paceline.planner.measure.profile import Profile, take
+from paceline.planner.measure.profile import Profile, profile_command
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.planner.plan_file import Plan, Row
@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 6  # to get two rows that run
 STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
 SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
 MARGIN = 0.9  # of the memory: more is predicted not to fit
-STEADY = f"{REPRODUCIBLE}:{SHARES}"
+DETERMINISTIC = f"{REPRODUCIBLE}:{SHARES}"
 
 Show = Callable[[str], None]
 
@@ -63,28 +63,28 @@ def make(
     machine = survey()
     show("profiling")
     profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or MIN_BUDGET_S) * PROFILE_SHARE
-    profile, unknown = take(command, fidelity, profile_s, machine)
+    profile, failure = profile_command(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
     facts = profile.facts if profile else JobFacts(rows=machine.cores)  # as many as any row needs
-    if profile and not (thorough or rows or reproducible) and (kept := by_fingerprint(profile.fingerprint, machine)):
-        measured = any(row.measured_s for row in kept.rows)
+    if profile and not (thorough or rows or reproducible) and (cached_plan := by_fingerprint(profile.fingerprint, machine)):
+        measured = any(row.measured_s for row in cached_plan.rows)
         if measured or budget_s is None:  # a given budget is spent where nothing could be tried before
-            store(kept, command, machine)
+            store(cached_plan, command, machine)
             how = "measured before" if measured else "as before; `paceline plan` measures"
-            return dataclasses.replace(kept, reason=f"{kept.reason} ({how})")
+            return dataclasses.replace(cached_plan, reason=f"{cached_plan.reason} ({how})")
     names = list(rows or candidates(fidelity, machine, facts, planned(), thorough))
-    names += [STEADY] if reproducible and STEADY not in names else []
+    names += [DETERMINISTIC] if reproducible and DETERMINISTIC not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
     budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
     for entry in _worth_trying(entries, fidelity, thorough):
-        if thorough or entry.engine == STEADY or budget.allows(entry, entries, fidelity):
+        if thorough or entry.engine == DETERMINISTIC or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}")
             entry.trial = budget.trial(command, entry)
-    _settle(command, entries, fidelity, budget, show)
+    _retime_ties(command, entries, fidelity, budget, show)
     chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
-        chosen, reason, found = insisted(found, chosen, STEADY)
-    reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
+        chosen, reason, found = choose_requested(found, chosen, DETERMINISTIC)
+    reason += f"; nothing predicted: {failure.removeprefix('paceline: ')}" if failure else ""
     plan = Plan(
         chosen,
         reason,
@@ -109,9 +109,9 @@ def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Mac
     return entry
 
 
-def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
-    if asked is not None:
-        return asked
+def _budget_s(requested: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
+    if requested is not None:
+        return requested
     known = [entry.predicted_s for entry in entries if entry.predicted_s]
     run_s = (profile.steps if profile else 0) * min(known, default=0.0)
     return max(MIN_BUDGET_S, BUDGET_SHARE * run_s)
@@ -120,15 +120,15 @@ def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Ca
 def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
     """The baseline, then by prediction; rows without one come last, in their order."""
 
-    def handicapped_s(one: Candidate) -> float:
+    def ranking_s(one: Candidate) -> float:
         extras = one.engine.count("+") + (split(one.engine, 1).copies > 1)
         return (one.predicted_s or float("inf")) * (1 + SIMPLER * extras)
 
-    able = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
-    if not able:  # a prediction of memory is too rough to forbid everything
-        entries[0].refusal, able = "", [entries[0]]
-    base, *others = able
-    return [base, *sorted(others, key=handicapped_s)]
+    eligible = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    if not eligible:  # a prediction of memory is too rough to forbid everything
+        entries[0].refusal, eligible = "", [entries[0]]
+    base, *others = eligible
+    return [base, *sorted(others, key=ranking_s)]
 
 
 @dataclasses.dataclass
@@ -178,7 +178,7 @@ class _Budget:
         return None if ran.late and known and not self.thorough else ran
 
 
-def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
+def _retime_ties(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
     """Times the top two again, interleaved (A B, B A, ...), until they differ by more than noise, or time is over."""
     ranking = run_off(entries, level)[:2]
     trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
@@ -186,14 +186,14 @@ def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, bu
         return
     for number in range(MAX_ROUNDS):
         one, other = (entry.ran for entry in ranking)
-        if not one or not other or not equal(one, other):
+        if not one or not other or not tied(one, other):
             return
         for entry in ranking if number % 2 else reversed(ranking):
             if not budget.thorough and budget.left_s < budget.start_s + TIMED_S[0]:
                 return
             show(f"{ranking[0].engine} against {ranking[1].engine}")
-            again = budget.trial(command, entry)
-            if again is None or again.error:
+            repeated = budget.trial(command, entry)
+            if repeated is None or repeated.error:
                 return
-            trials[entry.engine].append(again)
+            trials[entry.engine].append(repeated)
             entry.trial = merge([trial for trial in trials[entry.engine] if trial])

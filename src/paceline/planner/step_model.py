@@ -41,7 +41,7 @@ class LayerTiming:
 
 
 @dataclass(frozen=True)
-class Ways:
+class ExchangeTraffic:
     """How an exchange and its codec send what a step makes. *Units*: bytes per value there, 0 for the value's own.
 
     ``factors``: fully-connected layers may travel as these. ``gathers``: everyone gets each node's gradient, and adds
@@ -78,10 +78,10 @@ class StepModel:
     factored_s: float
     absorbs: bool = False
     cores: int = 1
-    ways: Ways = field(default_factory=Ways)
+    ways: ExchangeTraffic = field(default_factory=ExchangeTraffic)
 
     @classmethod
-    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: Ways | None = None) -> StepModel:
+    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: ExchangeTraffic | None = None) -> StepModel:
         """From a timeline's JSON. Raises ValueError for what is none."""
         try:
             backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
@@ -109,7 +109,7 @@ class StepModel:
                 timeline.get("factored_update_seconds") or update_s,
                 absorbs,
                 cores,
-                ways or Ways(),
+                ways or ExchangeTraffic(),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
@@ -119,14 +119,14 @@ class StepModel:
         """From its fields, as JSON gives them."""
         order = {form: tuple(indexes) for form, indexes in fields["order"].items()}
         parts = tuple(LayerTiming(**part) for part in fields["parts"])
-        return cls(**{**fields, "parts": parts, "order": order, "ways": Ways(**fields["ways"])})
+        return cls(**{**fields, "parts": parts, "order": order, "ways": ExchangeTraffic(**fields["ways"])})
 
     def ready(self, forms: Sequence[str]) -> list[float]:
         """When each part is ready, counted from the beginning of the step."""
-        now, found = self.forward_s, [0.0] * len(self.parts)
+        elapsed_s, found = self.forward_s, [0.0] * len(self.parts)
         for i in self.order[FACTORS if FACTORS in forms else DENSE]:
-            now += self.parts[i].factors_s if forms[i] == FACTORS else self.parts[i].dense_s
-            found[i] = now
+            elapsed_s += self.parts[i].factors_s if forms[i] == FACTORS else self.parts[i].dense_s
+            found[i] = elapsed_s
         return found
 
     def updating_s(self, forms: Sequence[str], others: float = 0.0) -> float:

@@ -84,21 +84,21 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
     num_hosts = max(team.nodes for team in real)
     if not shared:
         return 1, f"stay on one machine: {_why_not(real)}"
-    believed = _believed(shared)
-    best = max(shared, key=believed)
-    chosen = next(team for team in shared if believed(team) >= believed(best) * (1 - SAME))
-    if believed(chosen) >= WORTH:
+    estimated = _estimate(shared)
+    best = max(shared, key=estimated)
+    chosen = next(team for team in shared if estimated(team) >= estimated(best) * (1 - SAME))
+    if estimated(chosen) >= WORTH:
         return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
-    best = max((team for team in shared if team.measured_speedup), key=believed, default=best)
+    best = max((team for team in shared if team.measured_speedup), key=estimated, default=best)
     why = f" ({best.waiting})" if best.waiting else ""
     sentence = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
-    believed = _believed(each)
-    if each and believed(larger := max(each, key=believed)) >= WORTH:
+    estimated = _estimate(each)
+    if each and estimated(larger := max(each, key=estimated)) >= WORTH:
         sentence += f"; with {larger.batch_size} they would be {larger.numbers}"
     return 1, sentence
 
 
-def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
+def _estimate(teams: Sequence[Team]) -> Callable[[Team], float]:
     """The speedup of a team: measured, else as far from what was predicted as those are that were tried."""
     both = ((team.measured_speedup, team.predicted_speedup) for team in teams)
     tried = [measured / predicted for measured, predicted in both if measured and predicted]
@@ -132,7 +132,7 @@ def _subject(nodes: int, num_hosts: int) -> str:
     return f"all {nodes} machines are" if nodes == num_hosts else f"{nodes} of {num_hosts} machines are"
 
 
-def forms_told(teams: Sequence[Team]) -> list[str]:
+def describe_factors(teams: Sequence[Team]) -> list[str]:
     """For below the table: how layers travel between the fewest nodes, and in what other numbers differ."""
     found, before = list[str](), ""
     for team in teams:
@@ -156,7 +156,7 @@ class WhatIf:
     nodes: int | None = None
     bits_per_s: float | None = None
     latency_s: float | None = None
-    words: str = ""
+    description: str = ""
 
     @classmethod
     def parse(cls, text: str) -> WhatIf:

@@ -26,15 +26,15 @@ from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
 from paceline.planner.diagnose.causes import Cause
-from paceline.planner.diagnose.equivalence import Comparison, compare, ended, explained
+from paceline.planner.diagnose.equivalence import Comparison, compare, finished_joins, explain
 from paceline.registry import BASELINE
 
 LIMIT_S = 600.0
 SWEEP_S = 20.0
 SWEEP = f"{OWN_PATH}; import shutil; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 COMPARE = f"{OWN_PATH}; from paceline.planner import verify; verify.main(*sys.argv[1:])"
-MANY, ONE, AGAIN, TOLD, PREFIX = "many", "one", "again", "told", "paceline-verify-"
-WAIT = 5.0  # times as long as one process took: a script that is given another rank may wait for others
+DISTRIBUTED, SINGLE, REPEATED, SIMULATED, PREFIX = "many", "one", "again", "told", "paceline-verify-"
+TIMEOUT_FACTOR = 5.0  # times as long as one process took: a script that is given another rank may wait for others
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 BY_SIGNAL = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
@@ -67,39 +67,39 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
     if nodes < 1:
         raise ValueError(f"--nodes must be at least 1, got {nodes}")
     with ScratchFolder(PREFIX) as folder:
-        many, one = Path(folder) / MANY, Path(folder) / ONE
-        order = _order(many, steps, dtype)
+        distributed, single = Path(folder) / DISTRIBUTED, Path(folder) / SINGLE
+        request = _request(distributed, steps, dtype)
         if "RANK" in os.environ:
-            code = _run(command, {**os.environ, **order})
+            code = _run(command, {**os.environ, **request})
             if os.environ["RANK"] != "0":
                 if code:
                     raise ValueError(f"verify: the script failed on rank {os.environ['RANK']} (exit code {code})")
                 return None
         else:
-            code = local.start(command, engine, nodes, order)
-        _demand(bool(ended(many)), code, steps, "on all nodes")
+            code = local.start(command, engine, nodes, request)
+        _check_ended(bool(finished_joins(distributed)), code, steps, "on all nodes")
         alone = {**os.environ, "PACELINE_ENGINE": BASELINE}
         ticket = "PACELINE_JOIN_TICKET"
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
             alone.pop(name, None)
         # set, and not left out: mpirun and srun have set other values
         begin = time.monotonic()
-        code = _run(command, {**alone, **_order(one, steps, dtype, many), **ALONE})
-        limit_s = WAIT * (time.monotonic() - begin)
-        _demand(bool(ended(one)), code, steps, "in one process")
-        compared = compare(many, one, dtype)
+        code = _run(command, {**alone, **_request(single, steps, dtype, distributed), **ALONE})
+        limit_s = TIMEOUT_FACTOR * (time.monotonic() - begin)
+        _check_ended(bool(finished_joins(single)), code, steps, "in one process")
+        compared = compare(distributed, single, dtype)
         if compared.close:
             return compared
-        again, size = Path(folder) / AGAIN, int(os.environ.get("WORLD_SIZE", nodes * local.num_processes(engine)))
-        _run(command, {**alone, **_order(again, steps, dtype, many, examines=many), **ALONE})
+        repeated, size = Path(folder) / REPEATED, int(os.environ.get("WORLD_SIZE", nodes * local.num_processes(engine)))
+        _run(command, {**alone, **_request(repeated, steps, dtype, distributed, examines=distributed), **ALONE})
         others = []
         for rank in dict.fromkeys((0, size - 1)) if size > 1 else ():
-            others.append(Path(folder) / f"{TOLD}{rank}")
-            told = _order(others[-1], steps, dtype, many, told=(rank, size))
+            others.append(Path(folder) / f"{SIMULATED}{rank}")
+            simulated = _request(others[-1], steps, dtype, distributed, simulated=(rank, size))
             given = {"RANK": str(rank), "WORLD_SIZE": str(size), "GROUP_RANK": str(rank)}
             with contextlib.suppress(ValueError):
-                _run(command, {**alone, **told, **ALONE, **given}, limit_s)
-        found = explained(compared, many, one, again, others)
+                _run(command, {**alone, **simulated, **ALONE, **given}, limit_s)
+        found = explain(compared, distributed, single, repeated, others)
     if found.unknown and steps > 1 and "RANK" not in os.environ:
         # the experiments use the weights after the last step, which may hide what the first ones show
         early = verify(command, 1, nodes, engine, dtype)
@@ -123,21 +123,21 @@ def over_ssh(
     nodes = parse(hosts)
     each = [row or BASELINE for row in rows(nodes, engine)]
     carried = ssh.carried(names)
-    meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
+    rendezvous = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # a name that cannot be guessed; the first host's own temporary folder need not be this one's
     folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
     try:
-        many = {**carried, **_order(folder / MANY, steps, dtype)}
-        code = ssh.start(nodes, ssh.Orders(command, each, way, many), meeting)
-        _demand(code == 0, code, steps, "on all nodes")
-        one = {**carried, **_order(folder / ONE, steps, dtype, folder / MANY)}
-        code = ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, one), meeting)
-        _demand(code == 0, code, steps, f"in one process on {nodes[0].name}")
-        compared = _there(nodes[0], way, folder, steps, dtype)
+        distributed = {**carried, **_request(folder / DISTRIBUTED, steps, dtype)}
+        code = ssh.start(nodes, ssh.Orders(command, each, way, distributed), rendezvous)
+        _check_ended(code == 0, code, steps, "on all nodes")
+        single = {**carried, **_request(folder / SINGLE, steps, dtype, folder / DISTRIBUTED)}
+        code = ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, single), rendezvous)
+        _check_ended(code == 0, code, steps, f"in one process on {nodes[0].name}")
+        compared = _compare_on(nodes[0], way, folder, steps, dtype)
         if not compared.close:
-            again = {**carried, **_order(folder / AGAIN, steps, dtype, folder / MANY, examines=folder / MANY)}
-            ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, again), meeting)
-            compared = _there(nodes[0], way, folder, steps, dtype)
+            repeated = {**carried, **_request(folder / REPEATED, steps, dtype, folder / DISTRIBUTED, examines=folder / DISTRIBUTED)}
+            ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, repeated), rendezvous)
+            compared = _compare_on(nodes[0], way, folder, steps, dtype)
         return compared
     finally:
         sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
@@ -145,7 +145,7 @@ def over_ssh(
             subprocess.run(sweep, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_S, check=False)
 
 
-def _there(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> Comparison:
+def _compare_on(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> Comparison:
     command = way.command(host, "-c", COMPARE, str(folder), dtype)
     how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": LIMIT_S}
     try:
@@ -156,8 +156,8 @@ def _there(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> Compar
         last = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise ValueError(f"verify: {host.name} could not compare (exit code {done.returncode}): {last}")
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    for part, where in ((MANY, "on all nodes"), (ONE, f"in one process on {host.name}")):
-        _demand(part not in found.get("missing", ()), 0, steps, where)
+    for part, where in ((DISTRIBUTED, "on all nodes"), (SINGLE, f"in one process on {host.name}")):
+        _check_ended(part not in found.get("missing", ()), 0, steps, where)
     if "error" in found:
         raise ValueError(found["error"])
     return Comparison(**{**found, "causes": tuple(Cause(**cause) for cause in found["causes"])})
@@ -165,13 +165,13 @@ def _there(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> Compar
 
 def main(folder: str, dtype: str) -> None:
     """What was kept in ``folder``, compared, as a line of JSON."""
-    many, one = Path(folder) / MANY, Path(folder) / ONE
-    found: dict[str, object] = {"missing": [part.name for part in (many, one) if not ended(part)]}
+    distributed, single = Path(folder) / DISTRIBUTED, Path(folder) / SINGLE
+    found: dict[str, object] = {"missing": [part.name for part in (distributed, single) if not finished_joins(part)]}
     if not found["missing"]:
         try:
-            compared, again = compare(many, one, dtype), Path(folder) / AGAIN
-            if again.exists():
-                compared = explained(compared, many, one, again, ())
+            compared, repeated = compare(distributed, single, dtype), Path(folder) / REPEATED
+            if repeated.exists():
+                compared = explain(compared, distributed, single, repeated, ())
             found = dataclasses.asdict(compared)
         except ValueError as error:
             found = {"error": str(error)}
@@ -190,7 +190,7 @@ def _run(command: Sequence[str], environment: Environment, limit_s: float | None
         ) from None
 
 
-def _demand(ended: bool, code: int, steps: int, where: str) -> None:
+def _check_ended(ended: bool, code: int, steps: int, where: str) -> None:
     if ended:
         return
     if code in BY_SIGNAL:
@@ -201,14 +201,14 @@ def _demand(ended: bool, code: int, steps: int, where: str) -> None:
     )
 
 
-def _order(
-    folder: Path, steps: int, dtype: str, start: Path | str = "", examines: Path | str = "", told: Sequence[int] = ()
+def _request(
+    folder: Path, steps: int, dtype: str, start: Path | str = "", examines: Path | str = "", simulated: Sequence[int] = ()
 ) -> Environment:
     """For the script's `EquivalenceRun`. ``start``: another run's folder, to begin from its first weights.
-    ``examines``: likewise, to look for the causes of a difference. ``told``: rank and number of processes that a
+    ``examines``: likewise, to look for the causes of a difference. ``simulated``: rank and number of processes that a
     process alone is given.
     """
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, got {steps}")
-    order = {"folder": str(folder), "steps": steps, "dtype": dtype, "start": str(start), "examines": str(examines)}
-    return {"PACELINE_VERIFY": json.dumps({**order, **({"told": told} if told else {})})}
+    request = {"folder": str(folder), "steps": steps, "dtype": dtype, "start": str(start), "examines": str(examines)}
+    return {"PACELINE_VERIFY": json.dumps({**request, **({"told": simulated} if simulated else {})})}

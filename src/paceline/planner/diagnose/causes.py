@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.planner.diagnose.saved_state import far
+from paceline.planner.diagnose.saved_state import unequal
 from paceline.registry import CODEC, EXCHANGE
 
-Facts = Mapping[str, Any]
+Notes = Mapping[str, Any]
 Named = tuple[str, str]  # the kind of a cause, and its text
 FEW = 3
 
@@ -75,30 +75,30 @@ KINDS = tuple(REMEDIES)
 
 
 def causes(
-    found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None, others: Sequence[Facts]
+    found: Notes, distributed: Sequence[Notes], single: Notes, repeated: Notes | None, simulated: Sequence[Notes]
 ) -> list[Cause]:
-    """``found``: what `experiments.examine` measured. What runs noted: ``many``: each process of the N; ``one``: the
-    process alone; ``again``: a second one; ``others``: those that were given another rank or number of processes."""
-    repeats = again is None or not _unlike_runs(one, again)
-    ranks = list(_ranks(found, many, one, others if repeats else ()))
+    """``found``: what `experiments.examine` measured. What runs noted: ``distributed``: each process of the N; ``single``: the
+    process alone; ``repeated``: a second one; ``simulated``: those that were given another rank or number of processes."""
+    repeats = repeated is None or not _runs_differ(single, repeated)
+    ranks = list(_ranks(found, distributed, single, simulated if repeats else ()))
     named = [
-        *_declared(many),
-        *_settings(many, one),
-        *_data(found, many, one, again),
+        *_declared(distributed),
+        *_settings(distributed, single),
+        *_data(found, distributed, single, repeated),
         *_randomness(found, repeats),
         *ranks,
         *_layers(found),
-        *_state(found, () if any(kind == "rank" for kind, _ in ranks) else many, one),
+        *_state(found, () if any(kind == "rank" for kind, _ in ranks) else distributed, single),
         *_losses(found),
         *_gradients(found),
-        *_rest(found),
+        *_metric_and_padding(found),
     ]
-    if not named and many and many[0].get("own_loop"):
+    if not named and distributed and distributed[0].get("own_loop"):
         named = [("loop", "the model, its state and the data are the same: the loss in the script's own loop")]
     return [Cause.of(kind, text) for kind, text in dict.fromkeys(named)]
 
 
-def of_rounding(found: Facts) -> Cause | None:
+def rounding_cause(found: Notes) -> Cause | None:
     """Where float64 becomes float32, if anywhere."""
     narrow = list(found.get("narrow") or {})
     if not narrow:
@@ -117,32 +117,32 @@ def _layer(name: str) -> str:
     return name if name == "the loss" else f"layer {name!r}" if name else "the model"
 
 
-def _declared(many: Sequence[Facts]) -> Iterator[Named]:
-    for facts in many[:1]:
-        if facts.get("consensus", "step") != "step":
+def _declared(distributed: Sequence[Notes]) -> Iterator[Named]:
+    for notes in distributed[:1]:
+        if notes.get("consensus", "step") != "step":
             yield "synchronisation", "the processes average weights now and then, and not gradients each step"
-        if facts.get("codec", "exact") == "approximate":
+        if notes.get("codec", "exact") == "approximate":
             yield "synchronisation", "the gradient compression is lossy"
 
 
-def _settings(many: Sequence[Facts], one: Facts) -> Iterator[Named]:
-    if not many:
+def _settings(distributed: Sequence[Notes], single: Notes) -> Iterator[Named]:
+    if not distributed:
         return
-    if many[0].get("batch_size") != one.get("batch_size"):
-        sizes = f"{many[0].get('batch_size')} with {len(many)} processes and {one.get('batch_size')} with one"
+    if distributed[0].get("batch_size") != single.get("batch_size"):
+        sizes = f"{distributed[0].get('batch_size')} with {len(distributed)} processes and {single.get('batch_size')} with one"
         yield "settings", f"the global batch size is {sizes}"
-    rates = [facts.get("lr", []) for facts in many]
-    if any(far(rates[0], each) for each in rates[1:]):
+    rates = [notes.get("lr", []) for notes in distributed]
+    if any(unequal(rates[0], each) for each in rates[1:]):
         yield "rank", "the learning rate differs between ranks"
-    elif far(rates[0], one.get("lr", [])):
+    elif unequal(rates[0], single.get("lr", [])):
         both = (
-            f"{rates[0][0][0]:g} with {len(many)} processes and {one['lr'][0][0]:g} with one" if rates[0] else "unlike"
+            f"{rates[0][0][0]:g} with {len(distributed)} processes and {single['lr'][0][0]:g} with one" if rates[0] else "unlike"
         )
         yield "settings", f"the learning rate is {both}"
 
 
-def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) -> Iterator[Named]:
-    if again and one.get("digests") != again.get("digests"):
+def _data(found: Notes, distributed: Sequence[Notes], single: Notes, repeated: Notes | None) -> Iterator[Named]:
+    if repeated and single.get("digests") != repeated.get("digests"):
         if found.get("drawn"):
             yield "data drawn when read", "reading the same samples twice gives other numbers"
         else:
@@ -151,21 +151,21 @@ def _data(found: Facts, many: Sequence[Facts], one: Facts, again: Facts | None) 
     if found.get("drawn"):
         yield "data drawn when read", "reading the same samples from another random state gives other numbers"
         return
-    wanted = found.get("dealt")
-    for rank, facts in enumerate(many):
-        right = wanted[rank] if wanted is not None and rank < len(wanted) else []
-        if any(a != b for a, b in zip(facts.get("digests", []), right, strict=False)):
+    expected = found.get("dealt")
+    for rank, notes in enumerate(distributed):
+        samples = expected[rank] if expected is not None and rank < len(expected) else []
+        if any(a != b for a, b in zip(notes.get("digests", []), samples, strict=False)):
             yield "data", f"rank {rank} reads other samples than one process does for the same indices"
             return
-    if wanted is None and many and many[0].get("given"):
-        for step, whole in enumerate(one.get("digests", [])):
-            parts = [digest for facts in many for digest in (facts.get("digests", []) + [[]] * (step + 1))[step]]
+    if expected is None and distributed and distributed[0].get("given"):
+        for step, whole in enumerate(single.get("digests", [])):
+            parts = [digest for notes in distributed for digest in (notes.get("digests", []) + [[]] * (step + 1))[step]]
             if sorted(parts) != sorted(whole):
                 yield "data", "the processes' own batches are together not the one process's batch"
                 return
 
 
-def _randomness(found: Facts, repeats: bool) -> Iterator[Named]:
+def _randomness(found: Notes, repeats: bool) -> Iterator[Named]:
     where = [_layer(name) for name in found.get("repeats") or ()]
     drawn = found.get("random") or {}
     if not repeats and not found.get("drawn"):
@@ -177,59 +177,59 @@ def _randomness(found: Facts, repeats: bool) -> Iterator[Named]:
         yield "random numbers", f"forward draws random numbers ({_listed([_layer(name) for name in drawn['where']])})"
 
 
-def _unlike_runs(one: Facts, again: Facts) -> bool:
-    return bool(far(one.get("losses", []), again.get("losses", []))) or any(
-        _unlike(a, b) for a, b in zip(one.get("state", []), again.get("state", []), strict=False)
+def _runs_differ(single: Notes, repeated: Notes) -> bool:
+    return bool(unequal(single.get("losses", []), repeated.get("losses", []))) or any(
+        _differing(a, b) for a, b in zip(single.get("state", []), repeated.get("state", []), strict=False)
     )
 
 
-def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of what differs between two steps' records of a state."""
-    return [name for name in one if name in other and far(list(one[name]), list(other[name]))]
+    return [name for name in one if name in other and unequal(list(one[name]), list(other[name]))]
 
 
-def _ranks(found: Facts, many: Sequence[Facts], one: Facts, others: Sequence[Facts]) -> Iterator[Named]:
+def _ranks(found: Notes, distributed: Sequence[Notes], single: Notes, simulated: Sequence[Notes]) -> Iterator[Named]:
     """What depends on the rank: processes that hold other values, and one process that is given another rank."""
-    kinds = one.get("kinds", {})
-    if many and many[0].get("consensus", "step") == "step":
-        for facts in many[1:]:
-            steps = zip(many[0].get("state", []), facts.get("state", []), strict=False)
-            first: list[str] = next((_unlike(a, b) for a, b in steps), [])
+    kinds = single.get("kinds", {})
+    if distributed and distributed[0].get("consensus", "step") == "step":
+        for notes in distributed[1:]:
+            steps = zip(distributed[0].get("state", []), notes.get("state", []), strict=False)
+            first: list[str] = next((_differing(a, b) for a, b in steps), [])
             if trained := [name for name in first if kinds.get(name) == "trained"]:
                 yield "update", f"after one step the processes' weights differ ({_listed(trained)})"
                 break
-    for facts in others:
-        if cause := _by_rank(found, facts, one):
+    for notes in simulated:
+        if cause := _by_rank(found, notes, single):
             yield cause
             return
 
 
-def _by_rank(found: Facts, facts: Facts, one: Facts) -> Named | None:
+def _by_rank(found: Notes, notes: Notes, single: Notes) -> Named | None:
     """What differs where one process is given another rank, or a larger number of processes."""
     random = (found.get("random") or {}).get("differs") or found.get("drawn")
-    rank, size = facts.get("told") or (0, 1)
-    kind, told = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
-    if any(a != b for a, b in zip(facts.get("digests", []), one.get("digests", []), strict=False)):
+    rank, size = notes.get("told") or (0, 1)
+    kind, process = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
+    if any(a != b for a, b in zip(notes.get("digests", []), single.get("digests", []), strict=False)):
         known = found.get("drawn") or found.get("dealt") is not None  # then it was compared already
-        return None if known else ("data", f"{told} reads other samples")
-    if far(facts.get("lr", []), one.get("lr", [])) or facts.get("batch_size") != one.get("batch_size"):
+        return None if known else ("data", f"{process} reads other samples")
+    if unequal(notes.get("lr", []), single.get("lr", [])) or notes.get("batch_size") != single.get("batch_size"):
         return None  # a setting
-    states = zip(facts.get("state", []), one.get("state", []), strict=False)
-    unlike: list[str] = next((names for names in (_unlike(a, b) for a, b in states) if names), [])
-    kinds = one.get("kinds", {})
-    if still := [name for name in unlike if kinds.get(name) in ("frozen", "buffer")]:
-        return kind, f"{told} updates {_listed(still)} otherwise (a moving average that reads it)"
-    losses = list(zip(facts.get("losses", []), one.get("losses", []), strict=False))
+    states = zip(notes.get("state", []), single.get("state", []), strict=False)
+    differing: list[str] = next((names for names in (_differing(a, b) for a, b in states) if names), [])
+    kinds = single.get("kinds", {})
+    if still := [name for name in differing if kinds.get(name) in ("frozen", "buffer")]:
+        return kind, f"{process} updates {_listed(still)} otherwise (a moving average that reads it)"
+    losses = list(zip(notes.get("losses", []), single.get("losses", []), strict=False))
     if random or not losses:
         return None
-    if far(losses[0][0], losses[0][1]):
-        return kind, f"{told} has another loss in the first step"
-    if unlike or any(far(a, b) for a, b in losses):
-        return kind, f"{told} trains otherwise ({_listed(unlike) or 'its loss'})"
+    if unequal(losses[0][0], losses[0][1]):
+        return kind, f"{process} has another loss in the first step"
+    if differing or any(unequal(a, b) for a, b in losses):
+        return kind, f"{process} trains otherwise ({_listed(differing) or 'its loss'})"
     return None
 
 
-def _layers(found: Facts) -> Iterator[Named]:
+def _layers(found: Notes) -> Iterator[Named]:
     layers = found.get("layers") or []
     for kind, cause, text in (
         ("normalises", "batch norm", "{} normalises over the samples that its process has (local batch norm)"),
@@ -244,7 +244,7 @@ def _layers(found: Facts) -> Iterator[Named]:
             yield cause, text.format(_listed(names)) + branch
 
 
-def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Named]:
+def _state(found: Notes, distributed: Sequence[Notes], single: Notes) -> Iterator[Named]:
     state = found.get("state") or []
     for kind, cause, text in (
         ("buffer", "buffers", "forward updates the buffers {} from its own samples"),
@@ -257,45 +257,45 @@ def _state(found: Facts, many: Sequence[Facts], one: Facts) -> Iterator[Named]:
             read = " and reads them again" if any(each["feeds"] for each in state if each["kind"] == kind) else ""
             yield cause, text.format(_listed(names)) + read
     moved = [each["name"] for each in state if each["kind"] == "momentum"]
-    first = (one.get("state") or [{}])[0]
-    unlike = {name for facts in many for name in _unlike((facts.get("state") or [{}])[0], first)}
-    if moved := [name for name in moved if name in unlike]:
+    first = (single.get("state") or [{}])[0]
+    differing = {name for notes in distributed for name in _differing((notes.get("state") or [{}])[0], first)}
+    if moved := [name for name in moved if name in differing]:
         yield "momentum encoder", f"each forward pass moves {_listed(moved)} once, and N make N of them a step"
 
 
-def _losses(found: Facts) -> Iterator[Named]:
-    for law in found.get("laws") or []:
-        if not law["exact"]:
-            term = f"the loss's term {law['term']!r}" if law["term"] else "the loss"
-            yield _of_law(term, law)
+def _losses(found: Notes) -> Iterator[Named]:
+    for term_notes in found.get("laws") or []:
+        if not term_notes["exact"]:
+            term = f"the loss's term {term_notes['term']!r}" if term_notes["term"] else "the loss"
+            yield _loss_cause(term, term_notes)
 
 
-def _of_law(term: str, law: Facts) -> Named:
-    factors, rest, grows = law["factors"], law["residual"], law["grows"]
-    steady = not far(float(grows[0]), float(grows[-1]), 1e-3)
-    alone = all(abs(each - 1.0) < 1e-3 for each in grows)
-    if rest < 1e-4:
-        if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not alone:
+def _loss_cause(term: str, term_notes: Notes) -> Named:
+    factors, residual, grows = term_notes["factors"], term_notes["residual"], term_notes["grows"]
+    steady = not unequal(float(grows[0]), float(grows[-1]), 1e-3)
+    size_invariant = all(abs(each - 1.0) < 1e-3 for each in grows)
+    if residual < 1e-4:
+        if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not size_invariant:
             return "sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch"
-        if law["weighed"]:
+        if term_notes["weighed"]:
             return "weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts"
-        if abs(sum(factors) - 1.0) < 1e-4 and alone:
-            if law["counts"]:
-                return "weighted mean", f"{term} is a mean over something other than samples: over {law['counts']}"
-            over = "samples weighed by class" if law["by_class"] else "something else, such as tokens or class weights"
+        if abs(sum(factors) - 1.0) < 1e-4 and size_invariant:
+            if term_notes["counts"]:
+                return "weighted mean", f"{term} is a mean over something other than samples: over {term_notes['counts']}"
+            over = "samples weighed by class" if term_notes["by_class"] else "something else, such as tokens or class weights"
             return "weighted mean", f"{term} is a mean over something other than samples: {over}"
-        if alone:
+        if size_invariant:
             return "function of a mean", f"{term} is no mean but a function of one, such as its root"
-    if law["others"]:
+    if term_notes["others"]:
         return "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
-    if not alone:
+    if not size_invariant:
         return "loss by size", f"{term} depends on the size of the batch (a branch or a divisor)"
-    if not law["by_output"] and not law["by_class"]:
+    if not term_notes["by_output"] and not term_notes["by_class"]:
         return "compares samples", f"{term} depends on which samples share a batch"
     return "batch weights", f"{term} weighs samples by what else is in the batch"
 
 
-def _gradients(found: Facts) -> Iterator[Named]:
+def _gradients(found: Notes) -> Iterator[Named]:
     hooks, backward = found.get("hooks") or {}, found.get("backward") or {}
     if hooks.get("updates"):
         yield "update in backward", f"a hook changes the weights {_listed(hooks['updates'])} during backward"
@@ -308,7 +308,7 @@ def _gradients(found: Facts) -> Iterator[Named]:
             yield "backward", f"the backward pass of {_listed(names)} is not linear in its gradient"
 
 
-def _rest(found: Facts) -> Iterator[Named]:
+def _metric_and_padding(found: Notes) -> Iterator[Named]:
     if names := found.get("metric"):
         yield "metric", f"{_listed(names)} depends on how many samples it sees at a time: it is no sum over them"
     if found.get("padding"):

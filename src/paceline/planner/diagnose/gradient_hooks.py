@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.planner.diagnose.layers_in_parts import Part
-from paceline.planner.diagnose.saved_state import Kept, far
+from paceline.planner.diagnose.saved_state import SavedState, unequal
 
 SCALES = 1.0, 10.0, 1000.0  # so that a limit that this batch does not reach is reached
 NEAR = 1e-5
-OURS = "paceline."
+PACKAGE = "paceline."
 
 
 def _of_parameter(parameter: Tensor) -> list[Any]:
@@ -25,18 +25,18 @@ def _of_parameter(parameter: Tensor) -> list[Any]:
 
 @contextlib.contextmanager
 def _cleared(tables: Sequence[Any]) -> Iterator[None]:
-    kept = [(table, dict(table)) for table in tables]
+    saved = [(table, dict(table)) for table in tables]
     for table in tables:
         table.clear()
     try:
         yield
     finally:
-        for table, hooks in kept:
+        for table, hooks in saved:
             table.update(hooks)
 
 
 def _is_ours(hook: Any) -> bool:
-    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(OURS)
+    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(PACKAGE)
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def off(model: nn.Module) -> Iterator[None]:
 
 
 def on_parameters(
-    model: nn.Module, parts: Sequence[Sequence[Tensor]], rest: Callable[[], None], kept: Kept
+    model: nn.Module, parts: Sequence[Sequence[Tensor]], restore: Callable[[], None], saved: SavedState
 ) -> dict[str, Any]:
     """Names of the parameters whose hooks give for a sum of gradients what is not the sum of what they give.
 
@@ -78,12 +78,12 @@ def on_parameters(
     updates: set[str] = set()
     for scale in SCALES:
         whole = through([scale * sum(each, start=torch.zeros(())) for each in zip(*parts, strict=True)])
-        updates |= {name for name, (kind, _) in kept.changed().items() if kind == "trained"}
-        rest()
+        updates |= {name for name, (kind, _) in saved.changed().items() if kind == "trained"}
+        restore()
         grads = []
         for part in parts:
             grads.append(through([scale * grad for grad in part]))
-            rest()
+            restore()
         found |= {name for name, one, *many in zip(named, whole, *grads, strict=True) if not _adds_up(one, many)}
     return {"names": sorted(found), "updates": sorted(updates)} if found or updates else {}
 
@@ -91,29 +91,29 @@ def on_parameters(
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
     """Where there is a gradient of both."""
     given = [each for each in parts if each is not None]
-    return whole is None or not given or not far(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
+    return whole is None or not given or not unequal(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
 
 
 def inside(
     model: nn.Module,
-    pull: Callable[[Part | None, float], list[Tensor | None]],
+    backward_of: Callable[[Part | None, float], list[Tensor | None]],
     parts: Sequence[Part],
-    calm: Callable[[], contextlib.AbstractContextManager[None]],
+    with_running_statistics: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, Any]:
     """Whether the parts' gradients add up to the whole batch's: "how" is hook where they do without hooks."""
 
     def unlike() -> list[str]:
         names: set[str] = set()
         for scale in SCALES:
-            whole = pull(None, scale)
-            grads = zip(model.named_parameters(), whole, *(pull(part, scale) for part in parts), strict=True)
+            whole = backward_of(None, scale)
+            grads = zip(model.named_parameters(), whole, *(backward_of(part, scale) for part in parts), strict=True)
             names |= {name for (name, _), one, *many in grads if not _adds_up(one, many)}
         return sorted(names)
 
     with _cleared([table for parameter in model.parameters() for table in _of_parameter(parameter)]):
-        with calm():
+        with with_running_statistics():
             found = unlike()
         if not found:
             return {}
-        with calm(), off(model):
+        with with_running_statistics(), off(model):
             return {"names": found, "how": "function" if unlike() else "hook"}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from paceline.planner.diagnose.saved_state import NEAR, far
+from paceline.planner.diagnose.saved_state import NEAR, unequal
 
 Run = Callable[[], Any]
 
@@ -45,7 +45,7 @@ class Part:
         found: Tensor | None = None
         for cut in self._cuts(whole, like):
             found = cut if found is None else found
-            if not far(cut, like):
+            if not unequal(cut, like):
                 return cut
         return found
 
@@ -100,13 +100,13 @@ def trace(model: nn.Module, run: Run) -> Trace:
     found = Trace()
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        found.calls.setdefault(name, []).append(Call(given.pop(name).pop(), _tensors(output)))
+        found.calls.setdefault(name, []).append(Call(inputs.pop(name).pop(), _tensors(output)))
 
-    given: dict[str, list[list[Tensor]]] = {}
+    inputs: dict[str, list[list[Tensor]]] = {}
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.order.append(name)
-        given.setdefault(name, []).append(_tensors((args, kwargs)))
+        inputs.setdefault(name, []).append(_tensors((args, kwargs)))
 
     with _hooks(model, begin, keep):
         run()
@@ -122,18 +122,18 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         order.append(name)
         number = seen[name] = seen.get(name, -1) + 1
-        calls, alike, given = whole.calls.get(name, []), False, None
+        calls, equal, inputs = whole.calls.get(name, []), False, None
         if number < len(calls):
             leaves, tree = tree_flatten((args, kwargs))
-            alike, changed = _alike(leaves, calls[number].inputs, part)
-            if not alike and forces and changed is not None:
-                alike, given = True, tree_unflatten(changed, tree)
-        begun.setdefault(name, []).append((alike, number))
-        return given
+            equal, changed = _alike(leaves, calls[number].inputs, part)
+            if not equal and forces and changed is not None:
+                equal, inputs = True, tree_unflatten(changed, tree)
+        begun.setdefault(name, []).append((equal, number))
+        return inputs
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        alike, number = begun[name].pop()
-        if not alike:
+        equal, number = begun[name].pop()
+        if not equal:
             return None
         leaves, tree = tree_flatten(output)
         same, changed = _alike(leaves, whole.calls[name][number].outputs, part)
@@ -146,8 +146,8 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
         run()
     for name in trial.unlike:
         below = f"{name}." if name else ""
-        mine, theirs = ([each for each in calls if each.startswith(below)] for calls in (order, whole.order))
-        if mine != theirs:
+        called, called_before = ([each for each in calls if each.startswith(below)] for calls in (order, whole.order))
+        if called != called_before:
             trial.paths.add(name)
     return trial
 
@@ -157,21 +157,21 @@ def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, li
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) != len(whole):
         return False, None
-    alike, changed, wanted = True, list[Any](), iter(whole)
+    equal, changed, expected = True, list[Any](), iter(whole)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             changed.append(leaf)
             continue
-        before = next(wanted)
+        before = next(expected)
         cut = part.of(before, leaf)
         if cut is None:
             return False, None
         near = 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
         # what has no samples, such as a loss, may well differ
-        differs = (before.shape != leaf.shape or part.size == part.count) and far(cut, leaf, near)
-        alike = alike and not differs
+        differs = (before.shape != leaf.shape or part.size == part.count) and unequal(cut, leaf, near)
+        equal = equal and not differs
         changed.append(cut.to(leaf.dtype) if differs else leaf)
-    return alike, changed
+    return equal, changed
 
 
 def _gap(leaves: list[Any], changed: list[Any]) -> float:

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from paceline.planner.diagnose.layers_in_parts import Part, cut, doubled
 from paceline.planner.diagnose.saved_state import NEAR
 
-Said = Mapping[str, tuple[Tensor, float, float]]  # of each term: the value, what it times to be a sum, over how much
-Judge = Callable[[Any, Any], Said]
+Terms = Mapping[str, tuple[Tensor, float, float]]  # of each term: the value, what it times to be a sum, over how much
+LossTerms = Callable[[Any, Any], Terms]
 
 
 def differentiable(tree: Any) -> list[Tensor]:
@@ -32,7 +32,7 @@ def differentiable(tree: Any) -> list[Tensor]:
 
 
 @dataclass
-class Law:
+class LossTerm:
     """One term of a loss. ``exact``: N processes give what one gives. ``factors``: f_r; ``shares``: n_r / n.
 
     residual    how far g is from a multiple of g_r, relative
@@ -65,13 +65,13 @@ class Point:
     grads: dict[str, list[Tensor]]
 
 
-class Fixed:
+class FixedOutputs:
     """The loss alone: the outputs stay what they were for the whole batch."""
 
     by_sample = True
 
-    def __init__(self, judge: Judge, output: Any, rows: Any):
-        self.judge, self.rows = judge, rows
+    def __init__(self, loss_terms: LossTerms, output: Any, rows: Any):
+        self.loss_terms, self.rows = loss_terms, rows
         self.output = tree_map_only(Tensor, Tensor.detach, output)
 
     def at(self, part: Part | None, twice: bool = False, others: Part | None = None) -> Point:
@@ -83,18 +83,18 @@ class Fixed:
         if twice:
             output, rows = doubled(output, count), doubled(rows, count)
         output = tree_map_only(Tensor, _as_leaf, output)
-        return _point(self.judge(output, rows), differentiable(output))
+        return _point(self.loss_terms(output, rows), differentiable(output))
 
 
-class Through:
+class RecomputedOutputs:
     """A loss that the model computes itself: outputs are made anew. Gradients are those at the outputs where the loss
     is computed from these, as logits are; else those of ``parameters``."""
 
-    def __init__(self, compute: Callable[[Any], tuple[Any, Said]], rows: Any, count: int, parameters: Sequence[Tensor]):
+    def __init__(self, compute: Callable[[Any], tuple[Any, Terms]], rows: Any, count: int, parameters: Sequence[Tensor]):
         self.compute, self.rows, self.count, self.parameters = compute, rows, count, parameters
-        output, said = compute(rows)
+        output, terms = compute(rows)
         leaves = self._leaves(output)
-        total = sum((value for value, _, _ in said.values()), start=torch.zeros(()))
+        total = sum((value for value, _, _ in terms.values()), start=torch.zeros(()))
         found = torch.autograd.grad(total, leaves, allow_unused=True) if leaves and total.requires_grad else ()
         self.used = [place for place, grad in enumerate(found) if grad is not None and float(grad.abs().sum())]
         self.by_sample = bool(self.used)
@@ -110,23 +110,23 @@ class Through:
             rows, count = cut(rows, part), part.size
         if twice:
             rows, count = doubled(rows, count), 2 * count
-        output, said = self.compute(rows)
+        output, terms = self.compute(rows)
         if not self.by_sample:
-            return _point(said, self.parameters)
+            return _point(terms, self.parameters)
         leaves = self._leaves(output)
-        return _point(said, [leaves[place] for place in self.used])
+        return _point(terms, [leaves[place] for place in self.used])
 
 
-Source = Fixed | Through
+Source = FixedOutputs | RecomputedOutputs
 
 
-def laws(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
-    """A `Law` for each term, as JSON can hold it. Raises whatever the loss raises on a part."""
+def examine_terms(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
+    """A `LossTerm` for each term, as JSON can hold it. Raises whatever the loss raises on a part."""
     whole, points = source.at(None), [source.at(part) for part in parts]
-    return [asdict(_law(source, term, parts, whole, points, rows)) for term in whole.terms]
+    return [asdict(_loss_term(source, term, parts, whole, points, rows)) for term in whole.terms]
 
 
-def _law(source: Source, term: str, parts: Sequence[Part], whole: Point, points: Sequence[Point], rows: Any) -> Law:
+def _loss_term(source: Source, term: str, parts: Sequence[Part], whole: Point, points: Sequence[Point], rows: Any) -> LossTerm:
     pairs = _pairs(source, parts, whole.grads[term], [point.grads[term] for point in points])
     factors, residual = _fit(pairs) if source.by_sample else _fit_all(whole.grads[term], points, term)
     shares = [part.size / part.count for part in parts]
@@ -141,23 +141,23 @@ def _law(source: Source, term: str, parts: Sequence[Part], whole: Point, points:
         fits = [f is None or abs(f * ratio - 1) <= 10 * NEAR for f, ratio in zip(factors, ratios, strict=True)]
         close = abs(of_all - of_one) <= NEAR * max(abs(of_one), abs(of_all)) + 1e-12
         exact = close and residual <= 10 * NEAR and all(fits)
-    law = Law(term, exact, [0.0 if f is None else f for f in factors], shares, residual, by_output=source.by_sample)
-    law.weighed = times == 1.0 and weight != 1.0
+    loss_term = LossTerm(term, exact, [0.0 if f is None else f for f in factors], shares, residual, by_output=source.by_sample)
+    loss_term.weighed = times == 1.0 and weight != 1.0
     if not exact:
-        _look_closer(law, source, parts, whole, rows)
-    return law
+        _look_closer(loss_term, source, parts, whole, rows)
+    return loss_term
 
 
-def _look_closer(law: Law, source: Source, parts: Sequence[Part], whole: Point, rows: Any) -> None:
+def _look_closer(loss_term: LossTerm, source: Source, parts: Sequence[Part], whole: Point, rows: Any) -> None:
     first = parts[0]
     half = Part(first.start, first.start + max(1, first.size // 2), first.count)
-    law.grows = tuple(_growth(source, part, law.term) for part in (half, first))
+    loss_term.grows = tuple(_growth(source, part, loss_term.term) for part in (half, first))
     if source.by_sample:
-        other = source.at(None, others=parts[0]).grads[law.term]
-        pairs = _pairs(source, parts[:1], whole.grads[law.term], [[cut(leaf, parts[0]) for leaf in other]])
-        law.others = _fit(pairs)[1] > 1e-4
-    law.counts = counted(law.factors, parts, rows)
-    law.by_class = source.by_sample and not law.counts and _by_class(source, law, parts, whole, rows)
+        other = source.at(None, others=parts[0]).grads[loss_term.term]
+        pairs = _pairs(source, parts[:1], whole.grads[loss_term.term], [[cut(leaf, parts[0]) for leaf in other]])
+        loss_term.others = _fit(pairs)[1] > 1e-4
+    loss_term.counts = counted(loss_term.factors, parts, rows)
+    loss_term.by_class = source.by_sample and not loss_term.counts and _by_class(source, loss_term, parts, whole, rows)
 
 
 def _growth(source: Source, part: Part, term: str) -> float:
@@ -179,7 +179,7 @@ def counted(factors: Sequence[float], parts: Sequence[Part], rows: Any) -> str:
     return ""
 
 
-def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
+def _by_class(source: Source, loss_term: LossTerm, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
     """Whether the weight of a sample follows from its label alone, and not all labels weigh alike."""
     count = parts[0].count
     if count > 64:
@@ -189,7 +189,7 @@ def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, row
     if not labels:
         return False
     ones = [Part(i, i + 1, count) for i in range(count)]
-    pairs = _pairs(source, ones, whole.grads[law.term], [source.at(one).grads[law.term] for one in ones])
+    pairs = _pairs(source, ones, whole.grads[loss_term.term], [source.at(one).grads[loss_term.term] for one in ones])
     weights, residual = _fit(pairs)
     if residual > 1e-4 or any(weight is None for weight in weights):
         return False
@@ -238,9 +238,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([leaf.reshape(-1).double() for leaf in tensors]) if tensors else torch.zeros(0)
 
 
-def _point(said: Said, leaves: Sequence[Tensor]) -> Point:
+def _point(terms: Terms, leaves: Sequence[Tensor]) -> Point:
     numbers, grads = {}, {}
-    for name, (value, times, weight) in said.items():
+    for name, (value, times, weight) in terms.items():
         numbers[name] = float(value.detach()), float(times), float(weight)
         found: Sequence[Tensor | None] = (None,) * len(leaves)
         if value.requires_grad and leaves:
@@ -253,21 +253,21 @@ def _as_leaf(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def _moved(leaf: Tensor, kept: Part) -> Tensor:
-    """Other outputs for all samples but those of ``kept``: those of each other, half as large, of the same sign."""
-    if not leaf.is_floating_point() or not leaf.dim() or len(leaf) % kept.count:
+def _moved(leaf: Tensor, part: Part) -> Tensor:
+    """Other outputs for all samples but those of ``part``: those of each other, half as large, of the same sign."""
+    if not leaf.is_floating_point() or not leaf.dim() or len(leaf) % part.count:
         return leaf
-    each = len(leaf) // kept.count
-    rest = torch.cat([leaf[: kept.start * each], leaf[kept.stop * each :]]).flip(0)
+    each = len(leaf) // part.count
+    rest = torch.cat([leaf[: part.start * each], leaf[part.stop * each :]]).flip(0)
     rest = 0.5 * (rest.roll(1, -1) if leaf.dim() > 1 else rest)
-    return torch.cat([rest[: kept.start * each], leaf[kept.start * each : kept.stop * each], rest[kept.start * each :]])
+    return torch.cat([rest[: part.start * each], leaf[part.start * each : part.stop * each], rest[part.start * each :]])
 
 
-def repeated(leaf: Tensor, kept: Part) -> Tensor:
-    """The samples of ``kept`` in their places, and again in all others'."""
-    if not leaf.dim() or not len(leaf) or len(leaf) % kept.count:
+def repeated(leaf: Tensor, part: Part) -> Tensor:
+    """The samples of ``part`` in their places, and again in all others'."""
+    if not leaf.dim() or not len(leaf) or len(leaf) % part.count:
         return leaf
-    each = len(leaf) // kept.count
-    inside = range(kept.start, kept.stop)
-    source = [i if i in inside else kept.start + i % kept.size for i in range(kept.count)]
+    each = len(leaf) // part.count
+    inside = range(part.start, part.stop)
+    source = [i if i in inside else part.start + i % part.size for i in range(part.count)]
     return torch.cat([leaf[i * each : (i + 1) * each] for i in source])

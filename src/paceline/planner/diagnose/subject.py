@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from paceline.planner.diagnose.layers_in_parts import Part
-from paceline.planner.diagnose.loss_kind import Judge, Said
-from paceline.planner.diagnose.saved_state import Kept
+from paceline.planner.diagnose.loss_kind import LossTerms, Terms
+from paceline.planner.diagnose.saved_state import SavedState
 
 MAX_PARTS = 3
-Counted = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
+Sums = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
 
 
 @dataclass
 class Subject:
-    """``forward(rows)`` is the model's output. ``judge``: the loss; None in a loop of the user's own.
+    """``forward(rows)`` is the model's output. ``loss_terms``: the loss; None in a loop of the user's own.
 
     ``own_loss``: the model computes it. ``read``: the parts as their processes read them, where that is known. ``seed``
     sets every generator. ``loss``: the object, which may hold state.
@@ -31,13 +31,13 @@ class Subject:
 
     model: nn.Module
     forward: Callable[[Any], Any]
-    judge: Judge | None
+    loss_terms: LossTerms | None
     rows: Any
     parts: list[Part]
     seed: Callable[[int], None]
     own_loss: bool = False
     read: list[Any] = field(default_factory=list)
-    metric: Callable[[Any, Any], Counted] | None = None
+    metric: Callable[[Any, Any], Sums] | None = None
     loss: Any = None
 
     @property
@@ -48,21 +48,21 @@ class Subject:
     def whole(self) -> Part:
         return Part(0, self.count, self.count)
 
-    def terms(self, output: Any, rows: Any) -> Said:
+    def terms(self, output: Any, rows: Any) -> Terms:
         """Of the loss; none in a loop of the user's own."""
-        return self.judge(output, rows) if self.judge else {}
+        return self.loss_terms(output, rows) if self.loss_terms else {}
 
 
 class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered: a draw of torch's gives one number throughout, whatever its shape.
 
-    ``draws``: how many there were. ``narrow``: where float64 went in and float32 came out; ``place`` says where one is.
+    ``draws``: how many there were. ``narrow``: where float64 went in and float32 came out; ``where`` says where one is.
     ``pins``: whether draws are pinned, or only counted.
     """
 
-    def __init__(self, place: Callable[[], str] = lambda: "", pins: bool = True):
+    def __init__(self, where: Callable[[], str] = lambda: "", pins: bool = True):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.place, self.pins = place, pins
+        self.where, self.pins = where, pins
         self.draws = 0
         self.narrow: dict[str, int] = {}
 
@@ -75,7 +75,7 @@ class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.pins and isinstance(out, Tensor):
                 _pin(func, out)
         if isinstance(out, Tensor) and out.dtype == torch.float32 and _has_float64((args, kwargs)):
-            where = self.place()
+            where = self.where()
             self.narrow[where] = self.narrow.get(where, 0) + 1
         return out
 
@@ -110,19 +110,19 @@ def _pin(func: Any, out: Tensor) -> None:
             out.fill_(int(out.min()) if out.numel() else 0)
 
 
-class Passes:
+class ForwardPasses:
     """Forward passes of a model that is examined, each from the same state, and everything put back."""
 
     def __init__(self, subject: Subject):
         self.subject, self.model = subject, subject.model
-        self.kept = Kept({"": subject.model, "loss.": subject.loss})
+        self.saved = SavedState({"": subject.model, "loss.": subject.loss})
         self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self.modules = dict(self.model.named_modules())
         self.norms: list[str] = []  # layers that normalise over a batch
 
-    def rest(self) -> None:
+    def restore(self) -> None:
         """Everything as it was."""
-        self.kept.restore()
+        self.saved.restore()
         for parameter, grad in self.grads:
             parameter.grad = grad
         self.subject.seed(0)
@@ -140,13 +140,13 @@ class Passes:
                 module.training = True
 
     @contextlib.contextmanager
-    def calm(self) -> Iterator[None]:
+    def with_running_statistics(self) -> Iterator[None]:
         """Layers that normalise over a batch do so by their running statistics."""
         with self.evaluating(self.norms), Pinned():
             yield
 
     def run(self, rows: Any, seed: int = 0) -> Any:
-        self.rest()
+        self.restore()
         self.subject.seed(seed)
         return self.subject.forward(rows)
 

@@ -21,7 +21,7 @@ class ProcessResult:
     """``code`` is None where the deadline came first."""
 
     code: int | None
-    last_words: str
+    last_line: str
 
 
 def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProcessResult:

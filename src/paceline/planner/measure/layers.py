@@ -85,33 +85,33 @@ class LayerTimer:
         seconds = []
         for call in self.calls:
             try:
-                seconds.append(self._one(call))
+                seconds.append(self._time_call(call))
             except RuntimeError:
                 call.clones = True
-                seconds.append(self._one(call))
+                seconds.append(self._time_call(call))
         return seconds
 
     def total_s(self, passes: Sequence[Sequence[float]]) -> float:
         """The typical pass of each call, times its count, added up."""
         columns = zip(*passes, strict=True)
-        return sum(call.count * typical(column) for call, column in zip(self.calls, columns, strict=True))
+        return sum(call.count * lower_quartile(column) for call, column in zip(self.calls, columns, strict=True))
 
-    def _one(self, call: Call) -> float:
+    def _time_call(self, call: Call) -> float:
         values = [v.clone() if call.clones and isinstance(v, Tensor) else v for v in call.inputs]
         args, kwargs = tree_unflatten(values, call.tree)
         sources = [v for v in values if isinstance(v, Tensor) and v.requires_grad] + call.weights
         with self._without(call.module):
-            start = now(values)
+            start = synchronized_time(values)
             with autocast(self.words, values):
                 output = call.module(*args, **kwargs)
-            forward_s = now(values) - start
+            forward_s = synchronized_time(values) - start
             outputs = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.requires_grad]
             if not outputs or not sources:
                 return forward_s
             slopes = [torch.ones_like(v) for v in outputs]
-            start = now(values)
+            start = synchronized_time(values)
             torch.autograd.grad(outputs, sources, slopes, allow_unused=True)
-            return forward_s + now(values) - start
+            return forward_s + synchronized_time(values) - start
 
     @contextlib.contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:
@@ -126,7 +126,7 @@ class LayerTimer:
                 weight.requires_grad_(True)
 
 
-def typical(seconds: Sequence[float]) -> float:
+def lower_quartile(seconds: Sequence[float]) -> float:
     """The lower quartile: what else the machine does only ever adds."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
@@ -136,21 +136,21 @@ def autocast(words: Sequence[str], values: Sequence[Any]) -> Any:
     return torch.autocast(_device(values), half) if half else contextlib.nullcontext()
 
 
-def now(values: Sequence[Any]) -> float:
+def synchronized_time(values: Sequence[Any]) -> float:
     """A GPU is waited for first."""
     if _device(values) == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def part(batch: Any, rows: int, words: Sequence[str] = ()) -> Any:
+def first_samples(batch: Any, rows: int, words: Sequence[str] = ()) -> Any:
     """The first rows of everything that is as long as the first tensor; images as the words lay them out."""
     whole = next((len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()), 0)
     leaves, tree = tree_flatten(batch, is_leaf=lambda each: _is_list(each, whole))
-    return tree_unflatten([_part(leaf, rows, whole, words) for leaf in leaves], tree)
+    return tree_unflatten([_first_samples(leaf, rows, whole, words) for leaf in leaves], tree)
 
 
-def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
+def _first_samples(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
     if _is_list(leaf, whole):
         return leaf[:rows]
     if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -160,10 +160,10 @@ def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
     return taken.to(memory_format=torch.channels_last) if images else taken
 
 
-def _is_list(part: Any, length: int) -> bool:
+def _is_list(value: Any, length: int) -> bool:
     """Of one thing per sample that is no tensor, such as words; a collate_fn makes tuples of these."""
-    some = isinstance(part, list) or (isinstance(part, tuple) and all(isinstance(each, str | bytes) for each in part))
-    return some and len(part) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(part)[0])
+    some = isinstance(value, list) or (isinstance(value, tuple) and all(isinstance(each, str | bytes) for each in value))
+    return some and len(value) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
 def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -25,10 +25,10 @@ from paceline.planner.cluster_model import NetworkModel, Sums, ring
 from paceline.transport import Link
 
 DEADLINE_S = 20.0
-PINGS, FEW_PINGS, BALLS, SUMS = 10, 3, 2, 3
-FAR_S = 5e-3  # of a message: few pings will do
-SHOWN = 2  # times what a message costs by itself: below that, what its bytes take is lost in noise
-UNSEEN = 0.1  # of what a message costs: what the bytes of the largest take at least, where they do not show
+PINGS, FEW_PINGS, ROUND_TRIPS, SUMS = 10, 3, 2, 3
+LONG_LATENCY_S = 5e-3  # of a message: few pings will do
+VISIBLE = 2  # times what a message costs by itself: below that, what its bytes take is lost in noise
+MIN_TRANSFER = 0.1  # of what a message costs: what the bytes of the largest take at least, where they do not show
 PING_BYTES = 64
 SMALLEST, LARGEST = 64 << 10, 8 << 20  # bytes of a message
 SUM_BYTES = tuple(1024 << shift for shift in (0, 2, 4, 6, 8, 10, 11, 12, 13))  # 1 KiB to 8 MiB
@@ -48,7 +48,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Wires:
+class NetworkMeasurement:
     """``sums``: (bytes, seconds of the slowest rank). ``cpu_s``: of a core, per byte sent in sums.
 
     ``collective``: the algorithm that was chosen for sums, if any was.
@@ -65,11 +65,11 @@ class Wires:
         return asdict(self)
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Wires:
+    def of(cls, fields: dict[str, Any]) -> NetworkMeasurement:
         pairs = tuple(Pair(**pair) for pair in fields["pairs"])
         return cls(**{**fields, "pairs": pairs, "sums": tuple(map(tuple, fields["sums"]))})
 
-    def among(self, ranks: Sequence[int], sums: Sums = ring) -> NetworkModel:
+    def model_for(self, ranks: Sequence[int], sums: Sums = ring) -> NetworkModel:
         """What these ranks have to do with: the slowest line between any two of them, and the largest latency."""
         lines = [pair for pair in self.pairs if {pair.one, pair.other} <= set(ranks)]
         if not lines:
@@ -96,13 +96,13 @@ def slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return max(found if found > 0 else points[-1][1] / points[-1][0], 1e-15)
 
 
-def measure(link: Link) -> Wires:
+def measure(link: Link) -> NetworkMeasurement:
     """Called by every rank at once. The result is the same on all. Raises LinkError."""
     start = time.perf_counter()
-    schedule = list(turns(link.size))
+    schedule = list(pair_rounds(link.size))
     found = torch.zeros(link.size, link.size, 2, dtype=torch.float64)
     for together in schedule:
-        _meet(link)
+        _barrier(link)
         for one, other in together:
             if link.rank in (one, other):
                 _pair(link, one, other, BUDGET_S / len(schedule), found)
@@ -114,16 +114,16 @@ def measure(link: Link) -> Wires:
     )
     trip_bytes = max((2 * pair.latency_s * pair.bytes_per_s for pair in pairs), default=0.0)
     sums, cpu_s = _sums(link, trip_bytes / 4) if link.size > 1 else ((), 0.0)
-    return Wires(link.size, pairs, sums, cpu_s, spent_s=time.perf_counter() - start)
+    return NetworkMeasurement(link.size, pairs, sums, cpu_s, spent_s=time.perf_counter() - start)
 
 
-def turns(size: int) -> Iterator[list[tuple[int, int]]]:
+def pair_rounds(size: int) -> Iterator[list[tuple[int, int]]]:
     """All pairs of ranks, the lower first, in rounds in which no rank is in two of them."""
     for pairs in filter(None, rounds(range(size))):
         yield [(min(pair), max(pair)) for pair in pairs]
 
 
-def _meet(link: Link) -> None:
+def _barrier(link: Link) -> None:
     link.sum(torch.zeros(1), "meeting before measuring").wait(DEADLINE_S)
 
 
@@ -131,50 +131,50 @@ def _pair(link: Link, one: int, other: int, budget_s: float, found: torch.Tensor
     """One direction after the other: if they alternated, a rate limiter's savings would pass as bandwidth."""
     for leader, peer in ((one, other), (other, one)):
         if link.rank == peer:
-            _follow(link, leader)
+            _respond(link, leader)
             continue
         begun, sizes, seconds = time.perf_counter(), [], []
-        pings = _volley(link, peer, PING_BYTES, FEW_PINGS)
-        if min(pings) < 2 * FAR_S:  # one that was held up makes no line a far one
-            pings = _volley(link, peer, PING_BYTES, PINGS)
+        pings = _round_trips(link, peer, PING_BYTES, FEW_PINGS)
+        if min(pings) < 2 * LONG_LATENCY_S:  # one that was held up makes no line a far one
+            pings = _round_trips(link, peer, PING_BYTES, PINGS)
         trip_s, size = statistics.median(pings), SMALLEST
         while True:
             sizes.append(size)
             # among so few sizes one message that was held up would halve the rate
-            seconds.append(min(_volley(link, peer, size, BALLS)))
-            shows = seconds[-1] > SHOWN * trip_s
+            seconds.append(min(_round_trips(link, peer, size, ROUND_TRIPS)))
+            visible = seconds[-1] > VISIBLE * trip_s
             # the next size takes twice as long
-            late = time.perf_counter() - begun + 2 * BALLS * seconds[-1] > budget_s / 2
-            if size == LARGEST or (shows and late and len(sizes) > 2):
+            over_budget = time.perf_counter() - begun + 2 * ROUND_TRIPS * seconds[-1] > budget_s / 2
+            if size == LARGEST or (visible and over_budget and len(sizes) > 2):
                 break
-            size = min(size * (2 if shows else 4), LARGEST)
+            size = min(size * (2 if visible else 4), LARGEST)
         link.send(torch.zeros(2, dtype=torch.int64), peer).wait(DEADLINE_S)
         byte_s = slope(sizes, seconds)
-        if not shows:  # it is a slope of noise
-            byte_s = max(byte_s, UNSEEN * trip_s / LARGEST)
+        if not visible:  # it is a slope of noise
+            byte_s = max(byte_s, MIN_TRANSFER * trip_s / LARGEST)
         found[leader, peer, 0], found[leader, peer, 1] = trip_s / 2, 1 / byte_s
 
 
-def _volley(link: Link, peer: int, size: int, count: int) -> list[float]:
+def _round_trips(link: Link, peer: int, size: int, count: int) -> list[float]:
     """Seconds until a message is there and a word is back, ``count`` times. One more, before, warms up."""
     link.send(torch.tensor([size, count + 1]), peer).wait(DEADLINE_S)
-    ball, word, taken = torch.zeros(size, dtype=torch.uint8), torch.zeros(1), []
+    message, acknowledgement, seconds = torch.zeros(size, dtype=torch.uint8), torch.zeros(1), []
     for _ in range(count + 1):
         start = time.perf_counter()
-        link.send(ball, peer).wait(DEADLINE_S)
-        link.recv(word, peer).wait(DEADLINE_S)
-        taken.append(time.perf_counter() - start)
-    return taken[1:]
+        link.send(message, peer).wait(DEADLINE_S)
+        link.recv(acknowledgement, peer).wait(DEADLINE_S)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
-def _follow(link: Link, leader: int) -> None:
+def _respond(link: Link, leader: int) -> None:
     """Answers every message, of the size and as often as was announced, until that is 0."""
-    order, word = torch.zeros(2, dtype=torch.int64), torch.zeros(1)
-    while int(link.recv(order, leader).wait(DEADLINE_S)[0]):
-        ball = torch.empty(int(order[0]), dtype=torch.uint8)
-        for _ in range(int(order[1])):
-            link.recv(ball, leader).wait(DEADLINE_S)
-            link.send(word, leader).wait(DEADLINE_S)
+    request, acknowledgement = torch.zeros(2, dtype=torch.int64), torch.zeros(1)
+    while int(link.recv(request, leader).wait(DEADLINE_S)[0]):
+        message = torch.empty(int(request[0]), dtype=torch.uint8)
+        for _ in range(int(request[1])):
+            link.recv(message, leader).wait(DEADLINE_S)
+            link.send(acknowledgement, leader).wait(DEADLINE_S)
 
 
 def _sums(link: Link, least_bytes: float) -> tuple[tuple[tuple[int, float], ...], float]:
@@ -182,20 +182,20 @@ def _sums(link: Link, least_bytes: float) -> tuple[tuple[tuple[int, float], ...]
     begun, found = time.perf_counter(), []
     cpu_s = sent_bytes = 0.0
     for num_bytes in (size for size in SUM_BYTES if size >= min(least_bytes, SUM_BYTES[-MIN_SUMS])):
-        taken, values, spent_s = [], torch.ones(num_bytes // 4), 0.0
+        seconds, values, spent_s = [], torch.ones(num_bytes // 4), 0.0
         for i in range(SUMS + 1):
-            _meet(link)
+            _barrier(link)
             start, cpu, sent = time.perf_counter(), time.process_time(), link.sent_bytes
             link.sum(values).wait(DEADLINE_S)
             end, cost = time.perf_counter(), link.sent_bytes - sent
             took = torch.tensor([end - start, time.process_time() - cpu, end - begun], dtype=torch.float64)
             link.max(took).wait(DEADLINE_S)
-            taken += [float(took[0])] if i else []
+            seconds += [float(took[0])] if i else []
             spent_s = float(took[2])
             if num_bytes >= COUNTED_BYTES:
                 cpu_s, sent_bytes = cpu_s + float(took[1]), sent_bytes + cost
-        found.append((num_bytes, statistics.median(taken)))
+        found.append((num_bytes, statistics.median(seconds)))
         # the next size takes up to four times as long
-        if len(found) > 2 and spent_s + 4 * sum(taken) > BUDGET_S:
+        if len(found) > 2 and spent_s + 4 * sum(seconds) > BUDGET_S:
             break
     return tuple(found), cpu_s / sent_bytes if sent_bytes else 0.0

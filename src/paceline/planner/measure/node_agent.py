@@ -28,7 +28,7 @@ from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
 # this process's place among the others, which a process that it starts by itself must not inherit
-TOGETHER = (
+RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PACELINE_ENGINE", "PACELINE_SECRET", "PACELINE_HOST", "PACELINE_SHARES"),
 )
@@ -42,22 +42,22 @@ def measure_node(
     made: Plan | None = None,
 ) -> dict[str, Any]:
     """This machine by itself: its plan (``made``, or kept, or made now), and a step layer by layer."""
-    kept, machine = None, survey()
+    cached_plan, machine = None, survey()
     if not made and not rows:
-        kept, _ = planning.cached(command, fidelity)
+        cached_plan, _ = planning.cached(command, fidelity)
 
     def record(made: Plan) -> tuple[StepModel, StepModel, int, str]:
-        one = one_process(made, machine.cores)
-        return profile.lines(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
+        one = single_process_engine(made, machine.cores)
+        return profile.record_step_models(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
 
-    made = made or kept or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
+    made = made or cached_plan or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
     whole, quarter, batch_size, mark = record(made)
-    if kept and mark != kept.fingerprint:  # the script is the same, and what it trains is not
+    if cached_plan and mark != cached_plan.fingerprint:  # the script is the same, and what it trains is not
         made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
         whole, quarter, batch_size, _ = record(made)
     if says("engine", head(made.chosen)[0], "reproduces"):  # its exchange is another than that of what was recorded
-        steady = replace(whole.ways, factors=False, gathers=True)
-        whole, quarter = replace(whole, ways=steady), replace(quarter, ways=steady)
+        traffic = replace(whole.ways, factors=False, gathers=True)
+        whole, quarter = replace(whole, ways=traffic), replace(quarter, ways=traffic)
     return {
         "plan": made.to_dict(),
         "batch_size": batch_size,
@@ -66,15 +66,15 @@ def measure_node(
     }
 
 
-def one_process(made: Plan, cores: int) -> str:
+def single_process_engine(made: Plan, cores: int) -> str:
     """The row that a step is recorded by: the plan's own, or threads with the same words on as many cores."""
-    way = split(made.chosen, cores)
-    own = says("engine", way.engine, "counts") in ("", "thread")
+    spec = split(made.chosen, cores)
+    own = says("engine", spec.engine, "counts") in ("", "thread")
     engine = made.chosen.partition("+")[0] if own else f"{THREADS}:{cores}"
-    return "+".join([engine, *(word for word in way.words if word != "compile")])
+    return "+".join([engine, *(word for word in spec.words if word != "compile")])
 
 
-def measure_wire() -> dict[str, Any]:
+def measure_network() -> dict[str, Any]:
     from paceline.elastic.membership import connect  # these import torch
     from paceline.planner.measure import network
 
@@ -102,7 +102,7 @@ def measure_trial(
     if found and found.error:
         raise ValueError(found.error)
     if ended.code != 0:
-        raise ValueError(ended.last_words if ended.code else f"no end within {limit_s:.0f} s")
+        raise ValueError(ended.last_line if ended.code else f"no end within {limit_s:.0f} s")
     return asdict(found) if found else None
 
 
@@ -112,9 +112,9 @@ def main(text: str) -> int:
     trained_alone.note("met")
     try:
         if doing == "node":
-            for name in TOGETHER:
+            for name in RANK_VARIABLES:
                 os.environ.pop(name, None)
-        measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
+        measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_network, "trial": measure_trial}
         answer = measures[doing](**request)
     except (ValueError, ConnectionError) as error:
         log.error(str(error))

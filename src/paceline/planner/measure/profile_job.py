@@ -22,17 +22,17 @@ from paceline.step.run_state import RunState
 
 
 class ProfileJob(StepObserver):
-    """``form``: of a profile, which ends the process once it is filled in. ``stopwatch``: of a trial."""
+    """``request_path``: of a profile, which ends the process once it is filled in. ``stopwatch``: of a trial."""
 
-    def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, form: Path | None):
-        self.run, self.stopwatch, self.form = run, watch, form
+    def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, request_path: Path | None):
+        self.run, self.stopwatch, self.request_path = run, watch, request_path
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
         """As much of it as the trial wants to see."""
-        if self.form:
+        if self.request_path:
             if own:  # a loop of one's own cannot be looked into
                 raise SystemExit(0)
-            profiler.take_profile(self.form, _facts(self.run, batch))
+            profiler.take_profile(self.request_path, _facts(self.run, batch))
         if stopwatch.times() > 1 and not batch.assigned:
             raise ValueError("the script brings batches of its own; larger global batches are not tried with those")
         rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
@@ -40,7 +40,7 @@ class ProfileJob(StepObserver):
             return batch
         whole = batch.share(self.run.assignment)
         if _cuts(whole, batch):
-            return Given(layers.part(whole, int(rows)), float(rows))
+            return Given(layers.first_samples(whole, int(rows)), float(rows))
         if isinstance(batch, Batch):
             batch.expect(lambda *_: whole)
         return batch
@@ -87,19 +87,19 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
         job.accumulate,
         job.precision,
         job.batch_norm,
-        _ways(run),
+        _exchange_traffic(run),
         _cuts(rows, batch),
     )
 
 
-def _ways(run: RunState) -> dict[str, Any]:
+def _exchange_traffic(run: RunState) -> dict[str, Any]:
     """How what is recorded would travel between nodes that compute as this one does."""
     exchange, numel = run.exchange, sum(bucket.numel for bucket in run.engine.buckets)
     period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
     wide = PRECISION[run.engine.precision] or weights
     codec = getattr(exchange, "codec", None)
-    everyones = run.job.batch_norm == "sync"
-    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if everyones]
+    synchronised = run.job.batch_norm == "sync"
+    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if synchronised]
     return {
         "factors": exchange.factors,
         "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,

@@ -25,7 +25,7 @@ from paceline.launch.machine import survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, candidates, planned, split
 from paceline.planner.measure.forked_copies import ForkedCopies
-from paceline.planner.measure.layers import LayerTimer, autocast, now, part, shapes, typical
+from paceline.planner.measure.layers import LayerTimer, autocast, synchronized_time, first_samples, shapes, lower_quartile
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -65,28 +65,28 @@ class ProfiledStep:
         """About ``rows``, as many as can be computed of a batch: at least two, and all of one that cannot be cut."""
         return min(most, max(MIN_ROWS, rows)) if self.cuts else most
 
-    def part(self, rows: int, words: Sequence[str] = ()) -> Any:
+    def first_samples(self, rows: int, words: Sequence[str] = ()) -> Any:
         """So many rows of the batch, or all of one that cannot be cut."""
-        return part(self.batch, rows if self.cuts else sys.maxsize, words)
+        return first_samples(self.batch, rows if self.cuts else sys.maxsize, words)
 
 
-def take_profile(form: Path, job: ProfiledStep) -> None:
+def take_profile(request_path: Path, job: ProfiledStep) -> None:
     """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
-    request, answer = json.loads(form.read_text()), form.with_name("answer.json")
+    request, answer = json.loads(request_path.read_text()), request_path.with_name("answer.json")
     if "parts" in request:
-        write_whole(answer, json.dumps(_lines(job, request["parts"], request["level"], request["budget_s"])))
+        write_whole(answer, json.dumps(_record_timelines(job, request["parts"], request["level"], request["budget_s"])))
         raise SystemExit(0)
     start_s = time.time() - request["begun"]
     torch.set_num_threads(1)
     try:
-        examination = _Examination(job, request["cores"], request["level"], request["budget_s"])
+        examination = _Profiler(job, request["cores"], request["level"], request["budget_s"])
         examination.profile(start_s).write(answer)
     except Exception as error:  # whatever a model may raise: trials will show whether it trains
         log.warning(f"not profiled: {type(error).__name__}: {error}")
     raise SystemExit(0)
 
 
-def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
+def _record_timelines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
     """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
     assert job.record
     mark = plan_cache.fingerprint(job, level, shapes(job.batch, job.rows))
@@ -95,7 +95,7 @@ def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float)
     lines = []
     for divisor in parts:
         num_rows = job.few(job.rows // divisor, job.rows)
-        rows = job.part(num_rows)
+        rows = job.first_samples(num_rows)
         start = time.perf_counter()
         line = job.record(rows, 1)
         step_s = (time.perf_counter() - start) / STEPS_OF_ONE
@@ -107,7 +107,7 @@ def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float)
 
 
 @dataclass
-class _Examination:
+class _Profiler:
     job: ProfiledStep
     cores: int
     level: str
@@ -123,7 +123,7 @@ class _Examination:
         self.device = next(iter(self.parameters.values())).device.type
         self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
         few = job.few(self.rows // 8, self.rows)
-        seen = LayerTimer(job.model, lambda: job.compute(job.part(few)), (), set())
+        seen = LayerTimer(job.model, lambda: job.compute(job.first_samples(few)), (), set())
         self.activation_bytes = 2 * seen.input_bytes * self.rows // few
         rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
         self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
@@ -145,7 +145,7 @@ class _Examination:
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
-                copy_per_s = min(copies.ask(most, "copy"))
+                copy_per_s = min(copies.request(most, "copy"))
                 message_s = self._message_s(copies, most)
                 self._together(copies, [one for one in settings if one.copies > 1])
         except (RuntimeError, TimeoutError) as error:  # then predictions do without
@@ -211,7 +211,7 @@ class _Examination:
 
     def _record(self, setting: Setting) -> LayerTimer:
         torch.set_num_threads(setting.threads)
-        batch = self.job.part(setting.rows, setting.words)
+        batch = self.job.first_samples(setting.rows, setting.words)
 
         def forward() -> None:
             with autocast(setting.words, list(self.parameters.values())[:1]):
@@ -231,9 +231,9 @@ class _Examination:
         for one in settings:
             if self.spent > 0.6:
                 return
-            copies.ask(one.copies, "record", setting=vars(one))
-            taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
-            self.layers_s[str(one)] = max(copies.ask(one.copies, "total", last=len(taken)))
+            copies.request(one.copies, "record", setting=vars(one))
+            taken = passes(lambda one=one: copies.request(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            self.layers_s[str(one)] = max(copies.request(one.copies, "total", last=len(taken)))
 
     def _work(self, what: str, options: dict[str, Any]) -> Any:
         """In a copy."""
@@ -250,14 +250,14 @@ class _Examination:
     def _message_s(self, copies: ForkedCopies, most: int) -> float:
         start = time.perf_counter()
         for _ in range(PINGS):
-            copies.ask(most, "ping")
+            copies.request(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
     def _base(self, factors: bool) -> tuple[float, Setting]:
         """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
-        probe = self.job.few(self.rows // 8, self.rows)
-        self._step(probe, factors)
-        about_s = self._step(probe, factors) * self.rows / probe
+        few_rows = self.job.few(self.rows // 8, self.rows)
+        self._step(few_rows, factors)
+        about_s = self._step(few_rows, factors) * self.rows / few_rows
         whole = about_s < self.budget_s / 15 or self.rows < 8 or not self.job.cuts
         base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
         layers = self._record(base)
@@ -265,21 +265,21 @@ class _Examination:
         self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
         if not whole:  # a second point, for the line through both
             self._alone(Setting(1, self.job.few(base.rows // 2, base.rows), factors=factors))
-        return typical([one for one, _ in taken]), base
+        return lower_quartile([one for one, _ in taken]), base
 
     def _step(self, rows: int, factors: bool) -> float:
         """Forward and backward at one thread, without the gradients that the update makes from factors."""
         torch.set_num_threads(1)
         weights = [p for p in self.parameters.values() if p.requires_grad]
         absorbed = self._absorbed(Setting(1, rows, factors=factors))
-        batch = self.job.part(rows)
+        batch = self.job.first_samples(rows)
         for p in weights:
             p.requires_grad_(id(p) not in absorbed)
         try:
-            start = now(weights)
-            kept = [p for p in weights if p.requires_grad]
-            torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
-            return now(weights) - start
+            start = synchronized_time(weights)
+            trainable = [p for p in weights if p.requires_grad]
+            torch.autograd.grad(self.job.compute(batch), trainable, allow_unused=True)
+            return synchronized_time(weights) - start
         finally:
             for p in weights:
                 p.requires_grad_(True)

@@ -61,7 +61,7 @@ def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, s
     if ended.code is None:
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
     if ended.code or not report.exists():
-        return Trial(engine, error=ended.last_words if ended.code else "the script ended without a step")
+        return Trial(engine, error=ended.last_line if ended.code else "the script ended without a step")
     found = json.loads(report.read_text())
     peaks = [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}*")]
     if len(found["steps_s"]) < FEWEST_STEPS:

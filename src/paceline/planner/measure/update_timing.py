@@ -13,7 +13,7 @@ import torch
 
 from paceline import contract, messages
 from paceline.messages import Gradient, Update, UpdateRule
-from paceline.planner.measure.layers import now, typical
+from paceline.planner.measure.layers import synchronized_time, lower_quartile
 
 MAX_PASSES = 7
 
@@ -62,7 +62,7 @@ class Updates:
             if kind == "fused":
                 group["fused"], group["foreach"] = True, False
         try:
-            return typical(passes(lambda: self._once(gradients), limit_s))
+            return lower_quartile(passes(lambda: self._once(gradients), limit_s))
         finally:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
@@ -77,9 +77,9 @@ class Updates:
     def _once(self, gradients: list[Gradient]) -> float:
         used = bytes([1] * len(self.engine.weights))
         weights: list[Any] = [self.engine.weights[0]]
-        start = now(weights)
+        start = synchronized_time(weights)
         self.engine.apply(Update(gradients, used, UpdateRule(1.0, self.clip)))
-        return now(weights) - start
+        return synchronized_time(weights) - start
 
 
 def passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
