@@ -1,12 +1,12 @@
 """The planner for several hosts: how many nodes to use, from measured nodes and network and a few trials.
 
-    wire      every pair of nodes, and sums of all
-    node      each by itself: its plan, and a step layer by layer with all rows of the batch and with a quarter of them
-    predict   1 to N nodes, the fastest first: the global batch shared by their speed, or as many rows on each
-    try       the most promising for a few real steps
+    wire      measure the network between every pair of nodes, and all-reduces of all nodes
+    node      on each node alone: make its plan, and time a step layer by layer with the batch and a quarter of it
+    predict   1 to N nodes, the fastest first: the global batch divided by their speed, or the same batch on each
+    try       run the most promising teams for a few real steps
     answer    the fewest machines that are as fast as any, or one
 
-Imagined machines repeat the measured ones in order; an imagined link replaces the measured one.
+Hypothetical machines repeat the measured ones in order; a hypothetical link replaces the measured one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.planner.plan_file import CHOSEN, Between
 from paceline.planner.planner import Plan
 from paceline.planner.teams import EACH, SHARED, Team, WhatIf, answer
 
-TRIES = 4  # teams that are run for real
+TRIES = 4  # teams that are run
 WIRE_LIMIT_S, START_LIMIT_S = 120.0, 240.0
 TRIAL_S, TRIAL_LIMIT_S = 2.5, 120.0
 
@@ -50,9 +50,9 @@ def make_over(
     trial_s: float = TRIAL_S,
     show: Show = lambda doing: None,
 ) -> tuple[Plan, str]:
-    """(the plan for ``command`` over ``hosts``, also kept unless ``rows`` are given; the answer in a sentence).
+    """(the plan for ``command`` over ``hosts``, the answer in a sentence). Caches the plan unless ``rows`` are given.
 
-    Raises ValueError with the words of a host that cannot take part.
+    Raises ValueError with the error message of a host that cannot take part.
     """
     from paceline.planner.measure.network import NetworkMeasurement
 
@@ -60,9 +60,11 @@ def make_over(
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    measured = NetworkMeasurement.of(remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else NetworkMeasurement(1)
+    measured = NetworkMeasurement(1)
+    if len(hosts) > 1:
+        measured = NetworkMeasurement.of(remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]])
     show("measuring each host by itself")
-    budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
+    budget_s = budget_s or planning.MIN_BUDGET_S  # the wait for a host needs a deadline
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
     replies = remote.ask(hosts, request, limit_s)
@@ -87,7 +89,7 @@ def make_over(
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
     pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in measured.pairs)
     plan = dataclasses.replace(_plan(survey, teams), pairs=tuple(pairs))
-    if not rows:  # else it is no choice among all
+    if not rows:  # with ``rows`` the choice is not among all candidates
         plan_cache.store_over(plan, names, command)
     return plan, plan.reason
 
@@ -95,7 +97,7 @@ def make_over(
 def imagine(
     made: Plan, command: Sequence[str], what_if: Sequence[WhatIf], budget_s: float | None = None
 ) -> tuple[Plan, str]:
-    """``made``, the plan for this machine, with teams of machines like it. Every ``what_if`` must name a link."""
+    """``made``, the plan for this machine, extended by teams of equal machines. Every ``what_if`` must name a link."""
     check_links(what_if)
     report = measure_node(list(command), made.fidelity, budget_s, made=made)
     survey = Survey([Node.of(made.machine.get("name", "here"), report)], lambda _: _unmeasured(), real=False)
@@ -108,7 +110,7 @@ def _unmeasured() -> NetworkModel:
 
 
 def check_links(what_if: Sequence[WhatIf]) -> None:
-    """Where no link was measured. Raises ValueError."""
+    """Raises ValueError for a hypothetical cluster without a link, if no link was measured."""
     if missing := [what for what in what_if if what.bits_per_s is None]:
         raise ValueError(
             f"what {missing[0].nodes or 2} machines would do depends on the link between them, and without -H there is "
@@ -117,7 +119,7 @@ def check_links(what_if: Sequence[WhatIf]) -> None:
 
 
 def sums_by(name: str) -> Sums:
-    """As the collective of that name adds up; as gloo does where there is none."""
+    """The cost of an all-reduce by the collective of that name; by gloo's ring if the name is empty."""
     if not name:
         return ring
     from paceline.link.net.collective_run import Collective  # it imports torch
@@ -132,7 +134,7 @@ def sums_by(name: str) -> Sums:
 
 
 def promising(tries: Sequence[TeamTrial]) -> list[TeamTrial]:
-    """The few to run for real: of both kinds of batch by turns, the fastest by prediction first."""
+    """The teams to run: alternating between both kinds of batch, the fastest by prediction first."""
     kinds = [
         sorted((one for one in tries if one.team.batch == kind), key=lambda one: -(one.team.predicted_speedup or 0.0))
         for kind in (SHARED, EACH)
@@ -159,7 +161,7 @@ def _run(remote: RemoteQuery, hosts: Sequence[Host], one: TeamTrial, command: Se
 
 
 def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
-    """From two machines to as many as were asked for, where no number was; else just as many."""
+    """Predicted teams of each hypothetical cluster; by default as many nodes as were measured, at least two."""
     found = []
     for what in what_if:
         count = what.nodes or max(2, len(survey.nodes))
@@ -168,9 +170,9 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
 
 
 def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
-    """Its reason is the answer in a sentence."""
+    """The plan of the fastest node with all teams; its reason is the answer in a sentence."""
     count, sentence = answer(teams)
-    kept = tuple(
+    marked = tuple(
         dataclasses.replace(team, reason=CHOSEN)
         if team.nodes == count and (count == 1 or (team.hosts and team.batch == SHARED))
         else team
@@ -179,12 +181,12 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
     first = survey.nodes[0]
     return dataclasses.replace(
         first.plan,
-        chosen=survey.configuration_of[first.name],
+        chosen=survey.engine_of[first.name],
         reason=sentence,
         batch_size=first.batch_size,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         versions=plan_cache.versions(),
         num_nodes=count,
-        hosts={node.name: survey.configuration_of[node.name] for node in survey.nodes},
-        teams=kept,
+        hosts={node.name: survey.engine_of[node.name] for node in survey.nodes},
+        teams=marked,
     )

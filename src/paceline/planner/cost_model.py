@@ -1,13 +1,13 @@
 """Cost model of one machine: seconds per step of a configuration that was never run, from a profile of the job.
 
-    layers        forward and backward, each timed by itself at the row's setting, several copies at once if it has them
-    calibration   the model as it is over the sum of its layers, at the baseline: what layers do not cover
-    update        the optimizer alone, on as many cores
-    engine        gradients moved in memory, messages, and what every step costs
-    input         fetching the batch, by as many processes
+    layers        forward and backward of each layer, timed at the candidate's threads, batch share, copies and options
+    calibration   time of the whole model divided by the sum of its layers, at the baseline: work outside layers
+    update        the optimizer alone, on the same number of cores
+    engine        gradients moved in memory, messages, and a constant per step
+    input         fetching the batch, divided among the processes
 
-A setting that was not timed is the plain one of its engine, times what its words gave elsewhere; a plain one is the
-other that has as many cores and rows in all.
+A setting that was not timed is estimated: with options (bf16, channels_last), as the setting without them times the
+ratio that the options gave for another setting; without options, by a timed setting with equal total cores and samples.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
 
-STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
-THREAD_SYNC_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
-PROCESS_SYNC_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
-CALL_S = 20e-6  # more of it per layer call
+STEP_S = 0.8e-3  # batch, snapshot, loss, vote and event log; measured with models whose layers take a few ms
+THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-up, and waiting for the GIL
+PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
+CALL_S = 20e-6  # in addition to THREAD_SYNC_S, per layer call
 MESSAGES = 4  # per step and process
 
 
 def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
-    """None for what a profile cannot tell: compiled models, unknown engines."""
+    """None if the profile does not suffice: compiled models, unknown engines."""
     spec = split(candidate, cores)
     if "compile" in spec.words or not says("engine", spec.engine, "planned"):
         return None
@@ -63,14 +63,14 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
 
 
 def _amount(setting: Setting) -> tuple[int, int, tuple[str, ...], bool]:
-    """The work of a setting, and on how many cores."""
+    """Total cores and samples of a setting, with its options."""
     return setting.threads * setting.copies, setting.rows * setting.copies, setting.words, setting.factors
 
 
 def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
-    """One thread on more rows than were timed: along the line through the fewest and the most of them.
+    """One thread on more samples than were timed: linear extrapolation from the smallest and largest timed batch.
 
-    More rows take no less time, and no more than in proportion: a line through two noisy points knows neither.
+    Two points are noisy, so the result is bounded: more samples take no less time, and at most proportionally more.
     """
     alike = replace(setting, copies=1)
     points = sorted(
@@ -86,7 +86,7 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
 
 
 def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
-    """Copies divide the update among all cores; one copy has its own threads."""
+    """Several copies share the update among all cores; a single copy uses its own threads."""
     threads = spec.threads if spec.copies == 1 else cores
     kinds = ["/fused"] if "fused" in spec.words else ["/factors"] if setting.factors else []
     times = profile.update_s
@@ -95,7 +95,7 @@ def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) 
 
 
 def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
-    """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
+    """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
     if spec.copies == 1:
         return 0.0
     k = spec.copies

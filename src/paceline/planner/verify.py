@@ -1,7 +1,7 @@
 """`paceline verify`: N nodes and one process run the user's script for a few steps from the same weights.
 
-Over ssh everything stays on the first host, where rank 0 keeps its weights: the nodes' steps, the one process's, and,
-by `main` there, the comparison.
+Over ssh, all results stay on the first host, where rank 0 saves its weights. The single process runs there too, and
+`main` compares both runs there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SWEEP_S = 20.0
 SWEEP = f"{OWN_PATH}; import shutil; shutil.rmtree(sys.argv[1], ignore_errors=True)"
 COMPARE = f"{OWN_PATH}; from paceline.planner import verify; verify.main(*sys.argv[1:])"
 DISTRIBUTED, SINGLE, REPEATED, SIMULATED, PREFIX = "many", "one", "again", "told", "paceline-verify-"
-TIMEOUT_FACTOR = 5.0  # times as long as one process took: a script that is given another rank may wait for others
+TIMEOUT_FACTOR = 5.0  # times the duration of one process: a script with a simulated rank may wait for other ranks
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 BY_SIGNAL = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
@@ -42,7 +42,7 @@ Environment = Mapping[str, str]
 
 @contextlib.contextmanager
 def _leaving() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP are exits like any other, and what sweeps then is not cut short by another one."""
+    """Within the context, SIGTERM and SIGHUP raise SystemExit, and further ones do not interrupt the clean-up."""
     before: dict[int, Any] = {}
 
     def leave(number: int, _: object) -> None:
@@ -52,7 +52,7 @@ def _leaving() -> Iterator[None]:
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 before[number] = signal.signal(number, leave)
     try:
         yield
@@ -63,7 +63,7 @@ def _leaving() -> Iterator[None]:
 
 @_leaving()
 def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: str) -> Comparison | None:
-    """None on a launcher's ranks other than 0. Raises ValueError when a run failed, or was too short."""
+    """The comparison; None on a launcher's ranks other than 0. Raises ValueError if a run failed or was too short."""
     if nodes < 1:
         raise ValueError(f"--nodes must be at least 1, got {nodes}")
     with ScratchFolder(PREFIX) as folder:
@@ -82,7 +82,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         ticket = "PACELINE_JOIN_TICKET"
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
             alone.pop(name, None)
-        # set, and not left out: mpirun and srun have set other values
+        # set explicitly, since mpirun and srun set other values
         begin = time.monotonic()
         code = _run(command, {**alone, **_request(single, steps, dtype, distributed), **ALONE})
         limit_s = TIMEOUT_FACTOR * (time.monotonic() - begin)
@@ -101,7 +101,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
                 _run(command, {**alone, **simulated, **ALONE, **given}, limit_s)
         found = explain(compared, distributed, single, repeated, others)
     if found.unknown and steps > 1 and "RANK" not in os.environ:
-        # the experiments use the weights after the last step, which may hide what the first ones show
+        # the experiments use the weights after the last step, which may hide a difference in the first step
         early = verify(command, 1, nodes, engine, dtype)
         if early is not None and not early.same and not early.unknown:
             found = dataclasses.replace(found, causes=early.causes)
@@ -119,12 +119,12 @@ def over_ssh(
     names: Sequence[str] = (),
     address: str | None = None,
 ) -> Comparison:
-    """`verify`, its nodes being ``hosts``, such as hostA,hostB. ``names``: variables that go along."""
+    """`verify` with the nodes ``hosts``, such as hostA,hostB. ``names``: environment variables to pass on."""
     nodes = parse(hosts)
     each = [row or BASELINE for row in rows(nodes, engine)]
     carried = ssh.carried(names)
     rendezvous = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
-    # a name that cannot be guessed; the first host's own temporary folder need not be this one's
+    # an unguessable name; the first host's temporary folder may differ from this machine's
     folder = Path("/tmp") / f"{PREFIX}{secrets.token_hex(8)}"
     try:
         distributed = {**carried, **_request(folder / DISTRIBUTED, steps, dtype)}
@@ -135,13 +135,14 @@ def over_ssh(
         _check_ended(code == 0, code, steps, f"in one process on {nodes[0].name}")
         compared = _compare_on(nodes[0], way, folder, steps, dtype)
         if not compared.close:
-            repeated = {**carried, **_request(folder / REPEATED, steps, dtype, folder / DISTRIBUTED, examines=folder / DISTRIBUTED)}
+            start = folder / DISTRIBUTED
+            repeated = {**carried, **_request(folder / REPEATED, steps, dtype, start, examines=start)}
             ssh.start(nodes[:1], ssh.Orders(command, [BASELINE], way, repeated), rendezvous)
             compared = _compare_on(nodes[0], way, folder, steps, dtype)
         return compared
     finally:
         sweep = way.command(nodes[0], "-c", SWEEP, str(folder))
-        with contextlib.suppress(subprocess.SubprocessError):  # the answer, or the error, is known already
+        with contextlib.suppress(subprocess.SubprocessError):  # the result or the error is already known
             subprocess.run(sweep, stdin=subprocess.DEVNULL, capture_output=True, timeout=SWEEP_S, check=False)
 
 
@@ -164,7 +165,7 @@ def _compare_on(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> C
 
 
 def main(folder: str, dtype: str) -> None:
-    """What was kept in ``folder``, compared, as a line of JSON."""
+    """Compares the runs saved in ``folder``; prints a line of JSON."""
     distributed, single = Path(folder) / DISTRIBUTED, Path(folder) / SINGLE
     found: dict[str, object] = {"missing": [part.name for part in (distributed, single) if not finished_joins(part)]}
     if not found["missing"]:
@@ -179,7 +180,7 @@ def main(folder: str, dtype: str) -> None:
 
 
 def _run(command: Sequence[str], environment: Environment, limit_s: float | None = None) -> int:
-    """``limit_s``: of a run that may well fail, of which nothing is shown; LIMIT_S of any other."""
+    """The exit code of a run. ``limit_s``: the time limit of a run that may fail, whose output is hidden."""
     shown, limit_s = None if limit_s is None else subprocess.DEVNULL, min(limit_s or LIMIT_S, LIMIT_S)
     try:
         done = subprocess.run(command, env=environment, check=False, timeout=limit_s, stdout=shown, stderr=shown)
@@ -202,11 +203,16 @@ def _check_ended(ended: bool, code: int, steps: int, where: str) -> None:
 
 
 def _request(
-    folder: Path, steps: int, dtype: str, start: Path | str = "", examines: Path | str = "", simulated: Sequence[int] = ()
+    folder: Path,
+    steps: int,
+    dtype: str,
+    start: Path | str = "",
+    examines: Path | str = "",
+    simulated: Sequence[int] = (),
 ) -> Environment:
-    """For the script's `EquivalenceRun`. ``start``: another run's folder, to begin from its first weights.
-    ``examines``: likewise, to look for the causes of a difference. ``simulated``: rank and number of processes that a
-    process alone is given.
+    """The environment for the script's `EquivalenceRun`. ``start``: the folder of a run whose first weights it loads.
+    ``examines``: the folder of a run to find the causes of a difference from. ``simulated``: rank and number of
+    processes that the script of a single process sees.
     """
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, got {steps}")

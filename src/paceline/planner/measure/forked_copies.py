@@ -1,6 +1,6 @@
 """Forked and pinned copies of this process that do the same work at once: the cost of sharing memory bandwidth.
 
-Forked before torch has started a thread pool, so that they may start their own. They end with this process.
+They are forked before torch starts its thread pool, so that each can start its own. They end with this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Work = Callable[[str, dict[str, Any]], Any]
 
 
 class ForkedCopies:
-    """``work(what, options)`` runs in each copy and returns what JSON can hold. If one fails or is late, all end."""
+    """``work(what, options)`` runs in each copy; its result must be JSON. If a copy fails or is late, all end."""
 
     def __init__(self, count: int, work: Work, cores: list[int], deadline: float):
         self.deadline = deadline
@@ -29,7 +29,7 @@ class ForkedCopies:
         for _ in range(count):
             parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: none is needed there
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the copies use none of them
                 pid = os.fork()
             if pid == 0:
                 parent_end.close()
@@ -41,12 +41,12 @@ class ForkedCopies:
             self.pids.append(pid)
 
     def request(self, count: int, what: str, **options: Any) -> list[Any]:
-        """All of the first ``count`` copies at once. Raises TimeoutError, or RuntimeError with a copy's error."""
+        """The replies of the first ``count`` copies. Raises TimeoutError, or RuntimeError with a copy's error."""
         for i, connection in enumerate(self.connections[:count]):
             connection.send(json.dumps({"what": what, "seat": i, "count": count, **options}).encode())
         answers = []
         for connection in self.connections[:count]:
-            poll = select.poll()  # `select.select` knows no file above 1,023
+            poll = select.poll()  # `select.select` fails for file descriptors above 1,023
             poll.register(connection, select.POLLIN)
             if not poll.poll(1e3 * max(0.0, self.deadline - time.monotonic())):
                 raise TimeoutError(f"a copy of the process did not finish {what!r} in time")
@@ -66,7 +66,7 @@ class ForkedCopies:
 
 
 def _serve(connection: socket.socket, work: Work, cores: list[int]) -> None:
-    """Until the other end is gone. Never returns: what follows the fork is the parent's."""
+    """Serves requests until the parent closes the connection. Never returns: the code after the fork is the parent's."""
     try:
         while message := connection.recv(MESSAGE_BYTES):
             request = json.loads(message)
