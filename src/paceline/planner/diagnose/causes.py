@@ -1,7 +1,7 @@
 """Diagnosis: why N processes do not train as one process does, each cause with its remedy.
 
-Input: what `experiments` measured inside one process, and what the `EquivalenceRun` of each process of each run noted.
-A cause is named for what an experiment showed, and never for a name.
+The input is what `experiments` measured inside one process, and the notes of each process of each `EquivalenceRun`. A
+cause follows from the result of an experiment, never from the name of a class or layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FEW = 3
 
 @dataclass(frozen=True)
 class Cause:
-    """``kind``: one of `KINDS`. ``text``: what was found, and where. ``remedy``: what to do."""
+    """``kind``: one of `KINDS`. ``text``: what differs, and where. ``remedy``: what to do."""
 
     kind: str
     text: str
@@ -77,8 +77,8 @@ KINDS = tuple(REMEDIES)
 def causes(
     found: Notes, distributed: Sequence[Notes], single: Notes, repeated: Notes | None, simulated: Sequence[Notes]
 ) -> list[Cause]:
-    """``found``: what `experiments.examine` measured. What runs noted: ``distributed``: each process of the N; ``single``: the
-    process alone; ``repeated``: a second one; ``simulated``: those that were given another rank or number of processes."""
+    """``found``: the measurements of `experiments.examine`. Notes of runs: ``distributed``: of each of the N processes;
+    ``single``: of one process; ``repeated``: of a second run of it; ``simulated``: with another rank or world size."""
     repeats = repeated is None or not _runs_differ(single, repeated)
     ranks = list(_ranks(found, distributed, single, simulated if repeats else ()))
     named = [
@@ -99,7 +99,7 @@ def causes(
 
 
 def rounding_cause(found: Notes) -> Cause | None:
-    """Where float64 becomes float32, if anywhere."""
+    """The cause "float32" if float64 becomes float32 anywhere."""
     narrow = list(found.get("narrow") or {})
     if not narrow:
         return None
@@ -113,7 +113,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _layer(name: str) -> str:
-    """A module as a sentence names it."""
+    """The name of a module in a sentence."""
     return name if name == "the loss" else f"layer {name!r}" if name else "the model"
 
 
@@ -129,15 +129,14 @@ def _settings(distributed: Sequence[Notes], single: Notes) -> Iterator[Named]:
     if not distributed:
         return
     if distributed[0].get("batch_size") != single.get("batch_size"):
-        sizes = f"{distributed[0].get('batch_size')} with {len(distributed)} processes and {single.get('batch_size')} with one"
+        size, num_processes = distributed[0].get("batch_size"), len(distributed)
+        sizes = f"{size} with {num_processes} processes and {single.get('batch_size')} with one"
         yield "settings", f"the global batch size is {sizes}"
     rates = [notes.get("lr", []) for notes in distributed]
     if any(unequal(rates[0], each) for each in rates[1:]):
         yield "rank", "the learning rate differs between ranks"
     elif unequal(rates[0], single.get("lr", [])):
-        both = (
-            f"{rates[0][0][0]:g} with {len(distributed)} processes and {single['lr'][0][0]:g} with one" if rates[0] else "unlike"
-        )
+        both = f"{rates[0][0][0]:g} with {len(rates)} processes and {single['lr'][0][0]:g} with one" if rates[0] else "unlike"
         yield "settings", f"the learning rate is {both}"
 
 
@@ -184,12 +183,12 @@ def _runs_differ(single: Notes, repeated: Notes) -> bool:
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of what differs between two steps' records of a state."""
+    """Names of the tensors that differ between two noted states."""
     return [name for name in one if name in other and unequal(list(one[name]), list(other[name]))]
 
 
 def _ranks(found: Notes, distributed: Sequence[Notes], single: Notes, simulated: Sequence[Notes]) -> Iterator[Named]:
-    """What depends on the rank: processes that hold other values, and one process that is given another rank."""
+    """Causes that depend on the rank: different weights on the ranks, or in a process with a simulated rank."""
     kinds = single.get("kinds", {})
     if distributed and distributed[0].get("consensus", "step") == "step":
         for notes in distributed[1:]:
@@ -205,15 +204,15 @@ def _ranks(found: Notes, distributed: Sequence[Notes], single: Notes, simulated:
 
 
 def _by_rank(found: Notes, notes: Notes, single: Notes) -> Named | None:
-    """What differs where one process is given another rank, or a larger number of processes."""
+    """The difference that another rank, or a larger world size, makes to a single process."""
     random = (found.get("random") or {}).get("differs") or found.get("drawn")
     rank, size = notes.get("told") or (0, 1)
     kind, process = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
     if any(a != b for a, b in zip(notes.get("digests", []), single.get("digests", []), strict=False)):
-        known = found.get("drawn") or found.get("dealt") is not None  # then it was compared already
+        known = found.get("drawn") or found.get("dealt") is not None  # compared in `_data`
         return None if known else ("data", f"{process} reads other samples")
     if unequal(notes.get("lr", []), single.get("lr", [])) or notes.get("batch_size") != single.get("batch_size"):
-        return None  # a setting
+        return None  # reported by `_settings`
     states = zip(notes.get("state", []), single.get("state", []), strict=False)
     differing: list[str] = next((names for names in (_differing(a, b) for a, b in states) if names), [])
     kinds = single.get("kinds", {})
@@ -264,33 +263,33 @@ def _state(found: Notes, distributed: Sequence[Notes], single: Notes) -> Iterato
 
 
 def _losses(found: Notes) -> Iterator[Named]:
-    for term_notes in found.get("laws") or []:
-        if not term_notes["exact"]:
-            term = f"the loss's term {term_notes['term']!r}" if term_notes["term"] else "the loss"
-            yield _loss_cause(term, term_notes)
+    for notes in found.get("laws") or []:
+        if not notes["exact"]:
+            term = f"the loss's term {notes['term']!r}" if notes["term"] else "the loss"
+            yield _loss_cause(term, notes)
 
 
-def _loss_cause(term: str, term_notes: Notes) -> Named:
-    factors, residual, grows = term_notes["factors"], term_notes["residual"], term_notes["grows"]
+def _loss_cause(term: str, notes: Notes) -> Named:
+    factors, residual, grows = notes["factors"], notes["residual"], notes["grows"]
     steady = not unequal(float(grows[0]), float(grows[-1]), 1e-3)
     size_invariant = all(abs(each - 1.0) < 1e-3 for each in grows)
     if residual < 1e-4:
         if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not size_invariant:
             return "sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch"
-        if term_notes["weighed"]:
+        if notes["weighed"]:
             return "weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts"
         if abs(sum(factors) - 1.0) < 1e-4 and size_invariant:
-            if term_notes["counts"]:
-                return "weighted mean", f"{term} is a mean over something other than samples: over {term_notes['counts']}"
-            over = "samples weighed by class" if term_notes["by_class"] else "something else, such as tokens or class weights"
+            if notes["counts"]:
+                return "weighted mean", f"{term} is a mean over something other than samples: over {notes['counts']}"
+            over = "samples weighed by class" if notes["by_class"] else "something else, such as tokens or class weights"
             return "weighted mean", f"{term} is a mean over something other than samples: {over}"
         if size_invariant:
             return "function of a mean", f"{term} is no mean but a function of one, such as its root"
-    if term_notes["others"]:
+    if notes["others"]:
         return "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
     if not size_invariant:
         return "loss by size", f"{term} depends on the size of the batch (a branch or a divisor)"
-    if not term_notes["by_output"] and not term_notes["by_class"]:
+    if not notes["by_output"] and not notes["by_class"]:
         return "compares samples", f"{term} depends on which samples share a batch"
     return "batch weights", f"{term} weighs samples by what else is in the batch"
 

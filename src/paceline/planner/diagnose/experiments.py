@@ -1,7 +1,7 @@
 """Experiments that compare a batch with its parts: model, loss, hooks and state, in one process.
 
-They use the weights that the model has, and put everything back after each pass. What is found are measurements;
-`causes` interprets them.
+They use the current weights, and restore all state after each pass. The results are measurements; `causes` interprets
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paceline.planner.diagnose.subject import ForwardPasses, Pinned, Subject
 
 
 def examine(subject: Subject) -> dict[str, Any]:
-    """All measurements, as JSON can hold them; under "failed", what could not be tried and why."""
+    """All measurements as JSON values; "failed" holds the experiments that raised, with their errors."""
     experiments = Experiments(subject)
     found: dict[str, Any] = {"failed": {}}
     for name in ("layers", "narrow", "repeats", "state", "laws", "hooks", "backward", "random", "metric", "padding"):
         try:
             found[name] = getattr(experiments, name)()
-        except Exception as error:  # a model may refuse a part of its batch
+        except Exception as error:  # a model may raise for a part of its batch
             found["failed"][name] = f"{type(error).__name__}: {error}"
         finally:
             experiments.restore()
@@ -36,16 +36,16 @@ def examine(subject: Subject) -> dict[str, Any]:
 
 
 class Experiments(ForwardPasses):
-    """The experiments; those that come later leave out what earlier ones have found."""
+    """The experiments, in order: later ones exclude the layers that earlier ones found."""
 
     def __init__(self, subject: Subject):
         super().__init__(subject)
-        self.mixes = False  # samples depend on each other in other ways than by norms, too
+        self.mixes = False  # samples depend on each other, not only through batch norm
         self.random_layers: set[str] = set()
         self.not_repeatable: list[str] = []
 
     def layers(self) -> list[dict[str, Any]]:
-        """The layers that compute otherwise on a part of the batch."""
+        """The layers whose output for a part of the batch differs."""
         rows, whole_part = self.subject.rows, self.subject.whole
         whole = layers_in_parts.trace(self.model, self.passes(rows))
         again = layers_in_parts.compare(self.model, self.passes(rows), whole, whole_part)
@@ -55,7 +55,7 @@ class Experiments(ForwardPasses):
         unlike, paths = self._unlike(whole)
         found = [self._kind(name, gap, whole, name in paths) for name, gap in unlike.items()]
         self.norms = [each["name"] for each in found if each["kind"] == "normalises"]
-        forced, _ = self._unlike(whole, forces=True)  # what lay behind the first
+        forced, _ = self._unlike(whole, forces=True)  # layers behind the first difference
         for name, gap in forced.items():
             if name not in unlike and not any(self.modules[name].children()):
                 kind = self._kind(name, gap, whole, False)
@@ -77,11 +77,11 @@ class Experiments(ForwardPasses):
         return unlike, paths
 
     def _kind(self, name: str, gap: float, whole: Trace, path: bool) -> dict[str, Any]:
-        """normalises: by what this batch is; buffers: by what it has stored before it answers; mixes: otherwise."""
+        """normalises: over the batch; buffers: uses buffers that it updates first; mixes: any other dependence."""
         module = self.modules[name]
         found = {"name": name, "type": type(module).__name__, "gap": gap, "path": path, "kind": "mixes"}
         if list(module.children()) and not list(module.buffers(recurse=False)):
-            return found  # it contains layers, which are named for what they do
+            return found  # it contains layers, which have their own entries
         if self._is_shift_invariant(name, whole):
             return {**found, "kind": "normalises"}
         if list(module.buffers()) and module.training and self._clean_in_eval(name):
@@ -89,7 +89,7 @@ class Experiments(ForwardPasses):
         return found
 
     def _is_shift_invariant(self, name: str, whole: Trace) -> bool:
-        """Whether it takes out the mean and the size of its input, as batch norm does."""
+        """Whether its output is invariant to scale and shift of its input, as batch norm's is."""
         module, call = self.modules[name], whole.calls[name][0]
         floats = [leaf for leaf in call.inputs if leaf.is_floating_point()]
         if len(call.inputs) != 1 or len(floats) != 1 or len(call.outputs) != 1 or not module.training:
@@ -100,7 +100,7 @@ class Experiments(ForwardPasses):
                 plain = module(floats[0].clone())
                 self.restore()
                 moved = module(2 * floats[0] + 1)
-        except Exception:  # it takes other words, too
+        except Exception:  # the layer needs further arguments
             return False
         alike = isinstance(plain, Tensor) and not unequal(plain, moved, 0.02)
         return alike and bool((plain != plain.reshape(-1)[:1]).any())
@@ -126,7 +126,7 @@ class Experiments(ForwardPasses):
         return name in layers_in_parts.compare(self.model, run, whole, self.subject.whole).unlike
 
     def _by_size_alone(self) -> bool:
-        """Whether each part's outputs stay as they are when the samples of all others are replaced."""
+        """Whether each part's outputs stay the same when all other samples are replaced."""
         rows = self.subject.rows
         with torch.no_grad(), self.with_running_statistics():
             one = self.run(rows)
@@ -138,7 +138,7 @@ class Experiments(ForwardPasses):
         return True
 
     def repeats(self) -> list[str]:
-        """What is not the same twice from the same state and the same seed: layers, or the loss."""
+        """Layers, or the loss, that differ between two passes with the same state and seed."""
         found = list(self.not_repeatable)
         one, two = self.results(self.subject.rows), self.results(self.subject.rows)
         if not found and any(unequal(a, b, 1e-12) for a, b in zip(one, two, strict=True)):
@@ -146,7 +146,7 @@ class Experiments(ForwardPasses):
         return found
 
     def state(self) -> list[dict[str, Any]]:
-        """What a forward pass leaves behind that is another after a part of the batch."""
+        """State that a forward pass changes, and changes differently for a part of the batch."""
         rows = self.subject.rows
         after = self._after(rows)
         twice = self._after(rows, 1)
@@ -156,7 +156,7 @@ class Experiments(ForwardPasses):
             kinds = {each[name][0] for each in (after, *parts) if name in each}
             values = [each.get(name, ("", None))[1] for each in (after, *parts)]
             if name in after and name in twice and unequal(values[0], twice[name][1]):
-                continue  # a random number that it keeps
+                continue  # it stores a random number
             if any(unequal(values[0], value) for value in values[1:]):
                 unlike[name] = kinds.pop()
         saved, norms = set(self.model.state_dict()), tuple(f"{norm}." if norm else "" for norm in self.norms)
@@ -165,7 +165,7 @@ class Experiments(ForwardPasses):
             names = [name for name in unlike if unlike[name] == kind and not name.startswith(norms)]
             feeds = bool(names) and self._feeds(names, after, parts[0])
             found += [{"name": name, "kind": kind, "feeds": feeds} for name in names if feeds or name in saved]
-        # each forward pass moves these once, the same way for a part
+        # each forward pass changes these once, by the same amount for a part
         moved = [name for name, (kind, _) in after.items() if kind == "frozen" and name not in unlike]
         return found + [{"name": name, "kind": "momentum", "feeds": False} for name in moved]
 
@@ -177,7 +177,7 @@ class Experiments(ForwardPasses):
         return found
 
     def _feeds(self, names: Sequence[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        """Whether the next pass differs with the other's."""
+        """Whether the next pass differs between the two states."""
         results = []
         for each in (one, other):
             self.restore()
@@ -209,7 +209,7 @@ class Experiments(ForwardPasses):
                 return examine_terms(through, subject.parts, subject.rows)
 
     def _rested(self, loss_terms: LossTerms) -> LossTerms:
-        """A loss with state begins from the same each time."""
+        """The loss, with its own state restored before each call."""
 
         def rested_terms(output: Any, rows: Any) -> Any:
             self.restore()
@@ -218,17 +218,17 @@ class Experiments(ForwardPasses):
         return rested_terms
 
     def hooks(self) -> dict[str, Any]:
-        """Whether what is done to a gradient of a parameter depends on how much of it there is."""
+        """Whether hooks on parameters depend on the size of the gradient."""
         return gradient_hooks.on_parameters(self.model, self._parts_of_gradient(), self.restore, self.saved)
 
     def backward(self) -> dict[str, Any]:
-        """Whether the parts' gradients add up behind the model's outputs."""
+        """Whether backward from the model's outputs is additive over the parts of the batch."""
         if self.mixes or self.random_layers:
             return {}
         return gradient_hooks.inside(self.model, self._pull, self.subject.parts, self.with_running_statistics)
 
     def _pull(self, part: Part | None, scale: float) -> list[Tensor | None]:
-        """Gradients of the parameters for the same gradients at the outputs, of all samples or a part."""
+        """Gradients of the parameters for fixed gradients at the outputs of all samples, or of a part."""
         subject = self.subject
         output = self.run(cut(subject.rows, part) if part else subject.rows)
         generator = torch.Generator().manual_seed(1)
@@ -248,7 +248,7 @@ class Experiments(ForwardPasses):
         return [parameter.grad for parameter in self.model.parameters()]
 
     def _parts_of_gradient(self) -> list[list[Tensor]]:
-        """What each process adds, without hooks."""
+        """The gradient of each process, without hooks."""
         subject, found = self.subject, []
         parameters = list(self.model.parameters())
         for part in subject.parts:
@@ -267,7 +267,7 @@ class Experiments(ForwardPasses):
         return found
 
     def random(self) -> dict[str, Any]:
-        """Whether a pass draws random numbers, so that another seed gives another result."""
+        """Whether the result of a pass depends on the seed."""
         with Pinned(pins=False) as counts:
             one, two = self.results(self.subject.rows, 0), self.results(self.subject.rows, 1)
         differs = len(one) != len(two) or any(unequal(a, b) for a, b in zip(one, two, strict=True))
@@ -280,7 +280,7 @@ class Experiments(ForwardPasses):
         return {"differs": differs, "draws": counts.draws, "where": where}
 
     def narrow(self) -> dict[str, int]:
-        """Where float64 becomes float32, and how often."""
+        """How often float64 becomes float32, by module."""
         stack: list[str] = []
         handles = []
 
@@ -302,7 +302,7 @@ class Experiments(ForwardPasses):
         return {name or "the model": number for name, number in noted.narrow.items()}
 
     def metric(self) -> list[str]:
-        """The metric's numbers whose sums over the parts are not those over the batch."""
+        """The metric's values whose sums over the parts differ from those over the batch."""
         subject = self.subject
         if not subject.metric:
             return []
@@ -319,8 +319,8 @@ class Experiments(ForwardPasses):
         return found
 
     def padding(self) -> list[int]:
-        """The parts for which the loss is another with the samples as their process reads them (padded to another
-        length) than with the same samples of the whole batch."""
+        """The parts whose loss differs between the samples as their process reads them (padded to another length) and
+        the same samples of the whole batch."""
         found = []
         for number, (part, read) in enumerate(zip(self.subject.parts, self.subject.read, strict=False)):
             own_rows = cut(self.subject.rows, part)

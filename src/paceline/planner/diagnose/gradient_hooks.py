@@ -1,4 +1,4 @@
-"""Gradient hooks: whether they are linear, or do to a sum what they do not do to its parts (clipping, noise)."""
+"""Gradient hooks: whether they are additive, unlike clipping, so that hooks on the parts of a sum equal one on the sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.planner.diagnose.layers_in_parts import Part
 from paceline.planner.diagnose.saved_state import SavedState, unequal
 
-SCALES = 1.0, 10.0, 1000.0  # so that a limit that this batch does not reach is reached
+SCALES = 1.0, 10.0, 1000.0  # of the gradient, to reach a clipping limit that this batch does not reach
 NEAR = 1e-5
 PACKAGE = "paceline."
 
@@ -41,7 +41,7 @@ def _is_ours(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def off(model: nn.Module) -> Iterator[None]:
-    """Without any: those on parameters and modules, and those that a forward pass puts on tensors."""
+    """Disables all hooks: those on parameters and modules, and those that a forward pass registers on tensors."""
     register = Tensor.register_hook
     tables = [table for parameter in model.parameters() for table in _of_parameter(parameter)]
     tables += [t for module in model.modules() for t in (module._backward_hooks, module._backward_pre_hooks) if t]
@@ -57,9 +57,9 @@ def off(model: nn.Module) -> Iterator[None]:
 def on_parameters(
     model: nn.Module, parts: Sequence[Sequence[Tensor]], restore: Callable[[], None], saved: SavedState
 ) -> dict[str, Any]:
-    """Names of the parameters whose hooks give for a sum of gradients what is not the sum of what they give.
+    """Names of parameters whose hooks are not additive: the hook of a sum is not the sum of the hooks of its terms.
 
-    ``parts``: the gradient that each process adds. "updates": a hook changes weights during backward.
+    ``parts``: the gradient of each process. "updates": weights that a hook changes during backward.
     """
     named = dict(model.named_parameters())
     if all(_is_ours(hook) for p in named.values() for table in _of_parameter(p) for hook in table.values()):
@@ -89,7 +89,7 @@ def on_parameters(
 
 
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
-    """Where there is a gradient of both."""
+    """Whether the parts' gradients sum to the whole's; true if either has none."""
     given = [each for each in parts if each is not None]
     return whole is None or not given or not unequal(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
 
@@ -100,7 +100,7 @@ def inside(
     parts: Sequence[Part],
     with_running_statistics: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, Any]:
-    """Whether the parts' gradients add up to the whole batch's: "how" is hook where they do without hooks."""
+    """Parameters whose parts' gradients do not sum to the batch's; "how": "hook" if they do without hooks."""
 
     def unlike() -> list[str]:
         names: set[str] = set()

@@ -1,8 +1,8 @@
-"""Which layers compute otherwise on a part of a batch: each is given what it was given for the whole batch.
+"""Which layers give a different output for a part of a batch, each tested on its inputs from the whole batch.
 
-The whole batch passes once; inputs and outputs of every module are kept. Then a part passes. Where a module has the
-same inputs and another output, it is named, and its output is replaced by that of the whole batch. So every module
-after it is tried by itself, and a module that contains it is named only for what its own code does.
+A pass of the whole batch records inputs and outputs of every module. Then a part of the batch passes. A module with the
+same inputs but another output is reported, and its output is replaced by that of the whole batch. So every later module
+is tested independently, and a module that contains it is reported only for its own code.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Part:
         return self.stop - self.start
 
     def of(self, whole: Tensor, like: Tensor) -> Tensor | None:
-        """The part's values of a tensor of the whole batch, shaped as ``like``; None where it has no such dimension.
+        """The part's values of a tensor of the whole batch, shaped as ``like``; None if no dimension has the samples.
 
-        Samples may lie along any dimension, alone or with others (batch x time, time x batch)."""
+        Samples may lie along any dimension, also merged with another one (batch x time, time x batch)."""
         if whole.dim() != like.dim():
             return None
         if whole.shape == like.shape and self.size != self.count:
-            return whole  # it has no samples
+            return whole  # no dimension has samples
         found: Tensor | None = None
         for cut in self._cuts(whole, like):
             found = cut if found is None else found
@@ -60,7 +60,7 @@ class Part:
             if not each or rest or like.shape[d] != each * self.size:
                 continue
             narrow = whole
-            for other in unlike:  # padding, of which a part may have less
+            for other in unlike:  # padding: a part may be shorter
                 if other != d:
                     if like.shape[other] > whole.shape[other]:
                         return
@@ -86,9 +86,9 @@ class Trace:
 
 @dataclass
 class Trial:
-    """``unlike``: the modules whose outputs differ though their inputs do not, and by how much relative to them.
+    """``unlike``: modules with equal inputs but different outputs, and the relative difference.
 
-    ``paths``: those of them that called other modules than for the whole batch.
+    ``paths``: those of them that called other modules than for the whole batch (a branch).
     """
 
     unlike: dict[str, float] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Trial:
 
 
 def trace(model: nn.Module, run: Run) -> Trace:
-    """What goes through every module in ``run``."""
+    """Inputs and outputs of every module during ``run``."""
     found = Trace()
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -114,7 +114,7 @@ def trace(model: nn.Module, run: Run) -> Trace:
 
 
 def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool = False) -> Trial:
-    """``run`` passes ``part`` through the model. ``forces``: modules are given the whole batch's inputs, too."""
+    """Compares ``run``, a pass of ``part``, with ``whole``. ``forces``: modules also get the whole batch's inputs."""
     trial, seen = Trial(), dict[str, int]()
     begun: dict[str, list[tuple[bool, int]]] = {}
     order: list[str] = []
@@ -153,7 +153,7 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
 
 
 def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, list[Any] | None]:
-    """Whether these are what the whole batch had; and that, in their place. None where they cannot be compared."""
+    """(whether the values equal the whole batch's, the whole batch's values; None if they are not comparable)."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) != len(whole):
         return False, None
@@ -167,7 +167,7 @@ def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, li
         if cut is None:
             return False, None
         near = 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
-        # what has no samples, such as a loss, may well differ
+        # a value without samples, such as a loss, may differ
         differs = (before.shape != leaf.shape or part.size == part.count) and unequal(cut, leaf, near)
         equal = equal and not differs
         changed.append(cut.to(leaf.dtype) if differs else leaf)
@@ -203,12 +203,12 @@ def _hooks(model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any])
 
 
 def doubled(tree: Any, count: int) -> Any:
-    """A nesting of tensors, those that have ``count`` samples first with all of them twice."""
+    """A tree of tensors in which those with ``count`` samples first are repeated twice."""
     return tree_map_only(Tensor, lambda leaf: torch.cat([leaf, leaf]) if _first(leaf, count) else leaf, tree)
 
 
 def cut(tree: Any, part: Part) -> Any:
-    """A part of a nesting of tensors that have their samples first, alone or with others (batch x time)."""
+    """A part of a tree of tensors with the samples first, also merged with another dimension (batch x time)."""
 
     def change(leaf: Tensor) -> Tensor:
         if not _first(leaf, part.count):

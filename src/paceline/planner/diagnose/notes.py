@@ -1,4 +1,4 @@
-"""Step observer of `paceline verify`: what it notes of a training, and what it tries after the last step."""
+"""Step observer of `paceline verify`: notes each step, and runs the experiments after the last one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.step.run_state import RunState
 
 
 class EquivalenceObserver(StepObserver):
-    """Of a training that is compared with another one. Raises SystemExit, in every process, after the last step."""
+    """Observes one of two runs that are compared. Raises SystemExit in every process after the last step."""
 
     def __init__(self, run: RunState, equivalence: EquivalenceRun):
         self.run, self.equivalence, self._own_loop = run, equivalence, False
@@ -63,13 +63,13 @@ def _run_experiments(run: RunState, equivalence: EquivalenceRun, own_loop: bool)
         found = _check_reading(equivalence, distributed)
         if (subject := _subject(run, equivalence, distributed, own_loop)) is not None:
             found |= examine(subject)
-    except Exception as error:  # the comparison stands, whatever could not be tried
+    except Exception as error:  # the comparison is valid also without experiments
         found["error"] = f"{type(error).__name__}: {error}"
     return found | {"sync": run.job.batch_norm == "sync"}
 
 
 def _check_reading(equivalence: EquivalenceRun, distributed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether samples are the same ones whenever they are read; if so, what each process should have read."""
+    """Whether the data set is deterministic; if so, the digests of what each process should have read."""
     known = [read for read in equivalence.reads if read.span is not None]
     if not known or len(known) < len(equivalence.reads):
         return {}
@@ -115,7 +115,7 @@ def _subject(
             nonlocal seen
             if job.loss is not None:
                 return forward_of(job.model, rows)
-            seen = Means(elements=True)  # of the model's own loss, as in a step
+            seen = Means(elements=True)  # for the model's own loss, as in a step
             with labels_of(rows, seen, batches.mapped) as given:
                 return forward_of(job.model, given)
 
@@ -151,7 +151,7 @@ def _subject(
 
 
 def terms_of(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Means) -> Terms:
-    """Each term of a loss."""
+    """The terms of a loss."""
     value, times, weight, terms = batches.terms_of(loss, output, rows, means=seen)
     if len(terms) < 2 or loss is None:
         return {"": (value, times, weight)}
@@ -160,7 +160,7 @@ def terms_of(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Mean
 
 
 def seed(number: int) -> None:
-    """Every generator that has a seed of its own accord."""
+    """Seeds all global random generators."""
     rng.seed(number)
     random.seed(number)
     if numpy := sys.modules.get("numpy"):

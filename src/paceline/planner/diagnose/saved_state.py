@@ -1,6 +1,6 @@
-"""All that a forward pass may change: parameters, buffers, and plain attributes of the modules; put back afterwards.
+"""Saves and restores the state that a forward pass may change: parameters, buffers, and plain attributes of modules.
 
-State that lies elsewhere (globals, closures) is not restored: a repeated pass then gives another result.
+State elsewhere (globals, closures) is not restored, so that a repeated pass then gives another result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NEAR = 1e-6  # relative: rounding of float32 lies below, every cause of a difference far above
+NEAR = 1e-6  # relative: above the rounding of float32, far below the effect of any cause
 NEAR_ZERO = 1e-12
 INNER = frozenset(vars(nn.Module())) | {"forward"}
 DEPTH = 3
@@ -22,7 +22,7 @@ CONTAINERS = list, tuple, set, dict, deque
 
 
 class SavedState:
-    """Of ``roots``, by the name that theirs begin with: modules, and objects with plain values, such as a loss."""
+    """The state of ``roots``, keyed by a prefix of its names: modules, and objects with attributes, such as a loss."""
 
     def __init__(self, roots: Mapping[str, Any]):
         self.entries = list(dict.fromkeys(_entries(roots)))
@@ -45,7 +45,7 @@ class SavedState:
                 table.of[key] = copy.deepcopy(value)
 
     def set_values(self, values: Mapping[str, Any]) -> None:
-        """Some of what `changed` gave."""
+        """Sets some of the values that `changed` returned."""
         for table, key, name, _ in self.entries:
             if name not in values:
                 continue
@@ -58,7 +58,7 @@ class SavedState:
                 table.of[key] = copy.deepcopy(value)
 
     def changed(self) -> dict[str, tuple[str, Any]]:
-        """(trained, frozen, buffer or attribute; what it is now) by name, of what is not as it was."""
+        """What changed since it was saved, by name: ("trained", "frozen", "buffer" or "attribute"; the current value)."""
         found: dict[str, tuple[str, Any]] = {}
         for (table, key, name, kind), value in zip(self.entries, self.values, strict=True):
             current = _copied(table.of.get(key))
@@ -68,7 +68,7 @@ class SavedState:
 
 
 class _Table:
-    """A namespace; two of the same one are equal."""
+    """A namespace, equal to another one of the same dictionary."""
 
     def __init__(self, of: dict[str, Any]):
         self.of, self.objects = of, dict(of)
@@ -81,7 +81,7 @@ class _Table:
 
 
 def unequal(one: Any, other: Any, tolerance: float = NEAR) -> bool:
-    """Whether two values differ by more than rounding."""
+    """Whether two values differ by more than a relative tolerance."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return True
@@ -129,7 +129,7 @@ def _of_object(thing: Any, where: str, depth: int) -> Iterator[tuple[_Table, str
 
 
 def _is_object(value: Any) -> bool:
-    """One of the user's own classes, and no function or module."""
+    """Whether a value is an instance of the user's own class, and no function, module or optimizer."""
     module = type(value).__module__ or ""
     if isinstance(value, nn.Module | torch.optim.Optimizer | type) or not hasattr(value, "__dict__"):
         return False
@@ -161,7 +161,7 @@ def _copied(value: Any) -> Any:
         return value.get_state()
     try:
         return copy.deepcopy(value)
-    except Exception:  # what cannot be copied cannot be put back
+    except Exception:  # a value that cannot be copied is not restored
         return value
 
 

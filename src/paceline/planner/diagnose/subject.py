@@ -1,4 +1,4 @@
-"""A model under diagnosis: its loss, one of its batches and its parts, and forward passes from one saved state."""
+"""A model under diagnosis: its loss, a batch and its parts, and forward passes that start from one saved state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Sums = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
 
 @dataclass
 class Subject:
-    """``forward(rows)`` is the model's output. ``loss_terms``: the loss; None in a loop of the user's own.
+    """``forward(rows)``: the model's output. ``loss_terms``: the terms of the loss; None in the user's own training loop.
 
-    ``own_loss``: the model computes it. ``read``: the parts as their processes read them, where that is known. ``seed``
-    sets every generator. ``loss``: the object, which may hold state.
+    ``own_loss``: the model computes the loss. ``read``: the parts as their processes read them, if known. ``seed`` seeds
+    every generator. ``loss``: the loss object, which may have state.
     """
 
     model: nn.Module
@@ -49,15 +49,15 @@ class Subject:
         return Part(0, self.count, self.count)
 
     def terms(self, output: Any, rows: Any) -> Terms:
-        """Of the loss; none in a loop of the user's own."""
+        """The terms of the loss; empty in the user's own training loop."""
         return self.loss_terms(output, rows) if self.loss_terms else {}
 
 
 class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered: a draw of torch's gives one number throughout, whatever its shape.
+    """While active, random operators of torch return one constant, so that results do not depend on shapes.
 
-    ``draws``: how many there were. ``narrow``: where float64 went in and float32 came out; ``where`` says where one is.
-    ``pins``: whether draws are pinned, or only counted.
+    ``draws``: their number. ``narrow``: how often an operator turned float64 into float32, by the current place, which
+    ``where`` returns. ``pins``: whether to replace random numbers, or only to count.
     """
 
     def __init__(self, where: Callable[[], str] = lambda: "", pins: bool = True):
@@ -81,7 +81,7 @@ class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Attention kernels carry the mark, and draw where they drop out alone."""
+    """Whether an operator with torch's random tag draws: attention kernels only do with dropout."""
     name = func._schema.name
     if "attention" in name:
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
@@ -98,7 +98,7 @@ def _pin(func: Any, out: Tensor) -> None:
     with torch.no_grad():
         if "randperm" in name:
             out.copy_(torch.arange(len(out), dtype=out.dtype))
-        elif "bernoulli" in name:  # a mask that lets everything through
+        elif "bernoulli" in name:  # a mask without zeros
             out.fill_(1)
         elif "dropout" in name:
             return
@@ -111,7 +111,7 @@ def _pin(func: Any, out: Tensor) -> None:
 
 
 class ForwardPasses:
-    """Forward passes of a model that is examined, each from the same state, and everything put back."""
+    """Forward passes of a model, each from the same saved state."""
 
     def __init__(self, subject: Subject):
         self.subject, self.model = subject, subject.model
@@ -121,7 +121,7 @@ class ForwardPasses:
         self.norms: list[str] = []  # layers that normalise over a batch
 
     def restore(self) -> None:
-        """Everything as it was."""
+        """Restores all state and seeds."""
         self.saved.restore()
         for parameter, grad in self.grads:
             parameter.grad = grad
@@ -129,7 +129,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def evaluating(self, names: Sequence[str]) -> Iterator[None]:
-        """Within, these layers compute as in evaluation."""
+        """Within the context, these layers are in evaluation mode."""
         inside = [m for name in names for m in self.modules[name].modules() if m.training]
         for module in inside:
             module.training = False
@@ -141,7 +141,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def with_running_statistics(self) -> Iterator[None]:
-        """Layers that normalise over a batch do so by their running statistics."""
+        """Within the context, batch norm uses its running statistics, and random numbers are constant."""
         with self.evaluating(self.norms), Pinned():
             yield
 
@@ -158,7 +158,7 @@ class ForwardPasses:
         return run
 
     def results(self, rows: Any, seed: int = 0) -> list[Any]:
-        """What a pass gives: its outputs, and its loss."""
+        """The outputs and loss terms of a pass."""
         with torch.no_grad():
             output = self.run(rows, seed)
             terms = self.subject.terms(output, rows)
@@ -167,7 +167,7 @@ class ForwardPasses:
 
 
 def parts_of(count: int, edges: Sequence[tuple[int, int]] = ()) -> list[Part]:
-    """The processes' parts of a batch, several of them as one where there are many; of one process alone two halves."""
+    """The processes' parts of a batch, merged into at most MAX_PARTS; for one process, two halves."""
     known = sorted({(start, stop) for start, stop in edges if start < stop})
     whole = known and known[0][0] == 0 and known[-1][1] == count
     if len(known) < 2 or not whole or any(a[1] != b[0] for a, b in pairwise(known)):

@@ -66,7 +66,7 @@ class ForkedCopies:
 
 
 def _serve(connection: socket.socket, work: Work, cores: list[int]) -> None:
-    """Serves requests until the parent closes the connection. Never returns: the code after the fork is the parent's."""
+    """Serves requests until the parent closes the connection. Never returns: only the parent continues."""
     try:
         while message := connection.recv(MESSAGE_BYTES):
             request = json.loads(message)

@@ -163,7 +163,8 @@ def _first_samples(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> An
 def _is_list(value: Any, length: int) -> bool:
     """Whether a value is a list with one non-tensor per sample, such as strings; a collate_fn may make it a tuple."""
     strings = isinstance(value, tuple) and all(isinstance(each, str | bytes) for each in value)
-    return (strings or isinstance(value, list)) and len(value) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
+    tensors = any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
+    return (strings or isinstance(value, list)) and len(value) == length and not tensors
 
 
 def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:

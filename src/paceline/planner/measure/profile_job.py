@@ -1,4 +1,4 @@
-"""Step observer of a trial or a profile: how much of a batch the training takes, and what is reported of it."""
+"""Step observer of a trial or a profile: limits the batch, times the steps, and starts the profiler."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from paceline.step.run_state import RunState
 
 
 class ProfileJob(StepObserver):
-    """``request_path``: of a profile, which ends the process once it is filled in. ``stopwatch``: of a trial."""
+    """``request_path``: of a profile, after which the process ends. ``watch``: the stopwatch of a trial."""
 
     def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, request_path: Path | None):
         self.run, self.stopwatch, self.request_path = run, watch, request_path
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        """As much of it as the trial wants to see."""
+        """The part of the batch that the trial computes."""
         if self.request_path:
-            if own:  # a loop of one's own cannot be looked into
+            if own:  # the profiler cannot see into the user's own training loop
                 raise SystemExit(0)
             profiler.take_profile(self.request_path, _facts(self.run, batch))
         if stopwatch.times() > 1 and not batch.assigned:
@@ -54,7 +54,7 @@ class ProfileJob(StepObserver):
 
 
 def _cuts(rows: Any, batch: GlobalBatch) -> bool:
-    """Whether fewer of a batch's rows are fewer of its samples."""
+    """Whether the batch can be divided along its first dimension into smaller batches."""
     try:
         return batches_.divisible(rows, batch.num_local_samples) > 0
     except ValueError:
@@ -93,7 +93,7 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
 
 
 def _exchange_traffic(run: RunState) -> dict[str, Any]:
-    """How what is recorded would travel between nodes that compute as this one does."""
+    """The communication pattern of this run's exchange and codec between equal nodes."""
     exchange, numel = run.exchange, sum(bucket.numel for bucket in run.engine.buckets)
     period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
     wide = PRECISION[run.engine.precision] or weights
@@ -108,6 +108,6 @@ def _exchange_traffic(run: RunState) -> dict[str, Any]:
         "every": period,
         "forward": exchange.overlap == "forward",
         "loses": bool(codec and codec.fidelity == "approximate"),
-        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # forward and backward, and who has rows
+        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
         "norm_numel": 4 * sum(norms) * run.job.accumulate,
     }

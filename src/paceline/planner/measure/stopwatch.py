@@ -60,8 +60,8 @@ class Stopwatch:
         self.last = time.perf_counter()
 
     def tick(self, samples: float, agreed_s: float | None) -> None:
-        """Called after each step. ``agreed_s``: the same number on all processes, or None in a step without communication;
-        the next number then counts for each step since the last. Raises SystemExit when done."""
+        """Called after each step. ``agreed_s``: the same on all processes, or None after a step without communication;
+        the next number then counts for each step since the last one. Raises SystemExit when done."""
         self._unagreed.append((time.perf_counter() - self.last, samples))
         if agreed_s is not None:
             self.agreed_s += agreed_s * len(self._unagreed)

@@ -1,7 +1,8 @@
 """Trial of one configuration: the command itself in fresh processes, timed and stopped after a few steps.
 
-Outside, `measure` starts the command with PACELINE_TRIAL naming a file. Inside, a `Stopwatch` in
-`pace.step` leaves out warm-up, times steps until it has enough, writes the file and ends the process.
+The planner's process calls `measure`, which starts the command with PACELINE_TRIAL set to the path of a report. In the
+command's process, a `Stopwatch` in `pace.step` excludes warm-up, times enough steps, writes the report and ends the
+process.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ NOTCH = 1.57  # times the interquartile range over the root of the number of ste
 
 @dataclass(frozen=True)
 class Trial:
-    """*Units*: median seconds per step, and how far off it may be; samples/s; bytes of all processes.
+    """*Units*: median seconds per step, and its uncertainty; samples/s; bytes of all processes.
 
     *Source* of the spread: the notch of McGill, Tukey & Larsen 1978 (The American Statistician 32:12): medians whose
-    notches do not overlap differ. Of fewer than MIN_STEPS steps the whole range counts.
+    notches do not overlap differ. For fewer than MIN_STEPS steps the spread is the range.
     """
 
     engine: str
@@ -37,16 +38,16 @@ class Trial:
     peak_bytes: int = 0
     error: str = ""
     extrapolated: bool = False
-    late: bool = False  # ended by the limit
+    late: bool = False  # the time limit ended it
     steps_s: tuple[float, ...] = field(default=(), repr=False)
 
 
 def measure(
     command: Sequence[str], engine: str, *, timed_s: float = TIMED_S, limit_s: float = LIMIT_S, shrinks: bool = False
 ) -> Trial:
-    """Runs ``command`` (what follows `paceline run`) with an engine. A failure is a Trial with an error.
+    """Runs ``command`` (what follows `paceline run`) with an engine. After a failure, the Trial has an error.
 
-    ``shrinks``: from parts of each batch, for steps too long to be waited for; one process only.
+    ``shrinks``: extrapolates long steps from parts of each batch; for one process only.
     """
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
@@ -57,7 +58,7 @@ def measure(
 
 
 def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
-    """What the stopwatches of a run left behind in the folder of ``report``."""
+    """The trial from the reports that a run's stopwatches wrote to the folder of ``report``."""
     if ended.code is None:
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
     if ended.code or not report.exists():
@@ -71,7 +72,7 @@ def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, s
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
-    """The same row, timed several times: what differs from process to process is spread, too."""
+    """Several trials of one configuration as one; the spread includes the differences between processes."""
     if len(trials) == 1 or any(trial.error for trial in trials):
         return next((trial for trial in trials if trial.error), trials[0])
     medians = [trial.step_s for trial in trials]
@@ -97,14 +98,14 @@ def _median(steps: Sequence[float]) -> tuple[float, float]:
 
 
 def _plain(found: dict[str, Any]) -> tuple[float, float, float]:
-    """Of whole batches alone: a short last one says nothing of the others."""
+    """(seconds, spread, samples) of full batches only; a shorter last batch is excluded."""
     whole = max(found["samples"])
     steps = [seconds for seconds, rows in zip(found["steps_s"], found["samples"], strict=True) if rows == whole]
     return (*_median(steps), whole)
 
 
 def _whole(found: dict[str, Any]) -> tuple[float, float, float]:
-    """A line through the medians of two sizes, at the whole batch: (seconds, spread, rows)."""
+    """(seconds, spread, samples) of the full batch, extrapolated linearly from the medians of two smaller sizes."""
     sizes, steps = sorted(set(found["samples"])), list(zip(found["steps_s"], found["samples"], strict=True))
     if len(sizes) < 2:
         return _plain(found)
