@@ -56,7 +56,7 @@ def wait_for(text, path):
 
 def begun(paceline, script, tmp_path, *more):
     output, errors = finish(paceline("run", "--detach", "--plan", "sequential", script, *more))
-    (name,) = re.findall(r"^(\S+) goes on; paceline attach \1 follows it, --stop ends it$", errors, re.MULTILINE)
+    (name,) = re.findall(r"^(\S+) continues; paceline attach \1 follows it, --stop ends it$", errors, re.MULTILINE)
     folder = tmp_path / "paceline" / "detached" / name
     wait_for("first", folder / "output")
     return name, folder, output

@@ -199,7 +199,7 @@ def test_the_plan_says_what_it_costs_and_chooses_it():
     ]
     chosen, reason, told = choose_requested(measured, "threads:2", "reproducible:8")
     assert chosen == "reproducible:8"
-    assert reason.startswith("reproducible, as asked for: 50% slower than threads:2; between N nodes")
+    assert reason.startswith("reproducible, as requested: 50% slower than threads:2; between N nodes")
     assert [row.reason for row in told] == ["faster, and not reproducible", "chosen", ""]
 
 
@@ -231,5 +231,5 @@ def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
 
     told = json.loads(paceline("plan", "--reproducible", "--budget", "6", "--json"))
     assert told["chosen"] == "reproducible:8"
-    assert "reproducible, as asked for: 50% slower than " in told["reason"]
+    assert "reproducible, as requested: 50% slower than " in told["reason"]
     assert paceline("run", "--reproducible") == "row reproducible:8\n"

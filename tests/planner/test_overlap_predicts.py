@@ -30,10 +30,10 @@ from paceline.planner import cluster_model
 from paceline.planner.cluster import sums_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
-from paceline.planner.measure.network import Pair, NetworkMeasurement, measure, slope, pair_rounds
+from paceline.planner.measure.network import NetworkMeasurement, Pair, measure, pair_rounds, slope
 from paceline.planner.plan_file import Between, Plan
 from paceline.planner.plan_tables import pair_table
-from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, ExchangeTraffic
+from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
 from paceline_bench.cluster.namespaces import bits_per_s
 from waiting import VirtualTime
 
@@ -271,7 +271,11 @@ BIG = LayerTiming("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, pr
         (ExchangeTraffic(factors=False), 2 * 3 / 4 * 4e6, DENSE),
         (ExchangeTraffic(factors=False, dense_bytes=2), 2 * 3 / 4 * 2e6, DENSE),  # codec half
         (ExchangeTraffic(factors=False, dense_bytes=0.08, gathers=True), 3 * 0.08e6, DENSE),  # feedback/topk
-        (ExchangeTraffic(dense_bytes=0.01, gathers=True, loses=True), 3 * 8 * 2000 * 4, FACTORS),  # topk, of fewer bytes yet
+        (
+            ExchangeTraffic(dense_bytes=0.01, gathers=True, loses=True),
+            3 * 8 * 2000 * 4,
+            FACTORS,
+        ),  # topk, of fewer bytes yet
         (ExchangeTraffic(factors=False, gathers=True), 3 * 4e6, DENSE),  # exchange tree
         (ExchangeTraffic(factors=False, every=8), 2 * 3 / 4 * 4e6 / 8, DENSE),  # periodic:8
     ],

@@ -61,7 +61,7 @@ def test_json_has_the_documented_keys():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "lacks 'chosen', the row to train with, as in: chosen = \"threads:2\""),
+        ("", "lacks 'chosen', the configuration to use, as in: chosen = \"threads:2\""),
         ("chosen = [", "is not TOML: .*paceline plan --out FILE"),
         ("chosen = 2", "'chosen' must be a string, got 2"),
         ('chosen = "threads:2"\nversion = 7', "has version 7, this paceline reads 1; make the plan anew"),
@@ -70,8 +70,8 @@ def test_json_has_the_documented_keys():
             'chosen = "threads:2"\nzzz = 1\nbatch_size = true',
             "unknown key 'zzz' .known: chosen, .*'batch_size' must be a whole",
         ),
-        ('chosen = "threads:2+fast"', "words: bf16, fp16, channels_last, fused, compile; unknown: fast"),
-        ('chosen = "threads:x"', "row 'threads:x' is not of the form"),
+        ('chosen = "threads:2+fast"', "options: bf16, fp16, channels_last, fused, compile; unknown: fast"),
+        ('chosen = "threads:x"', "configuration 'threads:x' is not of the form"),
         ('chosen = "a"\n[[rows]]\nmeasured_s = "1"', r"rows\[0\]: 'measured_s' must be a number, got '1'"),
         ('chosen = "a"\n[[rows]]\nmeasured_s = 1', r"rows\[0\] lacks 'engine'"),
         ('chosen = "a"\n[rows]\nx = 1', "'rows' must be an array of tables"),

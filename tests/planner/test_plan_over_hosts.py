@@ -22,7 +22,7 @@ from paceline.planner import plan_cache
 from paceline.planner.cluster import START_LIMIT_S, imagine, make_over
 from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, assign_samples
 from paceline.planner.measure import node_agent
-from paceline.planner.measure.network import Pair, NetworkMeasurement
+from paceline.planner.measure.network import NetworkMeasurement, Pair
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Between, Plan, Row
 from paceline.planner.planner import MIN_BUDGET_S
@@ -286,7 +286,7 @@ def test_a_speed_is_that_of_the_rows_that_there_were():
     team = survey.with_trial(dataclasses.replace(one, trial=Trial("x", 0.1, per_s=1000.0)))
     assert (team.per_s, team.measured_speedup) == (1000.0, 1000.0 / 320)
     assert team.efficiency == pytest.approx(1000.0 / (4 * 320))
-    assert team.reason == "its steps had 100 rows, as the data gives them"
+    assert team.reason == "its steps had 100 samples, as the data set provides"
 
 
 def test_a_dataset_smaller_than_the_batch_is_no_faster_alone_than_shared():
@@ -400,7 +400,7 @@ THREE = Team(3, "a,b,c", "shared", 64, predicted_speedup=2.8, measured_speedup=2
         (
             [Team(2, "a,b", "each", 2, predicted_speedup=1.9)],
             1,
-            "stay on one machine: a global batch of 1 has no row for each of 2",
+            "stay on one machine: a global batch of 1 has fewer samples than 2 nodes",
         ),
     ],
 )
@@ -428,7 +428,9 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
     assert plan_cache.cached_over(["a"], train, "exact") is None
     assert plan_cache.cached_over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
     for other in ({"clip": 1.0}, {"momentum": 0.9}):
-        assert plan_cache.cached_over(["a", "b"], [*train, json.dumps({"model": "alexnet", **other})], "exact") is None, other
+        assert (
+            plan_cache.cached_over(["a", "b"], [*train, json.dumps({"model": "alexnet", **other})], "exact") is None
+        ), other
     for name, value in (
         *(("PACELINE_LINK", "tls"), ("PACELINE_ENCRYPT", "1")),
         *(("PACELINE_COLLECTIVE", "ring"), ("PACELINE_OVERLAP", "forward")),
@@ -457,8 +459,8 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
 
     for asked in ("auto", "plan.toml"):
         assert start("a,b,c", asked) == {"a": "threads:1", "c": "threads:3"}
-        said = "not started: b, since the plan uses 2 of 3; --plan with a row, such as --plan threads:3, starts all\n"
-        assert capsys.readouterr().err.endswith(said)
+        said = "not started: b, since the plan uses 2 of 3; --plan with a configuration, such as --plan threads:3, "
+        assert capsys.readouterr().err.endswith(f"{said}starts all\n")
         assert start("a,b,c", asked, shares="2,1,1") == dict(sorted(rows.items())), "each was given its share"
         assert start("a,b,c", asked, least=2) == dict(sorted(rows.items())), "as many as were asked for may be lost"
     assert start("a,b,c", "threads:4") == dict.fromkeys("abc", "threads:4")
@@ -507,7 +509,7 @@ def test_a_chosen_collective_is_imagined_for_as_many_nodes_as_can_be_drawn(monke
     monkeypatch.setattr(sys, "argv", ["paceline", "plan", "--what-if", "nodes=65,link=1gbit"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "PACELINE_COLLECTIVE=ring is drawn message by message, for up to 64 nodes" in capsys.readouterr().err
+    assert "PACELINE_COLLECTIVE=ring is simulated message by message, for up to 64 nodes" in capsys.readouterr().err
 
 
 def test_what_a_host_says_wrong_is_told_in_its_words():

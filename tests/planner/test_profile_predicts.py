@@ -26,12 +26,12 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
-from paceline.planner.cost_model import CALL_S, PROCESS_SYNC_S, MESSAGES, THREAD_SYNC_S, STEP_S, predicted_s
+from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
 from paceline.planner.measure.layers import LayerTimer, first_samples
-from paceline.planner.measure.profile import Profile, Setting, record_step_models, profile_command
+from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
 from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Profiler, _record_timelines
 from paceline.planner.measure.update_timing import MAX_PASSES
 from paceline.planner.step_model import ExchangeTraffic
@@ -416,7 +416,7 @@ def test_a_command_is_profiled_without_taking_a_step(tmp_path):
     """A busy machine leaves no setting out: the budget's clock stands still. Nothing is held against seconds."""
     (tmp_path / "job.py").write_text(UNSPENT + JOB)
     machine, start = survey(), time.monotonic()
-    profile, _ = profile_command([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
+    profile, _ = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
     whole_s = time.monotonic() - start
     assert not (tmp_path / "log").exists()
     assert profile.facts.rows == 64
@@ -488,7 +488,7 @@ def test_a_part_is_timed_as_often_as_its_second_allows(monkeypatch, once_s, coun
 def test_a_command_that_fails_is_told(tmp_path, text, told):
     (tmp_path / "job.py").write_text(text)
     with pytest.raises(ValueError, match=f"no candidate could be run: {told}"):
-        profile_command([str(tmp_path / "job.py")], "exact", 1.0, survey())
+        run_profile([str(tmp_path / "job.py")], "exact", 1.0, survey())
 
 
 @pytest.mark.dear
@@ -497,7 +497,7 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     job = JOB.replace("nn.Linear(256, 512), nn.ReLU()", "Few(256, 512), nn.ReLU()")
     job = job.replace("batch_size=64", "batch_size=64, accumulate=5").replace("torch.manual_seed(0)", FEW)
     (tmp_path / "job.py").write_text(job)
-    profile, why = profile_command([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    profile, why = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
     assert profile, why
     assert (profile.facts.rows, profile.facts.parts, profile.facts.part_rows) == (64, 5, 13)
     assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
@@ -523,12 +523,15 @@ def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):
     (tmp_path / "job.py").write_text("print('nothing to train')")
-    assert profile_command([str(tmp_path / "job.py")], "exact", 1.0, survey()) == (None, "the script ended without a step")
+    assert run_profile([str(tmp_path / "job.py")], "exact", 1.0, survey()) == (
+        None,
+        "the script ended without a step",
+    )
 
 
 def test_a_model_that_cannot_be_taken_apart_is_told_why(tmp_path):
     (tmp_path / "job.py").write_text(JOB.replace("nn.functional.cross_entropy", "lambda *_: 1 / 0"))
-    profile, why = profile_command([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    profile, why = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
     assert profile is None
     assert why == "paceline: not profiled: ZeroDivisionError: division by zero"
 

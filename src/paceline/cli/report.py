@@ -1,4 +1,4 @@
-"""paceline predict, report, track, list: what there is to see"""
+"""`paceline predict`, `report`, `track` and `list`: commands that show results or methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""paceline run"""
+"""`paceline run`: launches a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""paceline train"""
+"""`paceline train`: trains a model by name."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def train(
 
 
 def _resumed(given: Settings, run: Path) -> Settings:
-    """The settings of the run in this folder. Raises ValueError where any others are given."""
+    """The saved settings of the run in this folder. Raises ValueError if other options are given."""
     if other := given.others_than("epochs", "json", "encrypt"):
         raise ValueError(
             f"--resume continues a run with its own settings: only --epochs, --plan, --encrypt, --json and how it is "
@@ -112,16 +112,16 @@ def _resumed(given: Settings, run: Path) -> Settings:
 
 
 def _check_folder(out: Path | None, resume: Path | None) -> None:
-    """Raises ValueError for a folder of another run, or one that cannot be written."""
+    """Raises ValueError if the folder belongs to another run or is not writable."""
     if "RANK" in os.environ:
-        return  # a launcher restarts a run with the same options, and the run itself checks whose checkpoints these are
+        return  # launchers restart runs with the same options, and the run itself checks the checkpoints
     if out and not resume and any(out.glob("checkpoint-*")):
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or continue it: --resume {out}")
     prepare.check_writable(resume or out or Path("runs"))
 
 
 def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None, how: prepare.Start) -> int:
-    """Here, on hosts, or as one process of those that another launcher has started. Returns an exit code."""
+    """Trains on this machine, on hosts, or as one process of another launcher. Returns an exit code."""
     out = resume or out
     own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if "RANK" in os.environ:
@@ -132,7 +132,7 @@ def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None,
         plan = str(resume / "plan.toml")
         made = Plan.read(plan)
         if how.hosts and made.hosts.keys() - {host.name for host in parse(how.hosts)}:
-            plan = made.chosen  # others than before: on all of them what most did
+            plan = made.chosen  # other hosts than before: all use the plan's common configuration
     if how.hosts:
         return over_ssh.start(how, command, plan, settings.fidelity, out or own, settings)
     made = prepare.find_or_make_plan(command, plan, settings.fidelity, settings, settings.json)
@@ -156,7 +156,7 @@ def _train_here(settings: Settings, plan: str, out: Path) -> None:
 
 
 def _fresh(named: Path) -> Path:
-    """A folder of its own, also where two runs begin in one second."""
+    """A new folder, also if two runs start within one second."""
     for number in range(1, 100):
         out = named if number == 1 else named.with_name(f"{named.name}-{number}")
         with contextlib.suppress(FileExistsError):

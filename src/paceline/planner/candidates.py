@@ -23,8 +23,7 @@ ALLOWED = {"exact": 0, "rounded": 1, "approximate": 2}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """The properties of a model and optimizer that decide which candidates exist. *Units*: bytes; activations for the
-    whole batch."""
+    """Properties of a model and optimizer that candidates depend on. *Units*: bytes; activations of the whole batch."""
 
     rows: int = 1
     device: str = "cpu"
@@ -65,8 +64,9 @@ def split(candidate: str, cores: int) -> EngineSpec:
     unknown = [word for word in words if word not in WORDS]
     if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
         raise ValueError(
-            f"row {candidate!r} is not of the form ENGINE[:k][+word...], as in '{PROCESSES}:2+channels_last'; "
-            f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            f"configuration {candidate!r} is not of the form ENGINE[:k][+option...], as in "
+            f"'{PROCESSES}:2+channels_last'; options: {', '.join(WORDS)}"
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
     counts = says("engine", engine, "counts")
     k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)

@@ -19,6 +19,7 @@ from paceline.registry import BASELINE, head, says
 NOISE = 0.02  # relative: closer is a tie whatever the spread, since each start of a process differs by as much
 MAX_SLOWDOWN = 0.05  # relative, of a simpler candidate that is chosen from a tie
 OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
+Choice = tuple[str, str, tuple[Row, ...]]  # (chosen, reason, rows)
 
 
 @dataclass
@@ -53,10 +54,8 @@ def run_off(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
     return sorted(ran, key=lambda one: one.step_s)
 
 
-def choose(
-    candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None
-) -> tuple[str, str, tuple[Row, ...]]:
-    """(chosen, reason, rows). Raises ValueError with the first trial's error if no candidate ran or could be chosen."""
+def choose(candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None) -> Choice:
+    """The choice. Raises ValueError with the first trial's error if no candidate ran or could be chosen."""
     ranking = run_off(candidates, level)
     if not ranking or not ranking[0].ran:
         return _by_prediction(candidates, level, facts)
@@ -66,13 +65,13 @@ def choose(
     rows = tuple(_row(one, best, candidates[0], facts, level, ties) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
-        why = "the most promising, and the one row that there was time to measure"
+        why = "the most promising, and the only one that there was time to measure"
     if best.engine == BASELINE and len(ranking) > 1:
-        why += "; nothing parallel pays here"
+        why += "; sequential execution is fastest here"
     return best.engine, why, rows
 
 
-def _by_prediction(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
+def _by_prediction(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> Choice:
     """As `choose`, by predictions alone: the budget left no time for a trial."""
     untried = [one for one in candidates if one.predicted_s and not (one.trial or one.refusal)]
     eligible = [one for one in untried if allowed(one.engine, level)]
@@ -132,16 +131,16 @@ def _row(
     )
 
 
-def choose_requested(rows: Sequence[Row], fastest: str, requested: str) -> tuple[str, str, tuple[Row, ...]]:
+def choose_requested(rows: Sequence[Row], fastest: str, wanted: str) -> Choice:
     """As `choose`, for a requested configuration whose bits do not depend on the number of nodes; states its cost."""
     by_name = {row.engine: row for row in rows}
-    one, best = by_name[requested], by_name[fastest]
-    cost = "no other row was measured beside it" if one is best else one.reason
+    one, best = by_name[wanted], by_name[fastest]
+    cost = "no other candidate was measured" if one is best else one.reason
     if one.measured_s and best.measured_s and one is not best:
         cost = f"{one.measured_s / best.measured_s - 1:.0%} slower than {fastest}"
     reason = (
-        f"reproducible, as asked for: {cost}; between N nodes it sends N / 2 times as much as a sum, and "
+        f"reproducible, as requested: {cost}; between N nodes it sends N / 2 times as much as an all-reduce, and "
         f"fully-connected layers dense"
     )
-    reasons = {fastest: "faster, and not reproducible", requested: CHOSEN if one.measured_s else one.reason}
-    return requested, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)
+    reasons = {fastest: "faster, and not reproducible", wanted: CHOSEN if one.measured_s else one.reason}
+    return wanted, reason, tuple(dataclasses.replace(row, reason=reasons.get(row.engine, row.reason)) for row in rows)

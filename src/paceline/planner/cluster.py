@@ -60,9 +60,8 @@ def make_over(
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    measured = NetworkMeasurement(1)
-    if len(hosts) > 1:
-        measured = NetworkMeasurement.of(remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]])
+    reply = remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]] if len(hosts) > 1 else None
+    measured = NetworkMeasurement.of(reply) if reply else NetworkMeasurement(1)
     show("measuring each host by itself")
     budget_s = budget_s or planning.MIN_BUDGET_S  # the wait for a host needs a deadline
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
@@ -113,7 +112,7 @@ def check_links(what_if: Sequence[WhatIf]) -> None:
     """Raises ValueError for a hypothetical cluster without a link, if no link was measured."""
     if missing := [what for what in what_if if what.bits_per_s is None]:
         raise ValueError(
-            f"what {missing[0].nodes or 2} machines would do depends on the link between them, and without -H there is "
+            f"a prediction for {missing[0].nodes or 2} machines needs the link between them, and without -H there is "
             f"none to measure; add its rate, as in link=1gbit"
         )
 

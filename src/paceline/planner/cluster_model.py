@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, ExchangeTraffic
+from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
 
 VOTE_BYTES = 1024  # of the status all-reduce that ends a step
 SAVES_S, SAVES = 2e-3, 0.2  # seconds, and part of a bucket's time, that another representation must save

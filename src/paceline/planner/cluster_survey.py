@@ -87,7 +87,7 @@ def predict_team(
     """(prediction of a step of these nodes, samples per node). Raises ValueError for fewer samples than nodes."""
     total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
     if total < len(nodes):
-        raise ValueError(f"a global batch of {total} rows cannot be shared by {len(nodes)} nodes; raise --batch-size")
+        raise ValueError(f"a global batch of {total} samples is too small for {len(nodes)} nodes; raise --batch-size")
     shares = assign_samples(total, nodes, rows)
     models = [node.step_model(n, engine) for node, engine, n in zip(nodes, rows, shares, strict=True)]
     return predict(models, network), shares
@@ -170,7 +170,7 @@ class Survey:
         rows, wanted = round(trial.per_s * trial.step_s), one.team.batch_size or 0
         per_s, reason = trial.per_s, one.team.waiting
         if rows != wanted:
-            reason = "; ".join(filter(None, (f"its steps had {rows} rows, as the data gives them", reason)))
+            reason = "; ".join(filter(None, (f"its steps had {rows} samples, as the data set provides", reason)))
         base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
         return dataclasses.replace(
             one.team,

@@ -1,16 +1,15 @@
 """A plan as TOML and JSON: every configuration with prediction and measurement, the choice and its reason.
 
-Keys of a plan: ``version``, ``chosen`` (the configuration to train with; the only required key), ``hosts`` (the
-configurations of hosts of -H that differ from it, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint``
-(of the job and its inputs), ``date``, ``machine``, ``versions``, ``rows`` (the candidates). Keys of a row: ``engine``
-(the configuration, as "processes:2+channels_last"), ``predicted_s`` and ``measured_s`` (seconds per step),
-``spread_s``, ``per_s`` (samples per second), ``speedup`` (over the first row, measured if both were), ``peak_bytes``
-(of all processes, shared memory counted once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps``
-(timed), ``optimizer`` (how processes shard its work: "slices" or "whole tensors"), ``reason``. A plan over several
-machines also has ``num_nodes`` (how many of them to use), ``hosts`` (the configuration of each, the fastest first),
-``teams`` (`planner.teams`) and ``pairs`` (of all hosts). Keys of a pair: ``one``, ``other`` (the hosts' names),
-``latency_s`` (of an empty message, one way), ``bytes_per_s`` (one way, the slower direction). An unknown number is
-omitted in TOML and null in JSON.
+Keys of a plan: ``version``, ``chosen`` (the configuration to use; the only required key), ``hosts`` (the configurations
+of hosts of -H that differ from it, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job and
+its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``engine`` (the configuration, as
+"processes:2+channels_last"), ``predicted_s`` and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples
+per second), ``speedup`` (over the first row, measured if both were), ``peak_bytes`` (all processes, shared memory
+once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes shard its
+work: "slices" or "whole tensors"), ``reason``. A plan over several machines also has ``num_nodes`` (how many to use),
+``hosts`` (the configuration of each, the fastest first), ``teams`` (`planner.teams`) and ``pairs`` (of all hosts). Keys
+of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (empty message, one way), ``bytes_per_s`` (one way, the
+slower direction). An unknown number is omitted in TOML and null in JSON.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ class Plan:
         if version != VERSION:
             raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make the plan anew")
         if "chosen" not in given:
-            raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"{THREADS}:2\"")
+            raise ValueError(f"{where} lacks 'chosen', the configuration to use, as in: chosen = \"{THREADS}:2\"")
         _check(cls, given, where)
         split(given["chosen"], 1)
         lists: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, allowed, candidates, check, needed_bytes, planned, split
 from paceline.planner.choose import Candidate, choose, choose_requested, run_off, tied
 from paceline.planner.cost_model import predicted_s
-from paceline.planner.measure.profile import Profile, profile_command
+from paceline.planner.measure.profile import Profile, run_profile
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.planner.plan_file import Plan, Row
@@ -63,7 +63,7 @@ def make(
     machine = survey()
     show("profiling")
     profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or MIN_BUDGET_S) * PROFILE_SHARE
-    profile, failure = profile_command(command, fidelity, profile_s, machine)
+    profile, failure = run_profile(command, fidelity, profile_s, machine)
     start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # the time to start and to end
     facts = profile.facts if profile else JobFacts(rows=machine.cores)  # enough samples for every candidate
     if profile and not (thorough or rows or reproducible) and (earlier := by_fingerprint(profile.fingerprint, machine)):
@@ -84,7 +84,7 @@ def make(
     chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
         chosen, reason, found = choose_requested(found, chosen, DETERMINISTIC)
-    reason += f"; nothing predicted: {failure.removeprefix('paceline: ')}" if failure else ""
+    reason += f"; no predictions: {failure.removeprefix('paceline: ')}" if failure else ""
     plan = Plan(
         chosen,
         reason,

@@ -46,9 +46,8 @@ class ExchangeTraffic:
 
     ``factors``: fully-connected layers may be sent as factors. ``gathers``: gradients are all-gathered, and every node
     sums them itself. ``every``: 0, or the period of weight averaging (local SGD), without gradients. ``forward``:
-    communication may overlap with the next step's forward pass. ``loses``: the codec is lossy; its smaller size is then
-    no reason to prefer it to factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``:
-    values in all of them.
+    communication may overlap with the next forward pass. ``loses``: the codec is lossy, so its smaller size does not
+    count against factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
     """
 
     factors: bool = True

@@ -111,7 +111,7 @@ def _why_not(real: Sequence[Team]) -> str:
     if failed := next((team for team in real if team.failed and team.batch == SHARED), None):
         return f"{failed.nodes} {failed.reason}"
     fewest = min(real, key=lambda team: team.nodes)
-    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has no row for each of {fewest.nodes}"
+    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has fewer samples than {fewest.nodes} nodes"
 
 
 def _imagined(teams: Sequence[Team]) -> str:

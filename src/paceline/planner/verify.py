@@ -26,7 +26,7 @@ from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
 from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
 from paceline.planner.diagnose.causes import Cause
-from paceline.planner.diagnose.equivalence import Comparison, compare, finished_joins, explain
+from paceline.planner.diagnose.equivalence import Comparison, compare, explain, finished
 from paceline.registry import BASELINE
 
 LIMIT_S = 600.0
@@ -38,6 +38,7 @@ TIMEOUT_FACTOR = 5.0  # times the duration of one process: a script with a simul
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 BY_SIGNAL = 128 + signal.SIGINT, 128 + signal.SIGTERM
 Environment = Mapping[str, str]
+Folder = Path | str
 
 
 @contextlib.contextmanager
@@ -77,7 +78,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
                 return None
         else:
             code = local.start(command, engine, nodes, request)
-        _check_ended(bool(finished_joins(distributed)), code, steps, "on all nodes")
+        _check_ended(bool(finished(distributed)), code, steps, "on all nodes")
         alone = {**os.environ, "PACELINE_ENGINE": BASELINE}
         ticket = "PACELINE_JOIN_TICKET"
         for name in ("PACELINE_LOCAL_SIZES", "PACELINE_NODES", ticket, FORMERLY[ticket]):
@@ -86,7 +87,7 @@ def verify(command: Sequence[str], steps: int, nodes: int, engine: str, dtype: s
         begin = time.monotonic()
         code = _run(command, {**alone, **_request(single, steps, dtype, distributed), **ALONE})
         limit_s = TIMEOUT_FACTOR * (time.monotonic() - begin)
-        _check_ended(bool(finished_joins(single)), code, steps, "in one process")
+        _check_ended(bool(finished(single)), code, steps, "in one process")
         compared = compare(distributed, single, dtype)
         if compared.close:
             return compared
@@ -167,7 +168,7 @@ def _compare_on(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> C
 def main(folder: str, dtype: str) -> None:
     """Compares the runs saved in ``folder``; prints a line of JSON."""
     distributed, single = Path(folder) / DISTRIBUTED, Path(folder) / SINGLE
-    found: dict[str, object] = {"missing": [part.name for part in (distributed, single) if not finished_joins(part)]}
+    found: dict[str, object] = {"missing": [part.name for part in (distributed, single) if not finished(part)]}
     if not found["missing"]:
         try:
             compared, repeated = compare(distributed, single, dtype), Path(folder) / REPEATED
@@ -203,12 +204,7 @@ def _check_ended(ended: bool, code: int, steps: int, where: str) -> None:
 
 
 def _request(
-    folder: Path,
-    steps: int,
-    dtype: str,
-    start: Path | str = "",
-    examines: Path | str = "",
-    simulated: Sequence[int] = (),
+    folder: Path, steps: int, dtype: str, start: Folder = "", examines: Folder = "", simulated: Sequence[int] = ()
 ) -> Environment:
     """The environment for the script's `EquivalenceRun`. ``start``: the folder of a run whose first weights it loads.
     ``examines``: the folder of a run to find the causes of a difference from. ``simulated``: rank and number of

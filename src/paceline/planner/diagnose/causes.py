@@ -128,15 +128,19 @@ def _declared(distributed: Sequence[Notes]) -> Iterator[Named]:
 def _settings(distributed: Sequence[Notes], single: Notes) -> Iterator[Named]:
     if not distributed:
         return
-    if distributed[0].get("batch_size") != single.get("batch_size"):
-        size, num_processes = distributed[0].get("batch_size"), len(distributed)
-        sizes = f"{size} with {num_processes} processes and {single.get('batch_size')} with one"
-        yield "settings", f"the global batch size is {sizes}"
+    size, single_size = distributed[0].get("batch_size"), single.get("batch_size")
+    if size != single_size:
+        yield (
+            "settings",
+            f"the global batch size is {size} with {len(distributed)} processes and {single_size} with one",
+        )
     rates = [notes.get("lr", []) for notes in distributed]
     if any(unequal(rates[0], each) for each in rates[1:]):
         yield "rank", "the learning rate differs between ranks"
     elif unequal(rates[0], single.get("lr", [])):
-        both = f"{rates[0][0][0]:g} with {len(rates)} processes and {single['lr'][0][0]:g} with one" if rates[0] else "unlike"
+        both = "unlike"
+        if rates[0]:
+            both = f"{rates[0][0][0]:g} with {len(rates)} processes and {single['lr'][0][0]:g} with one"
         yield "settings", f"the learning rate is {both}"
 
 
@@ -281,8 +285,8 @@ def _loss_cause(term: str, notes: Notes) -> Named:
         if abs(sum(factors) - 1.0) < 1e-4 and size_invariant:
             if notes["counts"]:
                 return "weighted mean", f"{term} is a mean over something other than samples: over {notes['counts']}"
-            over = "samples weighed by class" if notes["by_class"] else "something else, such as tokens or class weights"
-            return "weighted mean", f"{term} is a mean over something other than samples: {over}"
+            of = "samples weighed by class" if notes["by_class"] else "something else, such as tokens or class weights"
+            return "weighted mean", f"{term} is a mean over something other than samples: {of}"
         if size_invariant:
             return "function of a mean", f"{term} is no mean but a function of one, such as its root"
     if notes["others"]:

@@ -32,7 +32,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 # that divide by the size of a gradient, if no experiment finds another cause
 ROUNDED, AMPLIFIED = 1e-5, 1e-3
 UNKNOWN = "unknown"  # the kind of a cause that no experiment found
-NUM_NOTED_STEPS = 3  # steps of which states and batches are noted
+NOTED_STEPS = 3  # steps of which states and batches are noted
 
 JOINS = itertools.count()  # calls of `join` in this process
 FIRST, LAST, NOTES, FOUND = "first.safetensors", "last.safetensors", "said.json", "found.json"
@@ -99,8 +99,7 @@ class EquivalenceRun:
 
     def observe_batch(self, batch: GlobalBatch, mapped: Mapped) -> GlobalBatch:
         """The batch with its floating-point tensors cast to the comparison's type; notes the samples read from it."""
-        step = len(self.losses)
-        reads = self.reads if step < NUM_NOTED_STEPS and len(self.reads) <= step else None
+        reads = self.reads if len(self.losses) < NOTED_STEPS and len(self.reads) <= len(self.losses) else None
         return _CastBatch(batch, self, mapped, reads)
 
     def cast_loss(self, loss: Any) -> Any:
@@ -133,7 +132,7 @@ class EquivalenceRun:
     def note(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> bool:
         """Notes a step; returns whether it was the last."""
         self.losses.append(loss)
-        if len(self.losses) <= NUM_NOTED_STEPS:
+        if len(self.losses) <= NOTED_STEPS:
             named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             floats = {name: each.detach() for name, each in named.items() if each.is_floating_point()}
             self.facts.setdefault("state", []).append({name: _norms(each) for name, each in floats.items()})
@@ -273,22 +272,23 @@ class Comparison:
         return self.close or max(self.loss, self.moved, self.metric) <= self.rounding
 
 
-def finished_joins(folder: Path) -> list[str]:
+def finished(folder: Path) -> list[str]:
     """The joins of a run that took all their steps, from its folder."""
     return sorted(path.parent.name for path in folder.glob(f"join*/{LAST}"))
 
 
 def compare(one: Path, other: Path, dtype: str) -> Comparison:
     """Compares two runs by their folders. Raises ValueError if they are not comparable, or if no weight moved."""
-    join, *more = finished_joins(one)
+    join, *more = finished(one)
     if more:
         raise ValueError(
             f"verify: {', '.join([join, *more])} all took their steps, since the script went on after the SystemExit "
             f"that ends it; let that through: catch Exception, and neither BaseException nor SystemExit"
         )
-    if finished_joins(other) != [join]:
-        others = ", ".join(finished_joins(other))
-        raise ValueError(f"verify: {join} took its steps first on all nodes, {others} in one process")
+    if finished(other) != [join]:
+        raise ValueError(
+            f"verify: {join} took its steps first on all nodes, {', '.join(finished(other))} in one process"
+        )
     one, other = one / join, other / join
     a, b = _read_notes(one), _read_notes(other)
     pairs = list(zip(a["losses"], b["losses"], strict=True))
@@ -313,14 +313,13 @@ def explain(
     compared: Comparison, distributed: Path, single: Path, repeated: Path, simulated: Sequence[Path]
 ) -> Comparison:
     """The comparison with its causes, from a repeated run of one process and from runs with simulated ranks."""
-    (join,) = finished_joins(distributed)
+    (join,) = finished(distributed)
     found = json.loads((repeated / join / FOUND).read_text()) if (repeated / join / FOUND).exists() else {}
     rounding = rounding_cause(found)
     if rounding and (close := replace(compared, rounding=ROUNDED, causes=(rounding,))).same:
         return close
     first, second, *others = [
-        _read_notes(folder / join)["facts"][0] if join in finished_joins(folder) else {}
-        for folder in (single, repeated, *simulated)
+        _read_notes(run / join)["facts"][0] if join in finished(run) else {} for run in (single, repeated, *simulated)
     ]
     named = causes(found, _read_notes(distributed / join)["facts"], first, second or None, [n for n in others if n])
     if rounding and not named and (close := replace(compared, rounding=AMPLIFIED, causes=(rounding,))).same:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.planner.diagnose import gradient_hooks, layers_in_parts
 from paceline.planner.diagnose.layers_in_parts import Part, Trace, cut
-from paceline.planner.diagnose.loss_kind import FixedOutputs, LossTerms, RecomputedOutputs, differentiable, examine_terms, repeated
+from paceline.planner.diagnose.loss_kind import Fixed, LossTerms, Recomputed, differentiable, examine_terms, repeated
 from paceline.planner.diagnose.saved_state import unequal
 from paceline.planner.diagnose.subject import ForwardPasses, Pinned, Subject
 
@@ -182,7 +182,7 @@ class Experiments(ForwardPasses):
         for each in (one, other):
             self.restore()
             with torch.no_grad(), Pinned():
-                self.saved.put({name: each[name][1] for name in names if name in each})
+                self.saved.set_values({name: each[name][1] for name in names if name in each})
                 output = self.subject.forward(self.subject.rows)
                 terms = self.subject.terms(output, self.subject.rows)
             results.append([leaf for leaf in tree_iter((output, list(terms.values()))) if isinstance(leaf, Tensor)])
@@ -197,7 +197,7 @@ class Experiments(ForwardPasses):
                 with torch.no_grad():
                     output = self.run(subject.rows)
                 self.restore()
-                return examine_terms(FixedOutputs(self._rested(loss_terms), output, subject.rows), subject.parts, subject.rows)
+                return examine_terms(Fixed(self._rested(loss_terms), output, subject.rows), subject.parts, subject.rows)
 
             def compute(rows: Any) -> Any:
                 output = self.run(rows)
@@ -205,7 +205,7 @@ class Experiments(ForwardPasses):
 
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             with gradient_hooks.off(self.model):
-                through = RecomputedOutputs(compute, subject.rows, subject.count, trained)
+                through = Recomputed(compute, subject.rows, subject.count, trained)
                 return examine_terms(through, subject.parts, subject.rows)
 
     def _rested(self, loss_terms: LossTerms) -> LossTerms:
@@ -256,7 +256,7 @@ class Experiments(ForwardPasses):
                 rows = cut(subject.rows, part)
                 output = self.run(rows)
                 if subject.loss_terms:
-                    terms = [value * times / subject.count for value, times, _ in subject.loss_terms(output, rows).values()]
+                    terms = [v * times / subject.count for v, times, _ in subject.loss_terms(output, rows).values()]
                 else:
                     terms = [leaf.square().mean() for leaf in differentiable(output)]
                 total = sum(terms, start=torch.zeros((), dtype=torch.float64))

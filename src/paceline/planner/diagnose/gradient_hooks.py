@@ -1,4 +1,4 @@
-"""Gradient hooks: whether they are additive, unlike clipping, so that hooks on the parts of a sum equal one on the sum."""
+"""Gradient hooks: whether they are additive, so that hooks on parts of a sum equal one on the sum, unlike clipping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.planner.diagnose.saved_state import SavedState, unequal
 
 SCALES = 1.0, 10.0, 1000.0  # of the gradient, to reach a clipping limit that this batch does not reach
 NEAR = 1e-5
-PACKAGE = "paceline."
+OWN = "paceline."
 
 
 def _of_parameter(parameter: Tensor) -> list[Any]:
@@ -36,7 +36,7 @@ def _cleared(tables: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_ours(hook: Any) -> bool:
-    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(PACKAGE)
+    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(OWN)
 
 
 @contextlib.contextmanager

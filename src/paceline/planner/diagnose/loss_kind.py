@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.planner.diagnose.layers_in_parts import Part, cut, doubled
@@ -65,7 +65,7 @@ class Point:
     grads: dict[str, list[Tensor]]
 
 
-class FixedOutputs:
+class Fixed:
     """The loss alone, applied to the fixed outputs of the whole batch."""
 
     by_sample = True
@@ -86,12 +86,12 @@ class FixedOutputs:
         return _point(self.loss_terms(output, rows), differentiable(output))
 
 
-class RecomputedOutputs:
+class Recomputed:
     """A loss that the model computes itself: outputs are recomputed. Gradients are at the outputs if the loss depends
-    on them, as on logits; else at ``parameters``."""
+    on them, as on logits; else at ``weights``."""
 
-    def __init__(self, compute: Callable[[Any], tuple[Any, Terms]], rows: Any, count: int, parameters: Sequence[Tensor]):
-        self.compute, self.rows, self.count, self.parameters = compute, rows, count, parameters
+    def __init__(self, compute: Callable[[Any], tuple[Any, Terms]], rows: Any, count: int, weights: list[nn.Parameter]):
+        self.compute, self.rows, self.count, self.weights = compute, rows, count, weights
         output, terms = compute(rows)
         leaves = self._leaves(output)
         total = sum((value for value, _, _ in terms.values()), start=torch.zeros(()))
@@ -112,21 +112,21 @@ class RecomputedOutputs:
             rows, count = doubled(rows, count), 2 * count
         output, terms = self.compute(rows)
         if not self.by_sample:
-            return _point(terms, self.parameters)
+            return _point(terms, self.weights)
         leaves = self._leaves(output)
         return _point(terms, [leaves[place] for place in self.used])
 
 
-Source = FixedOutputs | RecomputedOutputs
+Source = Fixed | Recomputed
 
 
 def examine_terms(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
     """A `LossTerm` per term, as JSON values. Raises any error that the loss raises on a part."""
     whole, points = source.at(None), [source.at(part) for part in parts]
-    return [asdict(_loss_term(source, term, parts, whole, points, rows)) for term in whole.terms]
+    return [asdict(_term(source, term, parts, whole, points, rows)) for term in whole.terms]
 
 
-def _loss_term(source: Source, term: str, parts: Sequence[Part], whole: Point, points: Sequence[Point], rows: Any) -> LossTerm:
+def _term(source: Source, term: str, parts: Sequence[Part], whole: Point, points: list[Point], rows: Any) -> LossTerm:
     pairs = _pairs(source, parts, whole.grads[term], [point.grads[term] for point in points])
     factors, residual = _fit(pairs) if source.by_sample else _fit_all(whole.grads[term], points, term)
     shares = [part.size / part.count for part in parts]
@@ -141,7 +141,7 @@ def _loss_term(source: Source, term: str, parts: Sequence[Part], whole: Point, p
         fits = [f is None or abs(f * ratio - 1) <= 10 * NEAR for f, ratio in zip(factors, ratios, strict=True)]
         close = abs(of_all - of_one) <= NEAR * max(abs(of_one), abs(of_all)) + 1e-12
         exact = close and residual <= 10 * NEAR and all(fits)
-    result = LossTerm(term, exact, [0.0 if f is None else f for f in factors], shares, residual, by_output=source.by_sample)
+    result = LossTerm(term, exact, [f or 0.0 for f in factors], shares, residual, by_output=source.by_sample)
     result.weighed = times == 1.0 and weight != 1.0
     if not exact:
         _look_closer(result, source, parts, whole, rows)

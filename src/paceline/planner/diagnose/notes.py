@@ -93,9 +93,9 @@ def _subject(
     if not own_loop and (read is None or read.rows is None):
         return None
     if own_loop:
-        if equivalence.forward_of is None:
+        if equivalence.called is None:
             return None
-        rows: Any = equivalence.forward_of
+        rows: Any = equivalence.called
         leaf = next((each for each in tree_iter(rows) if isinstance(each, Tensor) and each.dim()), None)
         count = 0 if leaf is None else len(leaf)
 
@@ -152,7 +152,7 @@ def _subject(
 
 def terms_of(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Means) -> Terms:
     """The terms of a loss."""
-    value, times, weight, terms = batches.terms_of(loss, output, rows, means=seen)
+    value, times, weight, terms = batches.judged(loss, output, rows, means=seen)
     if len(terms) < 2 or loss is None:
         return {"": (value, times, weight)}
     notes = loss(output, batches.target(loss, rows))

@@ -58,7 +58,7 @@ class SavedState:
                 table.of[key] = copy.deepcopy(value)
 
     def changed(self) -> dict[str, tuple[str, Any]]:
-        """What changed since it was saved, by name: ("trained", "frozen", "buffer" or "attribute"; the current value)."""
+        """Changes since the state was saved, by name: (trained, frozen, buffer or attribute; the current value)."""
         found: dict[str, tuple[str, Any]] = {}
         for (table, key, name, kind), value in zip(self.entries, self.values, strict=True):
             current = _copied(table.of.get(key))

@@ -23,10 +23,10 @@ Sums = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
 
 @dataclass
 class Subject:
-    """``forward(rows)``: the model's output. ``loss_terms``: the terms of the loss; None in the user's own training loop.
+    """``forward(rows)``: the model's output. ``loss_terms``: the terms of the loss; None in the user's own loop.
 
-    ``own_loss``: the model computes the loss. ``read``: the parts as their processes read them, if known. ``seed`` seeds
-    every generator. ``loss``: the loss object, which may have state.
+    ``own_loss``: the model computes the loss. ``read``: the parts as their processes read them, if known. ``seed``
+    seeds every generator. ``loss``: the loss object, which may have state.
     """
 
     model: nn.Module

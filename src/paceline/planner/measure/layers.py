@@ -101,17 +101,17 @@ class LayerTimer:
         args, kwargs = tree_unflatten(values, call.tree)
         sources = [v for v in values if isinstance(v, Tensor) and v.requires_grad] + call.weights
         with self._without(call.module):
-            start = synchronized_time(values)
+            start = synced_time(values)
             with autocast(self.words, values):
                 output = call.module(*args, **kwargs)
-            forward_s = synchronized_time(values) - start
+            forward_s = synced_time(values) - start
             outputs = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.requires_grad]
             if not outputs or not sources:
                 return forward_s
             slopes = [torch.ones_like(v) for v in outputs]
-            start = synchronized_time(values)
+            start = synced_time(values)
             torch.autograd.grad(outputs, sources, slopes, allow_unused=True)
-            return forward_s + synchronized_time(values) - start
+            return forward_s + synced_time(values) - start
 
     @contextlib.contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:
@@ -136,7 +136,7 @@ def autocast(words: Sequence[str], values: Sequence[Any]) -> Any:
     return torch.autocast(_device(values), half) if half else contextlib.nullcontext()
 
 
-def synchronized_time(values: Sequence[Any]) -> float:
+def synced_time(values: Sequence[Any]) -> float:
     """The clock in seconds, after synchronising the GPU."""
     if _device(values) == "cuda":
         torch.cuda.synchronize()
@@ -162,9 +162,8 @@ def _first_samples(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> An
 
 def _is_list(value: Any, length: int) -> bool:
     """Whether a value is a list with one non-tensor per sample, such as strings; a collate_fn may make it a tuple."""
-    strings = isinstance(value, tuple) and all(isinstance(each, str | bytes) for each in value)
-    tensors = any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
-    return (strings or isinstance(value, list)) and len(value) == length and not tensors
+    some = isinstance(value, list) or (isinstance(value, tuple) and all(isinstance(v, str | bytes) for v in value))
+    return some and len(value) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
 def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,9 +1,8 @@
 """Profile of a job: what it consists of and how long its parts take, measured by the command in a fresh process.
 
-The planner's process calls `profile_command`, which starts the command with PACELINE_PROFILE set to the path of a
-request file. In the command's process, the first `pace.step` passes model, optimizer and batch to
-`profiler.take_profile`, which writes the reply beside the request and ends the process. All configurations are
-predicted from this one profile.
+The planner calls `run_profile`, which starts the command with PACELINE_PROFILE set to the path of a request file.
+In the command's process, the first `pace.step` passes the job to `profiler.take_profile`, which writes the reply beside
+the request and ends the process. All configurations are predicted from this one profile.
 """
 
 from __future__ import annotations
@@ -95,13 +94,9 @@ def _request(
         return answer.read_text() if answer.exists() else "", result
 
 
-def profile_command(
-    command: Sequence[str], level: str, budget_s: float, machine: Machine
-) -> tuple[Profile | None, str]:
-    """(the profile of ``command``, which follows `paceline run`, or None; the reason if there is none).
-
-    Raises ValueError if the command itself fails, since no candidate could run it.
-    """
+def run_profile(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
+    """(the profile of ``command``, which follows `paceline run`, or None; the reason if there is none). Raises
+    ValueError if the command itself fails, since no candidate could run it."""
     request = {"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": time.time()}
     answer, result = _request(command, BASELINE, budget_s, {"OMP_NUM_THREADS": "1"}, request)
     if answer:
@@ -123,7 +118,7 @@ def record_step_models(
     request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}
     answer, result = _request(command, engine, budget_s, {}, request)
     if not answer:
-        own = "a loop of its own cannot be looked into"
+        own = "its own training loop cannot be profiled"
         why = "it took too long" if result.code is None else result.last_line if result.code else own
         raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
     found = json.loads(answer)

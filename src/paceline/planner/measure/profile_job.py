@@ -34,7 +34,7 @@ class ProfileJob(StepObserver):
                 raise SystemExit(0)
             profiler.take_profile(self.request_path, _facts(self.run, batch))
         if stopwatch.times() > 1 and not batch.assigned:
-            raise ValueError("the script brings batches of its own; larger global batches are not tried with those")
+            raise ValueError("the script builds its own batches; larger global batches are not tried with them")
         rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
         if rows == int(batch.weight):
             return batch

@@ -25,14 +25,7 @@ from paceline.launch.machine import survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, candidates, planned, split
 from paceline.planner.measure.forked_copies import ForkedCopies
-from paceline.planner.measure.layers import (
-    LayerTimer,
-    autocast,
-    first_samples,
-    lower_quartile,
-    shapes,
-    synchronized_time,
-)
+from paceline.planner.measure.layers import LayerTimer, autocast, first_samples, lower_quartile, shapes, synced_time
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -283,10 +276,10 @@ class _Profiler:
         for p in weights:
             p.requires_grad_(id(p) not in absorbed)
         try:
-            start = synchronized_time(weights)
+            start = synced_time(weights)
             trainable = [p for p in weights if p.requires_grad]
             torch.autograd.grad(self.job.compute(batch), trainable, allow_unused=True)
-            return synchronized_time(weights) - start
+            return synced_time(weights) - start
         finally:
             for p in weights:
                 p.requires_grad_(True)

@@ -1,8 +1,7 @@
 """Trial of one configuration: the command itself in fresh processes, timed and stopped after a few steps.
 
-The planner's process calls `measure`, which starts the command with PACELINE_TRIAL set to the path of a report. In the
-command's process, a `Stopwatch` in `pace.step` excludes warm-up, times enough steps, writes the report and ends the
-process.
+The planner calls `measure`, which starts the command with PACELINE_TRIAL set to the path of a report. In the command's
+process, a `Stopwatch` in `pace.step` excludes warm-up, times enough steps, writes the report and ends the process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from paceline import contract, messages
 from paceline.messages import Gradient, Update, UpdateRule
-from paceline.planner.measure.layers import synchronized_time, lower_quartile
+from paceline.planner.measure.layers import lower_quartile, synced_time
 
 MAX_PASSES = 7
 
@@ -77,9 +77,9 @@ class Updates:
     def _once(self, gradients: list[Gradient]) -> float:
         used = bytes([1] * len(self.engine.weights))
         weights: list[Any] = [self.engine.weights[0]]
-        start = synchronized_time(weights)
+        start = synced_time(weights)
         self.engine.apply(Update(gradients, used, UpdateRule(1.0, self.clip)))
-        return synchronized_time(weights) - start
+        return synced_time(weights) - start
 
 
 def passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
