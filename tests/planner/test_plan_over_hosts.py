@@ -483,7 +483,7 @@ def test_what_if_is_read():
         (["--what-if", "nodes=1,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '1'"),
         (["--what-if", "nodes=1000000000,link=1gbit"], "nodes must be a whole number from 2 to 4096"),
         (["--what-if", "nodes=²,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '²'"),
-        (["--nodes", "100000000", "--link", "1gbit"], "imagines machines like this one, 2 to 64"),
+        (["--nodes", "100000000", "--link", "1gbit"], "predicts 2 to 64 machines like this one"),
         (["--budget", "-1"], "--budget takes seconds above 0, got -1"),
         (["--what-if", "link=fast"], "'fast' is not a link's rate; accepted: a number above 0 and its unit"),
         (["--what-if", "nodes=2"], "without -H there is none to measure; add its rate to --what-if"),

@@ -158,8 +158,7 @@ class StepModel:
         return replace(self, parts=parts, **own)
 
     def at(self, rows: float, fewer: StepModel | None = None) -> StepModel:
-        """The step model for ``rows`` samples: interpolated with ``fewer``, one of fewer samples. Without it, all times
-        but the update's are proportional to the samples."""
+        """The step model for ``rows`` samples, interpolated with ``fewer``; without it proportional, but the update."""
         if rows == self.rows:
             return self
         times = rows / self.rows

@@ -1,7 +1,6 @@
 """Experiments that compare a batch with its parts: model, loss, hooks and state, in one process.
 
-They use the current weights, and restore all state after each pass. The results are measurements; `causes` interprets
-them.
+They use the current weights and restore all state after each pass. The module `causes` interprets the measurements.
 """
 
 from __future__ import annotations
@@ -319,8 +318,7 @@ class Experiments(ForwardPasses):
         return found
 
     def padding(self) -> list[int]:
-        """The parts whose loss differs between the samples as their process reads them (padded to another length) and
-        the same samples of the whole batch."""
+        """Parts whose loss differs between the samples as their process reads (pads) them and as the batch has them."""
         found = []
         for number, (part, read) in enumerate(zip(self.subject.parts, self.subject.read, strict=False)):
             own_rows = cut(self.subject.rows, part)

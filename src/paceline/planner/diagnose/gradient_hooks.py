@@ -58,9 +58,7 @@ def on_parameters(
     model: nn.Module, parts: Sequence[Sequence[Tensor]], restore: Callable[[], None], saved: SavedState
 ) -> dict[str, Any]:
     """Names of parameters whose hooks are not additive: the hook of a sum is not the sum of the hooks of its terms.
-
-    ``parts``: the gradient of each process. "updates": weights that a hook changes during backward.
-    """
+    ``parts``: the gradient of each process. "updates": weights that a hook changes during backward."""
     named = dict(model.named_parameters())
     if all(_is_ours(hook) for p in named.values() for table in _of_parameter(p) for hook in table.values()):
         return {}

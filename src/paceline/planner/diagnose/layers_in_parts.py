@@ -36,7 +36,6 @@ class Part:
 
     def of(self, whole: Tensor, like: Tensor) -> Tensor | None:
         """The part's values of a tensor of the whole batch, shaped as ``like``; None if no dimension has the samples.
-
         Samples may lie along any dimension, also merged with another one (batch x time, time x batch)."""
         if whole.dim() != like.dim():
             return None

@@ -87,8 +87,7 @@ class Fixed:
 
 
 class Recomputed:
-    """A loss that the model computes itself: outputs are recomputed. Gradients are at the outputs if the loss depends
-    on them, as on logits; else at ``weights``."""
+    """A loss that the model computes. Gradients are at the outputs if it depends on them, else at ``weights``."""
 
     def __init__(self, compute: Callable[[Any], tuple[Any, Terms]], rows: Any, count: int, weights: list[nn.Parameter]):
         self.compute, self.rows, self.count, self.weights = compute, rows, count, weights

@@ -2,8 +2,7 @@
 
     pairs   every two ranks, disjoint pairs at the same time: round trips of a few bytes for the latency, then
             increasing messages, in one direction and then the other, for the bandwidth
-    sums    all-reduces of 1 KiB to 8 MiB by all ranks, without the sizes whose transfer time latency hides; always of
-            the largest sizes
+    sums    all-reduces of 1 KiB to 8 MiB by all ranks; small sizes whose transfer time latency hides are skipped
 
 Bandwidth is the slope of time over size for the larger messages. It therefore excludes the initial burst of a rate
 limiter and the constant cost of a message. All ranks call `measure`, and every wait has a deadline. The benchmark takes

@@ -111,10 +111,8 @@ def run_profile(command: Sequence[str], level: str, budget_s: float, machine: Ma
 def record_step_models(
     command: Sequence[str], engine: str, level: str, budget_s: float, machine: Machine
 ) -> tuple[StepModel, StepModel, int, str]:
-    """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
-
-    ``engine``: a configuration of one process. Raises ValueError with the command's error if recording fails.
-    """
+    """(step models of the whole batch and of a quarter of it, batch size, fingerprint) of ``command``.
+    ``engine``: a configuration of one process. Raises ValueError with the command's error if recording fails."""
     request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}
     answer, result = _request(command, engine, budget_s, {}, request)
     if not answer:

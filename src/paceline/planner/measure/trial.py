@@ -45,9 +45,7 @@ def measure(
     command: Sequence[str], engine: str, *, timed_s: float = TIMED_S, limit_s: float = LIMIT_S, shrinks: bool = False
 ) -> Trial:
     """Runs ``command`` (what follows `paceline run`) with an engine. After a failure, the Trial has an error.
-
-    ``shrinks``: extrapolates long steps from parts of each batch; for one process only.
-    """
+    ``shrinks``: extrapolates long steps from parts of each batch; for one process only."""
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
         given = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s)}
