@@ -64,7 +64,7 @@ def test_json_has_the_documented_keys():
         ("", "lacks 'chosen', the configuration to use, as in: chosen = \"threads:2\""),
         ("chosen = [", "is not TOML: .*paceline plan --out FILE"),
         ("chosen = 2", "'chosen' must be a string, got 2"),
-        ('chosen = "threads:2"\nversion = 7', "has version 7, this paceline reads 1; make the plan anew"),
+        ('chosen = "threads:2"\nversion = 7', "has version 7, this paceline reads 1; make a new plan"),
         ('chosen = "threads:2"\nbatchsize = 7', "unknown key 'batchsize' .did you mean 'batch_size'"),
         (
             'chosen = "threads:2"\nzzz = 1\nbatch_size = true',

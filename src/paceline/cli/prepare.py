@@ -45,33 +45,33 @@ def find_or_make_plan(
     machine = survey()
     if not quiet:
         screen.print(f"machine: {machine}, torch {importlib.metadata.version('torch')}")
-    made, stale = planning.cached(command, fidelity, machine)
-    if made:
-        os.environ.update(planning.promise(made, command))
+    plan, stale = planning.cached(command, fidelity, machine)
+    if plan:
+        os.environ.update(planning.promise(plan, command))
     if stale:
         screen.print(f"{stale}; measuring again")
-    if made is None:
+    if plan is None:
         if settings and settings != Settings():  # defaults need no check, and importing torch takes seconds
             from paceline.train.run import check, sources
 
             check(settings)
             sources(settings)  # before any measurement; with a cached plan, the run itself checks
         with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-            made = planning.make(command, fidelity=fidelity, show=status.update)
+            plan = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
-            show(made, "tried")
+            show(plan, "tried")
     elif not quiet:
-        screen.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)}; measured {made.date})")
-    return made
+        screen.print(f"plan: [bold]{plan.chosen}[/bold] ({escape(plan.reason)}; measured {plan.date})")
+    return plan
 
 
-def show(made: Plan, which: str = "all") -> None:
-    rows = [row for row in made.rows if which == "all" or row.measured_s is not None or row in made.rows[:1]]
+def show(plan: Plan, which: str = "all") -> None:
+    rows = [row for row in plan.rows if which == "all" or row.measured_s is not None or row in plan.rows[:1]]
     screen = console if console.is_terminal else Console(highlight=False, width=160)
-    screen.print(plan_table(dataclasses.replace(made, rows=tuple(rows))))
-    if others := len(made.rows) - len(rows):
+    screen.print(plan_table(dataclasses.replace(plan, rows=tuple(rows))))
+    if others := len(plan.rows) - len(rows):
         console.print(f"{others} others were not tried; `paceline plan` measures them too")
-    console.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)})")
+    console.print(f"plan: [bold]{plan.chosen}[/bold] ({escape(plan.reason)})")
 
 
 def check_configuration(text: str) -> str:
@@ -112,7 +112,7 @@ class Start:
 
 def start(
     command: list[str],
-    made: Plan,
+    plan: Plan,
     out: Path | None,
     how: Start,
     quiet: bool = False,
@@ -122,14 +122,14 @@ def start(
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
         free(out)
-        made.write(out / "plan.toml")
+        plan.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
         if how.min_nodes:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
     detach.begun()
     code = local.start(
         [sys.executable, *command],
-        made.chosen,
+        plan.chosen,
         how.count,
         environment,
         least=how.min_nodes,

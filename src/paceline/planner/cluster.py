@@ -150,7 +150,7 @@ def _run(remote: RemoteQuery, hosts: Sequence[Host], one: TeamTrial, command: Se
     request |= {"timed_s": trial_s, "limit_s": limit_s}
     with ScratchFolder() as folder:
         plan_path = Path(folder) / "plan.toml"
-        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(plan_path)
+        Plan(one.rows[0], hosts=dict(zip((host.name for host in hosts), one.rows, strict=True))).write(plan_path)
         options = ["--plan", str(plan_path), "--shares", shares]
         try:
             reply = remote.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]

@@ -177,8 +177,8 @@ def _costs(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(bytes, seconds) of each representation; for factors, the time includes their multiplication."""
     part, nodes = per_node[0], len(per_node)
-    most, total = max(one.rows for one in per_node), sum(one.rows for one in per_node)
-    cost = {form: traffic(part, form, nodes, most, wire_format, network.sums) for form in (DENSE, FACTORS)}
+    max_rows, total = max(one.rows for one in per_node), sum(one.rows for one in per_node)
+    cost = {form: traffic(part, form, nodes, max_rows, wire_format, network.sums) for form in (DENSE, FACTORS)}
     seconds = {form: network.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
     seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in per_node)
     return {form: one.num_bytes for form, one in cost.items()}, seconds
@@ -212,10 +212,10 @@ def predict(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[
     wire_format = WireFormat.of(models)
     ways = wire_format.ways
     for i, ready_s in enumerate(ready_times if nodes > 1 else ()):
-        part, most = models[0].parts[i], max(model.parts[i].rows for model in models)
+        part, max_rows = models[0].parts[i], max(model.parts[i].rows for model in models)
         ratio = packed(part, forms[i], nodes, ways) if network.slow and not ways.every else 1.0
         # with compression an all-reduce of two nodes is a gather, which sends as many bytes as a ring
-        sent = traffic(part, forms[i], nodes, most, wire_format, ring if ratio < 1 else network.sums)
+        sent = traffic(part, forms[i], nodes, max_rows, wire_format, ring if ratio < 1 else network.sums)
         packed_bytes += sent.num_bytes if ratio < 1 else 0.0
         took_s = network.seconds(sent.messages, sent.in_sequence * ratio, adds=forms[i] == DENSE)
         start_s = max(link_free_s, ready_s)

@@ -172,12 +172,12 @@ def cached_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> 
 
 def _path_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
     """Keyed by the settings that a step depends on: epochs or learning rate do not change a plan."""
-    words = list(command)
-    if words[:2] == ["-m", "paceline.train.run"] and len(words) > 2:
-        settings = json.loads(words[2])
-        words[2] = json.dumps({name: settings[name] for name in STEP if name in settings})
+    arguments = list(command)
+    if arguments[:2] == ["-m", "paceline.train.run"] and len(arguments) > 2:
+        settings = json.loads(arguments[2])
+        arguments[2] = json.dumps({name: settings[name] for name in STEP if name in settings})
     sent = [os.environ.get(name, "") for name in LINK]
-    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd(), sent)}.toml"
+    return folder() / "hosts" / f"{_hash(sorted(hosts), arguments, fidelity, _script(command), os.getcwd(), sent)}.toml"
 
 
 def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
@@ -190,7 +190,7 @@ def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
 
 
 def confirm(job: Trained) -> str:
-    """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
+    """Checks the plan of PACELINE_PROMISE against the job: "" if it fits; else deletes it and returns a message."""
     promised = os.environ.get("PACELINE_PROMISE")
     if not promised:
         return ""

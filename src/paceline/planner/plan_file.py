@@ -113,7 +113,7 @@ class Plan:
             raise ValueError(f"{where} is not TOML: {error}; write it with: paceline plan --out FILE") from None
         version = given.pop("version", VERSION)
         if version != VERSION:
-            raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make the plan anew")
+            raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make a new plan")
         if "chosen" not in given:
             raise ValueError(f"{where} lacks 'chosen', the configuration to use, as in: chosen = \"{THREADS}:2\"")
         _check(cls, given, where)

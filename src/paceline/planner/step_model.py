@@ -114,7 +114,7 @@ class StepModel:
                 ways or ExchangeTraffic(),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
+            raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it again") from None
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> StepModel:

@@ -122,7 +122,7 @@ def over_ssh(
 ) -> Comparison:
     """`verify` with the nodes ``hosts``, such as hostA,hostB. ``names``: environment variables to pass on."""
     nodes = parse(hosts)
-    each = [row or BASELINE for row in rows(nodes, engine)]
+    each = [name or BASELINE for name in rows(nodes, engine)]
     carried = ssh.carried(names)
     rendezvous = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # an unguessable name; the first host's temporary folder may differ from this machine's

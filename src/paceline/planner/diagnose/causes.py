@@ -37,35 +37,35 @@ class Cause:
 REMEDIES = {
     "batch norm": "join(batch_norm='sync') makes it exact, GroupNorm or LayerNorm need no batch",
     "layer": "compute what it shares per sample, or run whole batches in one process",
-    "layer by size": "let it do the same for every number of samples",
+    "layer by size": "use an operation that does not depend on the number of samples",
     "buffers": "join(buffers='broadcast') keeps rank 0's in every process, as DDP does; or update them after the step "
     "from sums over all processes",
     "momentum encoder": "update it once per step after pace.step, and not inside forward",
     "hidden state": "register it as a buffer, and update it after the step",
     "sum": "return the mean over samples, and multiply the learning rate by the batch size",
-    "weighted mean": "return (sum, weight): the sum over what counts, and how much counts",
+    "weighted mean": "return (sum, weight): the sum over the elements that count, and their total weight",
     "compares samples": "no division of the batch is exact: accept each process's loss over its own samples, as with "
     "DDP, or compute whole batches in one process",
-    "loss by size": "divide by numbers of samples alone, and take the same branch for every size of the batch",
-    "function of a mean": "return the mean itself, or (sum, weight), and apply the function to what is reported",
+    "loss by size": "divide by the number of samples only, and take the same branch for every batch size",
+    "function of a mean": "return the mean itself, or (sum, weight), and apply the function to the reported value",
     "batch weights": "compute the weights from the whole data set, or return (sum, weight)",
     "gradient hook": "use join(clip=...) or pace.clip(norm), which see the whole gradient; a hook sees a part of it",
     "backward": "a backward pass must be linear in its gradient: clip or normalise the whole one by join(clip=...)",
-    "update in backward": "let the optimizer step after the gradients were added up, as join does",
-    "random numbers": "other processes draw other numbers, as with dropout: the expectation is the same; to compare, "
+    "update in backward": "update after the all-reduce, as join does",
+    "random numbers": "each process draws its own numbers, as with dropout: the expectation is the same; to compare, "
     "switch them off",
     "unseeded randomness": "draw from torch's default generator, which torch.manual_seed sets",
     "state outside the model": "keep it in the model as a buffer, or draw from torch's default generator",
-    "data": "give every process the same data set; paceline deals the samples itself",
+    "data": "give every process the same data set; paceline assigns the samples itself",
     "data drawn when read": "draw from (seed, sample) in the data set, or give pace.batches(workers=1), which seeds "
     "each sample",
     "data at each start": "make the data from a fixed seed: torch.Generator().manual_seed(0)",
-    "rank": "do the same in every process; keep what only rank 0 does out of the training",
-    "number of processes": "leave the scaling by WORLD_SIZE out: join adds up and divides once",
+    "rank": "do the same in every process; do not let work of rank 0 alone affect the training",
+    "number of processes": "remove the scaling by WORLD_SIZE: join sums and divides once",
     "settings": "give every run the same global batch size and learning rate, whatever the number of processes",
     "update": "let the optimizer do the same in every process: no random numbers, no rank",
     "metric": "return a sum over samples, or (sum, weight)",
-    "padding": "pad every batch to a fixed length, or let the model mask what is padded",
+    "padding": "pad every batch to a fixed length, or let the model mask the padding",
     "synchronisation": f"use exchange={EXCHANGE!r} with codec {CODEC!r} to be exact",
     "float32": "this is rounding: compute the loss in the model's type, or accept it",
     "loop": "give pace.backward a mean over this process's samples, or (sum, weight)",
@@ -94,7 +94,7 @@ def causes(
         *_metric_and_padding(found),
     ]
     if not named and distributed and distributed[0].get("own_loop"):
-        named = [("loop", "the model, its state and the data are the same: the loss in the script's own loop")]
+        named = [("loop", "model, state and data are the same, so the loss in the script's own loop differs")]
     return [Cause.of(kind, text) for kind, text in dict.fromkeys(named)]
 
 
@@ -120,7 +120,7 @@ def _layer(name: str) -> str:
 def _declared(distributed: Sequence[Notes]) -> Iterator[Named]:
     for notes in distributed[:1]:
         if notes.get("consensus", "step") != "step":
-            yield "synchronisation", "the processes average weights now and then, and not gradients each step"
+            yield "synchronisation", "the processes average weights periodically, and not gradients each step"
         if notes.get("codec", "exact") == "approximate":
             yield "synchronisation", "the gradient compression is lossy"
 
@@ -174,7 +174,7 @@ def _randomness(found: Notes, repeats: bool) -> Iterator[Named]:
     if not repeats and not found.get("drawn"):
         yield "unseeded randomness", f"two runs of one process differ: {_listed(where) or 'something'} ignores the seed"
     elif where:
-        text = f"{_listed(where)} gives something else each time, from the same weights, state and seed"
+        text = f"{_listed(where)} gives a different result each time, from the same weights, state and seed"
         yield "state outside the model", text
     elif drawn.get("differs"):
         yield "random numbers", f"forward draws random numbers ({_listed([_layer(name) for name in drawn['where']])})"
@@ -211,24 +211,24 @@ def _by_rank(found: Notes, notes: Notes, single: Notes) -> Named | None:
     """The difference that another rank, or a larger world size, makes to a single process."""
     random = (found.get("random") or {}).get("differs") or found.get("drawn")
     rank, size = notes.get("told") or (0, 1)
-    kind, process = "rank" if rank else "number of processes", f"one process that is told RANK={rank} of {size}"
+    kind, process = "rank" if rank else "number of processes", f"one process with RANK={rank} of {size}"
     if any(a != b for a, b in zip(notes.get("digests", []), single.get("digests", []), strict=False)):
         known = found.get("drawn") or found.get("dealt") is not None  # compared in `_data`
-        return None if known else ("data", f"{process} reads other samples")
+        return None if known else ("data", f"{process} reads different samples")
     if unequal(notes.get("lr", []), single.get("lr", [])) or notes.get("batch_size") != single.get("batch_size"):
         return None  # reported by `_settings`
     states = zip(notes.get("state", []), single.get("state", []), strict=False)
     differing: list[str] = next((names for names in (_differing(a, b) for a, b in states) if names), [])
     kinds = single.get("kinds", {})
     if still := [name for name in differing if kinds.get(name) in ("frozen", "buffer")]:
-        return kind, f"{process} updates {_listed(still)} otherwise (a moving average that reads it)"
+        return kind, f"{process} updates {_listed(still)} differently (a moving average that reads it)"
     losses = list(zip(notes.get("losses", []), single.get("losses", []), strict=False))
     if random or not losses:
         return None
     if unequal(losses[0][0], losses[0][1]):
-        return kind, f"{process} has another loss in the first step"
+        return kind, f"{process} has a different loss in the first step"
     if differing or any(unequal(a, b) for a, b in losses):
-        return kind, f"{process} trains otherwise ({_listed(differing) or 'its loss'})"
+        return kind, f"{process} trains differently ({_listed(differing) or 'its loss'})"
     return None
 
 
@@ -236,14 +236,14 @@ def _layers(found: Notes) -> Iterator[Named]:
     layers = found.get("layers") or []
     for kind, cause, text in (
         ("normalises", "batch norm", "{} normalises over the samples that its process has (local batch norm)"),
-        ("size", "layer by size", "{} computes otherwise for another number of samples"),
-        ("buffers", "buffers", "{} uses in forward what it has stored of the same batch"),
+        ("size", "layer by size", "{} depends on the number of samples"),
+        ("buffers", "buffers", "{} uses buffers in forward that the same batch has updated"),
         ("mixes", "layer", "{} mixes the samples of a batch"),
     ):
-        those = [each for each in layers if each["kind"] == kind]
-        if those and not (kind == "normalises" and found.get("sync")):
-            names = [f"{_layer(each['name'])} ({each['type']})" for each in those]
-            branch = " (a branch: it calls other layers)" if any(each["path"] for each in those) else ""
+        matching = [each for each in layers if each["kind"] == kind]
+        if matching and not (kind == "normalises" and found.get("sync")):
+            names = [f"{_layer(each['name'])} ({each['type']})" for each in matching]
+            branch = " (a branch: it calls other layers)" if any(each["path"] for each in matching) else ""
             yield cause, text.format(_listed(names)) + branch
 
 
@@ -253,7 +253,7 @@ def _state(found: Notes, distributed: Sequence[Notes], single: Notes) -> Iterato
         ("buffer", "buffers", "forward updates the buffers {} from its own samples"),
         ("frozen", "momentum encoder", "forward updates the parameters {}, which do not train, from its own samples"),
         ("trained", "layer", "forward changes the weights {} from its own samples"),
-        ("attribute", "hidden state", "forward keeps state of its own samples in {}, which is no buffer"),
+        ("attribute", "hidden state", "forward keeps state of its own samples in {}, which is not a buffer"),
     ):
         names = [each["name"] for each in state if each["kind"] == kind]
         if names:
@@ -281,21 +281,21 @@ def _loss_cause(term: str, notes: Notes) -> Named:
         if all(abs(factor - 1.0) < 1e-4 for factor in factors) and steady and not size_invariant:
             return "sum", f"{term} is a sum over samples, and not a mean: it doubles with the batch"
         if notes["weighed"]:
-            return "weighted mean", f"{term} comes as (sum, weight), and the first is no sum over what counts"
+            return "weighted mean", f"{term} comes as (sum, weight), but its sum is not over the elements that count"
         if abs(sum(factors) - 1.0) < 1e-4 and size_invariant:
             if notes["counts"]:
                 return "weighted mean", f"{term} is a mean over something other than samples: over {notes['counts']}"
-            of = "samples weighed by class" if notes["by_class"] else "something else, such as tokens or class weights"
+            of = "samples weighted by class" if notes["by_class"] else "something else, such as tokens or class weights"
             return "weighted mean", f"{term} is a mean over something other than samples: {of}"
         if size_invariant:
-            return "function of a mean", f"{term} is no mean but a function of one, such as its root"
+            return "function of a mean", f"{term} is not a mean but a function of a mean, such as its root"
     if notes["others"]:
         return "compares samples", f"{term} compares each sample with the others of its batch (in-batch negatives)"
     if not size_invariant:
         return "loss by size", f"{term} depends on the size of the batch (a branch or a divisor)"
     if not notes["by_output"] and not notes["by_class"]:
         return "compares samples", f"{term} depends on which samples share a batch"
-    return "batch weights", f"{term} weighs samples by what else is in the batch"
+    return "batch weights", f"{term} weights samples by the rest of the batch"
 
 
 def _gradients(found: Notes) -> Iterator[Named]:
@@ -313,6 +313,6 @@ def _gradients(found: Notes) -> Iterator[Named]:
 
 def _metric_and_padding(found: Notes) -> Iterator[Named]:
     if names := found.get("metric"):
-        yield "metric", f"{_listed(names)} depends on how many samples it sees at a time: it is no sum over them"
+        yield "metric", f"{_listed(names)} depends on the number of samples per call: it is not a sum over samples"
     if found.get("padding"):
-        yield "padding", "the result depends on how far a process's samples are padded"
+        yield "padding", "the result depends on the length to which a process's samples are padded"

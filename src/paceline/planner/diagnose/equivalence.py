@@ -82,8 +82,8 @@ class EquivalenceRun:
         if self.examines:
             self._keep_first_call(model)
         if self.start:
-            weights, there = load_file(os.path.join(self.start, FIRST)), model.state_dict()
-            sparse = {name: each.sparse_dim() for name, each in there.items() if each.is_sparse}
+            weights, current = load_file(os.path.join(self.start, FIRST)), model.state_dict()
+            sparse = {name: each.sparse_dim() for name, each in current.items() if each.is_sparse}
             model.load_state_dict(weights | {name: weights[name].to_sparse(dims) for name, dims in sparse.items()})
 
     def _keep_first_call(self, model: nn.Module) -> None:
@@ -108,8 +108,8 @@ class EquivalenceRun:
         if isinstance(loss, nn.Module):
             return loss.to(dtype)
         if isinstance(loss, partial):
-            words = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
-            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **words)
+            keywords = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
+            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **keywords)
         if isinstance(owner := getattr(loss, "__self__", None), nn.Module):  # of a bound method
             owner.to(dtype)
         return loss
@@ -302,8 +302,8 @@ def compare(one: Path, other: Path, dtype: str) -> Comparison:
     if not moved:
         raise ValueError("verify: no weight moved in these steps, so nothing was compared; is the learning rate 0?")
     # relative at least to the largest movement: some weights are pure rounding, such as the bias of attention's keys
-    most = max(moves.values())
-    gaps = {name: gap / max(float(floats[name].norm()), most) for name, gap in gaps.items()}
+    largest = max(moves.values())
+    gaps = {name: gap / max(float(floats[name].norm()), largest) for name, gap in gaps.items()}
     worst = max(gaps, key=lambda name: gaps[name])
     metric = _metric(a.get("evaluated", []), b.get("evaluated", []))
     return Comparison(len(pairs), loss, gaps[worst], worst, TOLERANCE[dtype], difference / moved, metric)
@@ -334,8 +334,8 @@ def _read_notes(folder: Path) -> dict[str, Any]:
 
 def _metric(one: list[Any], other: list[Any]) -> float:
     """The largest relative difference of two runs' metrics."""
-    most = 0.0
+    largest = 0.0
     for a, b in zip(one, other, strict=False):
         named = [(a, b)] if not isinstance(a, dict) else [(a[name], b[name]) for name in a if name in b]
-        most = max([most, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
-    return most
+        largest = max([largest, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
+    return largest

@@ -47,10 +47,10 @@ class Experiments(ForwardPasses):
         """The layers whose output for a part of the batch differs."""
         rows, whole_part = self.subject.rows, self.subject.whole
         whole = layers_in_parts.trace(self.model, self.passes(rows))
-        again = layers_in_parts.compare(self.model, self.passes(rows), whole, whole_part)
+        same_seed = layers_in_parts.compare(self.model, self.passes(rows), whole, whole_part)
         other = layers_in_parts.compare(self.model, self.passes(rows, 1), whole, whole_part)
-        self.random_layers = set(again.unlike) | set(other.unlike)
-        self.not_repeatable = sorted(again.unlike)
+        self.random_layers = set(same_seed.unlike) | set(other.unlike)
+        self.not_repeatable = sorted(same_seed.unlike)
         unlike, paths = self._unlike(whole)
         found = [self._kind(name, gap, whole, name in paths) for name, gap in unlike.items()]
         self.norms = [each["name"] for each in found if each["kind"] == "normalises"]

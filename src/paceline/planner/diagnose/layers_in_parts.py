@@ -55,8 +55,8 @@ class Part:
                 yield whole
             return
         for d in unlike:
-            each, rest = divmod(whole.shape[d], self.count)
-            if not each or rest or like.shape[d] != each * self.size:
+            each, remainder = divmod(whole.shape[d], self.count)
+            if not each or remainder or like.shape[d] != each * self.size:
                 continue
             narrow = whole
             for other in unlike:  # padding: a part may be shorter
@@ -174,12 +174,12 @@ def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, li
 
 
 def _gap(leaves: list[Any], changed: list[Any]) -> float:
-    most = 0.0
+    largest = 0.0
     for leaf, cut in zip(leaves, changed, strict=True):
         if isinstance(leaf, Tensor) and leaf is not cut:
             floats = leaf.is_floating_point()
-            most = max(most, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)) if floats else 1.0)
-    return most
+            largest = max(largest, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)) if floats else 1.0)
+    return largest
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -76,8 +76,8 @@ class LayerTimer:
             known.count += 1
             return
         weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad and id(p) not in self.absorbed]
-        kept = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
-        self.calls.append(Call(module, kept, tree, weights, clones=bool(getattr(module, "inplace", False))))
+        detached = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self.calls.append(Call(module, detached, tree, weights, clones=bool(getattr(module, "inplace", False))))
         self._index[key] = self.calls[-1]
 
     def time(self) -> list[float]:

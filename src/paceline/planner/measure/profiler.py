@@ -200,8 +200,8 @@ class _Profiler:
     def _settings(self, facts: JobFacts) -> list[Setting]:
         """The distinct settings of all candidates: without options first, then those on all cores, by importance."""
         found: dict[Setting, None] = {}
-        for row in candidates(self.level, survey(), facts, planned()):
-            setting = Setting.of(split(row, self.cores), facts.part_rows, self.optimizer_takes_factors)
+        for candidate in candidates(self.level, survey(), facts, planned()):
+            setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))

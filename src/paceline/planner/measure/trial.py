@@ -60,12 +60,12 @@ def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, s
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
     if ended.code or not report.exists():
         return Trial(engine, error=ended.last_line if ended.code else "the script ended without a step")
-    found = json.loads(report.read_text())
+    times = json.loads(report.read_text())
     peaks = [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}*")]
-    if len(found["steps_s"]) < FEWEST_STEPS:
-        return Trial(engine, error=f"the script ended after {found['num_steps']} steps; 3 are needed to time one")
-    step_s, spread_s, rows = _whole(found) if shrinks else _plain(found)
-    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(found["steps_s"]))
+    if len(times["steps_s"]) < FEWEST_STEPS:
+        return Trial(engine, error=f"the script ended after {times['num_steps']} steps; 3 are needed to time one")
+    step_s, spread_s, rows = _whole(times) if shrinks else _plain(times)
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(times["steps_s"]))
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
@@ -94,20 +94,20 @@ def _median(steps: Sequence[float]) -> tuple[float, float]:
     return median, NOTCH * (high - low) / len(steps) ** 0.5
 
 
-def _plain(found: dict[str, Any]) -> tuple[float, float, float]:
+def _plain(times: dict[str, Any]) -> tuple[float, float, float]:
     """(seconds, spread, samples) of full batches only; a shorter last batch is excluded."""
-    whole = max(found["samples"])
-    steps = [seconds for seconds, rows in zip(found["steps_s"], found["samples"], strict=True) if rows == whole]
+    whole = max(times["samples"])
+    steps = [seconds for seconds, rows in zip(times["steps_s"], times["samples"], strict=True) if rows == whole]
     return (*_median(steps), whole)
 
 
-def _whole(found: dict[str, Any]) -> tuple[float, float, float]:
+def _whole(times: dict[str, Any]) -> tuple[float, float, float]:
     """(seconds, spread, samples) of the full batch, extrapolated linearly from the medians of two smaller sizes."""
-    sizes, steps = sorted(set(found["samples"])), list(zip(found["steps_s"], found["samples"], strict=True))
+    sizes, steps = sorted(set(times["samples"])), list(zip(times["steps_s"], times["samples"], strict=True))
     if len(sizes) < 2:
-        return _plain(found)
+        return _plain(times)
     by_size = [[seconds for seconds, rows in steps if rows == size] for size in sizes]
     (low_s, low_spread), (high_s, high_spread) = _median(by_size[0]), _median(by_size[-1])
-    reach = (found["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
+    reach = (times["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
     step_s = max(high_s, high_s + reach * (high_s - low_s))
-    return step_s, (1 + reach) * high_spread + reach * low_spread, float(found["rows"])
+    return step_s, (1 + reach) * high_spread + reach * low_spread, float(times["rows"])

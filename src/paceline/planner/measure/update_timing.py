@@ -86,9 +86,9 @@ def passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
     """Results of ``once``: one call as warm-up, then as many as ``limit_s`` allows, usually at least one."""
     start = time.perf_counter()
     first = once()
-    found: list[Any] = []
+    results: list[Any] = []
     allowed_s = 4 * limit_s
-    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < allowed_s:
-        found.append(once())
+    while len(results) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(results) + 1)) < allowed_s:
+        results.append(once())
         allowed_s = limit_s
-    return found or [first]
+    return results or [first]
