@@ -100,7 +100,7 @@ def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
     assert "goes on" not in errors
     _, errors = finish(paceline("attach", "x"), code=2)
     assert errors.startswith("paceline: there is no detached run 'x'; accepted: ")
-    assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs to know which run")
+    assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs the id of a run")
 
 
 def test_the_process_that_waits_for_the_launcher_ends_also_where_it_cannot_note_the_exit_code(tmp_path):

@@ -287,7 +287,7 @@ def test_rows_that_fail_do_not_end_the_search(sleeps, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"), [({"fidelity": "fair"}, "fidelity must be one"), ({"rows": ["x+y"]}, "row")]
+    ("options", "told"), [({"fidelity": "fair"}, "fidelity must be one"), ({"rows": ["x+y"]}, "configuration")]
 )
 def test_what_cannot_be_planned_is_told_before_anything_is_started(options, told):
     with pytest.raises(ValueError, match=told):

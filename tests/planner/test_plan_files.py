@@ -83,7 +83,7 @@ def test_a_wrong_file_is_told_what_is_wrong(text, told, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ValueError, match=told) as raised:
         Plan.read(tmp_path / "mine.toml")
-    assert "mine.toml" in str(raised.value) or "row '" in str(raised.value)
+    assert "mine.toml" in str(raised.value) or "configuration '" in str(raised.value)
 
 
 def test_no_file_is_told_by_name(tmp_path):

@@ -490,7 +490,7 @@ def test_what_if_is_read():
         (["--nodes", "2"], "over --link, such as --nodes 2 --link 1gbit"),
         (["--link", "1gbit"], "--link 1gbit is between --nodes"),
         (["-H", "a,b", "--nodes", "2", "--link", "1gbit"], "with -H use --what-if nodes=2"),
-        (["-H", "a:2,b"], "leave out what follows the colon after a"),
+        (["-H", "a:2,b"], "leave out the number after the colon of a"),
     ],
 )
 def test_what_cannot_be_imagined_is_told_before_anything_is_measured(words, told, monkeypatch, capsys):

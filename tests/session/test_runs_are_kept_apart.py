@@ -113,7 +113,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"run's folder .*file/run cannot be written: look at .*file, or give"):
+    with pytest.raises(ValueError, match=r"run's folder .*file/run cannot be written: check .*file, or give"):
         prepare.check_writable(tmp_path / "file" / "run")
     prepare.check_writable(tmp_path / "not" / "yet")
 

@@ -31,7 +31,7 @@ def attach(
     """
     if run is None:
         if stop:
-            raise ValueError("--stop needs to know which run; `paceline attach` lists them")
+            raise ValueError("--stop needs the id of a run; `paceline attach` lists all")
         for one in detach.everyone():
             code = "cut off" if one.code is None else f"exit code {one.code}"
             state = "runs" if one.running else "no launcher" if one.lost else code

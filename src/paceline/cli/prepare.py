@@ -215,7 +215,7 @@ def check_writable(out: Path) -> None:
     """Raises ValueError, before any measurement, if the run's folder is not writable."""
     parent = next(each for each in (out, *out.absolute().parents) if each.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"the run's folder {out} cannot be written: look at {parent}, or give another --out")
+        raise ValueError(f"the run's folder {out} cannot be written: check {parent}, or give another --out")
 
 
 def check_script(command: list[str]) -> None:

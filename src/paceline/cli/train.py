@@ -162,4 +162,4 @@ def _fresh(named: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             out.mkdir(parents=True)
             return out
-    raise ValueError(f"there are a hundred runs named {named}; give --out")
+    raise ValueError(f"there are 99 runs named {named} already; give --out")

@@ -153,7 +153,7 @@ def _compare_on(host: Host, way: Way, folder: Path, steps: int, dtype: str) -> C
     try:
         done = subprocess.run(command, text=True, errors="replace", check=False, **how)
     except subprocess.TimeoutExpired:
-        raise ValueError(f"verify: {host.name} had not compared after {LIMIT_S:.0f} s; look there") from None
+        raise ValueError(f"verify: {host.name} had not compared after {LIMIT_S:.0f} s; check that host") from None
     if done.returncode:
         last = (done.stderr.strip() or "it printed nothing").splitlines()[-1]
         raise ValueError(f"verify: {host.name} could not compare (exit code {done.returncode}): {last}")

@@ -282,8 +282,8 @@ def compare(one: Path, other: Path, dtype: str) -> Comparison:
     join, *more = finished(one)
     if more:
         raise ValueError(
-            f"verify: {', '.join([join, *more])} all took their steps, since the script went on after the SystemExit "
-            f"that ends it; let that through: catch Exception, and neither BaseException nor SystemExit"
+            f"verify: {', '.join([join, *more])} all took their steps, since the script continued after the SystemExit "
+            f"that ends it; let it pass: catch Exception, and neither BaseException nor SystemExit"
         )
     if finished(other) != [join]:
         raise ValueError(
