@@ -72,7 +72,7 @@ def test_it_is_followed_to_its_end_and_exit_code(paceline, script, tmp_path):
     follower = paceline("attach", name[:8])
     assert follower.stdout.readline() == "first ['--detach']\n"
     follower.send_signal(signal.SIGINT)
-    assert "goes on" in finish(follower, code=130)[1]
+    assert "continues" in finish(follower, code=130)[1]
     assert Detached(folder).running
     (tmp_path / "go").touch()
     for _ in range(2):  # as it ends, and long after
