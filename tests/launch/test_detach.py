@@ -97,7 +97,7 @@ def test_one_that_was_killed_is_told(paceline, script, tmp_path):
 def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
     output, errors = finish(paceline("run", "--detach", "--plan", "none.toml", script), code=2)
     assert "there is no plan file 'none.toml'" in output
-    assert "goes on" not in errors
+    assert "continues" not in errors
     _, errors = finish(paceline("attach", "x"), code=2)
     assert errors.startswith("paceline: there is no detached run 'x'; accepted: ")
     assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs the id of a run")
