@@ -119,7 +119,7 @@ def join(
     inside, how = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
     job = job_of(inside, optimizer, loss, size, clip, seed, *how, shares=dealt)
     # of a comparison: a rank that a process alone is told
-    world = LaunchEnvironment() if equivalence.asked().get("told") else LaunchEnvironment.of_environment()
+    world = LaunchEnvironment() if equivalence.requested().get("told") else LaunchEnvironment.of_environment()
     return _train(asked, job, world, model)
 
 

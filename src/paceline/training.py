@@ -165,9 +165,9 @@ class Training:
 
             found.append(ProfileJob(run, self.stopwatch, form))
         if self.witness:
-            from paceline.planner.diagnose.notes import Comparison  # likewise
+            from paceline.planner.diagnose.notes import EquivalenceObserver  # likewise
 
-            found.append(Comparison(run, self.witness))
+            found.append(EquivalenceObserver(run, self.witness))
         return found
 
     def _report(self) -> None:

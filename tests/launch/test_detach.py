@@ -56,7 +56,7 @@ def wait_for(text, path):
 
 def begun(paceline, script, tmp_path, *more):
     output, errors = finish(paceline("run", "--detach", "--plan", "sequential", script, *more))
-    (name,) = re.findall(r"^(\S+) goes on; paceline attach \1 follows it, --stop ends it$", errors, re.MULTILINE)
+    (name,) = re.findall(r"^(\S+) continues; paceline attach \1 follows it, --stop ends it$", errors, re.MULTILINE)
     folder = tmp_path / "paceline" / "detached" / name
     wait_for("first", folder / "output")
     return name, folder, output
@@ -72,7 +72,7 @@ def test_it_is_followed_to_its_end_and_exit_code(paceline, script, tmp_path):
     follower = paceline("attach", name[:8])
     assert follower.stdout.readline() == "first ['--detach']\n"
     follower.send_signal(signal.SIGINT)
-    assert "goes on" in finish(follower, code=130)[1]
+    assert "continues" in finish(follower, code=130)[1]
     assert Detached(folder).running
     (tmp_path / "go").touch()
     for _ in range(2):  # as it ends, and long after
@@ -97,10 +97,10 @@ def test_one_that_was_killed_is_told(paceline, script, tmp_path):
 def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
     output, errors = finish(paceline("run", "--detach", "--plan", "none.toml", script), code=2)
     assert "there is no plan file 'none.toml'" in output
-    assert "goes on" not in errors
+    assert "continues" not in errors
     _, errors = finish(paceline("attach", "x"), code=2)
     assert errors.startswith("paceline: there is no detached run 'x'; accepted: ")
-    assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs to know which run")
+    assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs the id of a run")
 
 
 def test_the_process_that_waits_for_the_launcher_ends_also_where_it_cannot_note_the_exit_code(tmp_path):

@@ -136,14 +136,14 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
     }
     head, *lines = said.splitlines()
-    assert head == "in the way of a run:"
+    assert head == "problems that prevent a run:"
     for line, (name, why) in zip(lines, wanted.items(), strict=False):
         assert re.match(rf"- {name}: {why}", line), line
     for name in ("one", "two"):
         assert re.search(rf"^{name}: Python 3.*, paceline .*, torch .* cores.*, clock [+-]\d+\.\d ms ± ", said, re.M)
         other = "two" if name == "one" else "one"
         assert re.search(rf"^{name} -> {other}: \d+\.\d+ ms, \d+\.\d [MG]bit/s$", said, re.M)
-    assert said.splitlines()[-1] == "9 things stand in the way of a run"
+    assert said.splitlines()[-1] == "9 problems prevent a run"
 
 
 @pytest.mark.dear
@@ -154,7 +154,7 @@ def test_a_port_that_is_taken_is_told(sshd):
         said = doctor("-H", "one,two", "--ssh", sshd.ssh, "--port", str(port), code=1)
     assert f"- one: port {port} is taken at 127.0.0.1 (`ss -ltnp` names by whom); end that, or meet at another" in said
     assert "- two:" not in said.partition("makes it slow")[0]
-    assert said.splitlines()[-1] == "one thing stands in the way of a run"
+    assert said.splitlines()[-1] == "one problem prevents a run"
 
 
 @needs_sshd
@@ -301,7 +301,7 @@ def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines)
     said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--address", "node0", code=1)
     line = "- node0: 'node0' is 127.0.1.1 there, where no other machine comes: a name that resolves to loopback; give"
     assert line in said
-    assert said.splitlines()[-1] == "one thing stands in the way of a run"
+    assert said.splitlines()[-1] == "one problem prevents a run"
 
 
 @pytest.mark.dear
@@ -324,7 +324,7 @@ def test_a_one_way_firewall_is_told_by_name_and_direction(two_machines):
             r"node1: a one-way firewall; let TCP ports \d+ to \d+ and MASTER_PORT in from 10\.77\.0\.2: "
         )
         assert re.search(line, said, re.M), said
-        assert said.splitlines()[-1] == "one thing stands in the way of a run"
+        assert said.splitlines()[-1] == "one problem prevents a run"
 
 
 @pytest.mark.dear

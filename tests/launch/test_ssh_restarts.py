@@ -145,7 +145,7 @@ def detached(sshd, tmp_path):
         path = tmp_path / "script.py"
         path.write_text(HEAD + FAIL_POWER + script)
         _, errors = call("run", "-H", "one,two,three", *words, "--detach", "--plan", "sequential", path, tmp_path)
-        (name,) = re.findall(r"^(\S+) goes on; ", errors, re.MULTILINE)
+        (name,) = re.findall(r"^(\S+) continues; ", errors, re.MULTILINE)
         until(tmp_path, "joined-0-1", "joined-1-1", "joined-2-1")
         folder = tmp_path / "state" / "paceline" / "detached" / name
         os.kill(int((folder / "pid").read_text()), signal.SIGKILL)

@@ -188,7 +188,7 @@ def test_a_detached_run_on_hosts_goes_on_without_its_launcher_and_is_followed(ss
     path = script("while not (FOLDER / 'go').exists():\n    time.sleep(0.02)\nprint('done', NODE, flush=True)")
     where = {"XDG_STATE_HOME": str(tmp_path)}
     _, errors = finish(begin(sshd, "--detach", path, own_session=True, **where))
-    (name,) = re.findall(r"^(\S+) goes on; ", errors, re.MULTILINE)
+    (name,) = re.findall(r"^(\S+) continues; ", errors, re.MULTILINE)
     try:
         follower = launching.begin("attach", name, **where)
         pids = wait_for_pids(tmp_path, 2, follower)

@@ -370,7 +370,7 @@ def test_where_a_launcher_has_started_several_none_of_them_starts_a_run_of_its_o
 @pytest.mark.parametrize("option", ["--batch-size=4", "--model=alexnet", "--data=photos"])
 def test_options_of_train_before_a_script_are_not_taken_for_the_scripts(option, script):
     done = CliRunner().invoke(cli.app, ["plan", option, str(script)])
-    assert re.match(rf"{option.partition('=')[0]} before the script is of `paceline train`", str(done.exception))
+    assert re.match(rf"{option.partition('=')[0]} before the script belongs to `paceline train`", str(done.exception))
 
 
 def test_a_plan_that_cannot_be_written_is_not_measured_first(script, tmp_path, monkeypatch):

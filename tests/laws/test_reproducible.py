@@ -16,7 +16,7 @@ from paceline.data.sampler import Assignment
 from paceline.engine.reproducible import Engine
 from paceline.exchange.flow.tree_sums import add_up, spans
 from paceline.link.memory import world
-from paceline.planner.choose import insisted
+from paceline.planner.choose import choose_requested
 from paceline.planner.plan_file import Row
 from paceline.registry import parse
 
@@ -197,9 +197,9 @@ def test_the_plan_says_what_it_costs_and_chooses_it():
         Row("reproducible:8", measured_s=0.15),
         Row("sequential", measured_s=0.2),
     ]
-    chosen, reason, told = insisted(measured, "threads:2", "reproducible:8")
+    chosen, reason, told = choose_requested(measured, "threads:2", "reproducible:8")
     assert chosen == "reproducible:8"
-    assert reason.startswith("reproducible, as asked for: 50% slower than threads:2; between N nodes")
+    assert reason.startswith("reproducible, as requested: 50% slower than threads:2; between N nodes")
     assert [row.reason for row in told] == ["faster, and not reproducible", "chosen", ""]
 
 
@@ -231,5 +231,5 @@ def test_the_commands_say_what_it_costs_and_train_so(tmp_path):
 
     told = json.loads(paceline("plan", "--reproducible", "--budget", "6", "--json"))
     assert told["chosen"] == "reproducible:8"
-    assert "reproducible, as asked for: 50% slower than " in told["reason"]
+    assert "reproducible, as requested: 50% slower than " in told["reason"]
     assert paceline("run", "--reproducible") == "row reproducible:8\n"

@@ -210,7 +210,18 @@ def test_a_planted_long_function_is_caught():
 # what parameters are called that are objects of ours
 OURS = {
     *("pace", "run", "engine", "exchange", "link", "codec", "job", "record", "world", "assignment", "late", "control"),
-    *("join_desk", "witness", "stopwatch", "news", "outcome", "vote", "gradient", "bucket", "observer", "admission"),
+    *(
+        "join_desk",
+        "equivalence",
+        "stopwatch",
+        "news",
+        "outcome",
+        "vote",
+        "gradient",
+        "bucket",
+        "observer",
+        "admission",
+    ),
     *("update", "tally", "detector", "members", "view", "relay", "local_group"),
     *("membership", "saver", "joiner", "activity", "limits", "balance", "cursor"),
 }

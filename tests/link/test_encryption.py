@@ -19,7 +19,7 @@ from test_meeting_strangers import Tap
 
 import launching
 from paceline import session
-from paceline.cli.prepare import hide
+from paceline.cli.prepare import require_encryption
 from paceline.environment import LaunchEnvironment
 from paceline.errors import LinkError
 from paceline.launch.local import free_port
@@ -330,7 +330,7 @@ def test_without_the_library_that_is_said_before_anything_starts(no_secret, monk
     monkeypatch.setattr(tls_mesh, "NEEDS", "no_such_library")
     monkeypatch.delenv("PACELINE_ENCRYPT", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'paceline\[encrypt\]' on every node"):
-        hide(True)
+        require_encryption(True)
     assert "PACELINE_ENCRYPT" not in os.environ
 
 

@@ -30,10 +30,10 @@ from paceline.planner import cluster_model
 from paceline.planner.cluster import sums_by
 from paceline.planner.cluster_model import VOTE_BYTES, NetworkModel, predict
 from paceline.planner.measure import network as measuring
-from paceline.planner.measure.network import Pair, Wires, measure, slope, turns
+from paceline.planner.measure.network import NetworkMeasurement, Pair, measure, pair_rounds, slope
 from paceline.planner.plan_file import Between, Plan
 from paceline.planner.plan_tables import pair_table
-from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
+from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
 from paceline_bench.cluster.namespaces import bits_per_s
 from waiting import VirtualTime
 
@@ -137,7 +137,7 @@ def test_after_a_pause_of_computing_the_first_bytes_wait_for_their_acknowledgeme
         at_once_s = 2 * 0.02 + 4e6 / 25e6 + 0.02 + VOTE_BYTES / 25e6
         assert seen.exposed_s == pytest.approx(at_once_s + waits_s)
         assert seen.wire_s == pytest.approx(seen.exposed_s)
-    assert wire.beginning_s(14_480) == NetworkModel(1e-5, 25e6).beginning_s(4e6) == FAST.beginning_s(4e6) == 0.0
+    assert wire.slow_start_s(14_480) == NetworkModel(1e-5, 25e6).slow_start_s(4e6) == FAST.slow_start_s(4e6) == 0.0
 
 
 def test_it_is_said_of_every_fully_connected_layer_how_it_travels_and_why():
@@ -266,14 +266,18 @@ BIG = LayerTiming("head", 1_000_000, 2_000, 8.0, dense_s=0.1, factors_s=0.05, pr
 @pytest.mark.parametrize(
     ("ways", "sent_bytes", "form"),
     [
-        (Ways(), 3 * 8 * 2000 * 4, FACTORS),
-        (Ways(factor_bytes=2), 3 * 8 * 2000 * 2, FACTORS),  # computed in 16 bits everywhere
-        (Ways(factors=False), 2 * 3 / 4 * 4e6, DENSE),
-        (Ways(factors=False, dense_bytes=2), 2 * 3 / 4 * 2e6, DENSE),  # codec half
-        (Ways(factors=False, dense_bytes=0.08, gathers=True), 3 * 0.08e6, DENSE),  # feedback/topk
-        (Ways(dense_bytes=0.01, gathers=True, loses=True), 3 * 8 * 2000 * 4, FACTORS),  # topk, of fewer bytes yet
-        (Ways(factors=False, gathers=True), 3 * 4e6, DENSE),  # exchange tree
-        (Ways(factors=False, every=8), 2 * 3 / 4 * 4e6 / 8, DENSE),  # periodic:8
+        (ExchangeTraffic(), 3 * 8 * 2000 * 4, FACTORS),
+        (ExchangeTraffic(factor_bytes=2), 3 * 8 * 2000 * 2, FACTORS),  # computed in 16 bits everywhere
+        (ExchangeTraffic(factors=False), 2 * 3 / 4 * 4e6, DENSE),
+        (ExchangeTraffic(factors=False, dense_bytes=2), 2 * 3 / 4 * 2e6, DENSE),  # codec half
+        (ExchangeTraffic(factors=False, dense_bytes=0.08, gathers=True), 3 * 0.08e6, DENSE),  # feedback/topk
+        (
+            ExchangeTraffic(dense_bytes=0.01, gathers=True, loses=True),
+            3 * 8 * 2000 * 4,
+            FACTORS,
+        ),  # topk, of fewer bytes yet
+        (ExchangeTraffic(factors=False, gathers=True), 3 * 4e6, DENSE),  # exchange tree
+        (ExchangeTraffic(factors=False, every=8), 2 * 3 / 4 * 4e6 / 8, DENSE),  # periodic:8
     ],
 )
 def test_what_is_sent_is_what_the_exchange_and_its_codec_send(ways, sent_bytes, form):
@@ -289,15 +293,15 @@ def test_what_is_sent_is_what_the_exchange_and_its_codec_send(ways, sent_bytes, 
 
 
 def test_what_comes_during_the_next_forward_pass_is_not_waited_for():
-    wire, late = NetworkModel(0.0, 1e7), Ways(factors=False, forward=True)
-    exposed = [predict([line(BIG, ways=ways)] * 2, wire).exposed_s for ways in (Ways(factors=False), late)]
+    wire, late = NetworkModel(0.0, 1e7), ExchangeTraffic(factors=False, forward=True)
+    exposed = [predict([line(BIG, ways=ways)] * 2, wire).exposed_s for ways in (ExchangeTraffic(factors=False), late)]
     assert exposed[0] == pytest.approx(0.4, rel=0.01)
     assert exposed[1] == pytest.approx(VOTE_BYTES / 1e7), "forward takes a second"
 
 
 def test_what_batch_norm_adds_up_over_all_nodes_is_waited_for():
     """Story: batch_norm="sync" was in no prediction."""
-    wire, plain = NetworkModel(1e-3, 1e6), Ways(factors=False)
+    wire, plain = NetworkModel(1e-3, 1e6), ExchangeTraffic(factors=False)
     synced = replace(plain, norm_sums=8, norm_numel=1000)
     for nodes in (2, 4):
         before, seen = (predict([line(BIG, ways=ways)] * nodes, wire) for ways in (plain, synced))
@@ -364,12 +368,12 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
         nodes = [cluster.start(n, command, {"PYTHONPATH": path}, cwd=tmp_path) for n in range(2)]
         assert [node.wait(100) for node in nodes] == [0, 0]
     said = json.loads((tmp_path / "said.json").read_text())
-    wires = Wires.of(said["wires"])
+    wires = NetworkMeasurement.of(said["wires"])
     cable, delay_s = bits_per_s(rate) / 8, delay_ms / 1e3
     # a slope between medians of few is off by so much where others use the machine
     assert 0.3 * cable < wires.pairs[0].bytes_per_s < 1.3 * cable, "measured through the cable's limit"
     assert delay_s < wires.pairs[0].latency_s < delay_s + 0.05
-    seen = predict([mine, mine], wires.among([0, 1]), said["forms"])
+    seen = predict([mine, mine], wires.model_for([0, 1]), said["forms"])
     assert seen.sent_bytes == pytest.approx(said["sent_bytes"], rel=0.02)
     assert said["forms"][1] == FACTORS
     assert seen.exposed_s > 0
@@ -380,7 +384,7 @@ def test_a_replayed_line_takes_what_was_predicted_over_a_real_wire(rate, delay_m
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_all_pairs_of_ranks_are_measured_in_rounds_in_which_nobody_is_twice(size):
-    rounds = list(turns(size))
+    rounds = list(pair_rounds(size))
     for pairs in rounds:
         busy = [rank for pair in pairs for rank in pair]
         assert len(busy) == len(set(busy))
@@ -394,8 +398,8 @@ def test_every_rank_is_told_the_same_of_the_wire(size):
     assert all(one == found[0] for one in found)
     assert len(found[0].pairs) == size * (size - 1) // 2
     assert all(pair.latency_s > 0 and pair.bytes_per_s > 0 for pair in found[0].pairs)
-    assert Wires.of(json.loads(json.dumps(found[0].to_dict()))) == found[0]
-    alone = found[0].among([0])
+    assert NetworkMeasurement.of(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    alone = found[0].model_for([0])
     assert (alone.latency_s, alone.bytes_per_s) == (0.0, float("inf"))
 
 
@@ -440,7 +444,7 @@ class Far(Slowed):
 def test_bytes_are_measured_where_they_show_beside_the_latency(clock):
     """Story: sums of 4 and 16 KiB over 20 ms were told apart by noise alone, and steps of 2 s predicted to take 38."""
     hub = memory.Hub(2)
-    wire = ranks.run(2, measure, [Far(hub, rank, clock) for rank in range(2)])[0].among([0, 1])
+    wire = ranks.run(2, measure, [Far(hub, rank, clock) for rank in range(2)])[0].model_for([0, 1])
     assert 0.018 < wire.latency_s < 0.03
     assert 1.2e7 < wire.bytes_per_s < 4e7
     assert wire.adding_s < 0.5 / 2.5e7
@@ -493,7 +497,7 @@ def test_where_no_bytes_show_the_rate_has_a_bound_and_the_largest_sums_are_made(
     hub = memory.Hub(2)
     wires = ranks.run(2, measure, [Endless(hub, rank) for rank in range(2)])[0]
     assert Endless.largest == measuring.LARGEST
-    assert wires.pairs[0].bytes_per_s <= measuring.LARGEST / (measuring.UNSEEN * 0.02)
+    assert wires.pairs[0].bytes_per_s <= measuring.LARGEST / (measuring.MIN_TRANSFER * 0.02)
     assert [size for size, _ in wires.sums][-3:] == [2 << 20, 4 << 20, 8 << 20]
     assert wires.cpu_s > 0
 
@@ -517,7 +521,7 @@ def test_one_slow_pair_of_three_is_known_by_the_names_of_its_hosts(tmp_path):
     assert far.latency_s >= 0.003 / 2
     assert far.bytes_per_s <= 1.1 * 2e7
     assert min(near.bytes_per_s, other.bytes_per_s) > 2 * far.bytes_per_s
-    assert wires.among([0, 1, 2]).bytes_per_s == far.bytes_per_s
+    assert wires.model_for([0, 1, 2]).bytes_per_s == far.bytes_per_s
     plan = Plan("sequential", pairs=pairs)
     plan.write(tmp_path / "plan.toml")
     assert Plan.read(tmp_path / "plan.toml") == Plan.of(json.loads(plan.to_json())) == plan
@@ -566,11 +570,11 @@ def test_what_adding_costs_is_what_a_sum_takes_beyond_its_own_way():
     for name in ("", "ring", "halving", "binomial"):
         sums = sums_by(name)
         took = [(1 << k, sums(4, (1 << k) // 4, 4).in_sequence * 1.5e-8) for k in range(18, 24)]
-        assert Wires(4, pairs, tuple(took)).among(range(4), sums).adding_s == pytest.approx(5e-9), name
+        assert NetworkMeasurement(4, pairs, tuple(took)).model_for(range(4), sums).adding_s == pytest.approx(5e-9), name
 
 
 def test_a_team_has_to_do_with_its_slowest_line():
     pairs = Pair(0, 1, 1e-4, 1e8), Pair(0, 2, 5e-3, 1e9), Pair(1, 2, 1e-4, 1e6)
-    wires = Wires(3, pairs)
-    assert wires.among([0, 1]) == NetworkModel(1e-4, 1e8)
-    assert wires.among([0, 1, 2]) == NetworkModel(5e-3, 1e6)
+    wires = NetworkMeasurement(3, pairs)
+    assert wires.model_for([0, 1]) == NetworkModel(1e-4, 1e8)
+    assert wires.model_for([0, 1, 2]) == NetworkModel(5e-3, 1e6)

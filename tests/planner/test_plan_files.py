@@ -61,17 +61,17 @@ def test_json_has_the_documented_keys():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "lacks 'chosen', the row to train with, as in: chosen = \"threads:2\""),
+        ("", "lacks 'chosen', the configuration to use, as in: chosen = \"threads:2\""),
         ("chosen = [", "is not TOML: .*paceline plan --out FILE"),
         ("chosen = 2", "'chosen' must be a string, got 2"),
-        ('chosen = "threads:2"\nversion = 7', "has version 7, this paceline reads 1; make the plan anew"),
+        ('chosen = "threads:2"\nversion = 7', "has version 7, this paceline reads 1; make a new plan"),
         ('chosen = "threads:2"\nbatchsize = 7', "unknown key 'batchsize' .did you mean 'batch_size'"),
         (
             'chosen = "threads:2"\nzzz = 1\nbatch_size = true',
             "unknown key 'zzz' .known: chosen, .*'batch_size' must be a whole",
         ),
-        ('chosen = "threads:2+fast"', "words: bf16, fp16, channels_last, fused, compile; unknown: fast"),
-        ('chosen = "threads:x"', "row 'threads:x' is not of the form"),
+        ('chosen = "threads:2+fast"', "options: bf16, fp16, channels_last, fused, compile; unknown: fast"),
+        ('chosen = "threads:x"', "configuration 'threads:x' is not of the form"),
         ('chosen = "a"\n[[rows]]\nmeasured_s = "1"', r"rows\[0\]: 'measured_s' must be a number, got '1'"),
         ('chosen = "a"\n[[rows]]\nmeasured_s = 1', r"rows\[0\] lacks 'engine'"),
         ('chosen = "a"\n[rows]\nx = 1', "'rows' must be an array of tables"),
@@ -83,7 +83,7 @@ def test_a_wrong_file_is_told_what_is_wrong(text, told, tmp_path):
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ValueError, match=told) as raised:
         Plan.read(tmp_path / "mine.toml")
-    assert "mine.toml" in str(raised.value) or "row '" in str(raised.value)
+    assert "mine.toml" in str(raised.value) or "configuration '" in str(raised.value)
 
 
 def test_no_file_is_told_by_name(tmp_path):

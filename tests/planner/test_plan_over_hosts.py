@@ -20,9 +20,9 @@ from paceline.job import Job
 from paceline.launch.hosts import Host, Way, parse
 from paceline.planner import plan_cache
 from paceline.planner.cluster import START_LIMIT_S, imagine, make_over
-from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, shared_out
+from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, assign_samples
 from paceline.planner.measure import node_agent
-from paceline.planner.measure.network import Pair, Wires
+from paceline.planner.measure.network import NetworkMeasurement, Pair
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import Between, Plan, Row
 from paceline.planner.planner import MIN_BUDGET_S
@@ -141,7 +141,7 @@ def test_a_kept_plan_counts_where_it_is_of_what_the_script_trains_now(monkeypatc
 
     monkeypatch.setattr(node_agent.planning, "cached", lambda *_: (Plan("sequential", fingerprint="known"), ""))
     monkeypatch.setattr(node_agent.planning, "make", lambda *_, **__: Plan("threads:2", fingerprint=mark))
-    monkeypatch.setattr(node_agent.profile, "lines", lines)
+    monkeypatch.setattr(node_agent.profile, "record_step_models", lines)
     assert node_agent.measure_node(["x.py"])["plan"]["chosen"] == chosen
     assert recorded == list(dict.fromkeys(["sequential", chosen]))
 
@@ -149,7 +149,7 @@ def test_a_kept_plan_counts_where_it_is_of_what_the_script_trains_now(monkeypatc
 class Told:
     """Hosts a, b and c as they would answer; b is slower, and far from a."""
 
-    WIRES = Wires(3, (Pair(0, 1, 5e-3, 1e7), Pair(0, 2, 1e-4, 1e9), Pair(1, 2, 1e-4, 1e9)))
+    WIRES = NetworkMeasurement(3, (Pair(0, 1, 5e-3, 1e7), Pair(0, 2, 1e-4, 1e9), Pair(1, 2, 1e-4, 1e9)))
 
     def __init__(self, collective=""):
         self.wires, self.tried = dataclasses.replace(self.WIRES, collective=collective), []
@@ -189,7 +189,7 @@ def test_of_three_hosts_two_and_all_are_tried_with_the_batch_shared_and_with_mor
     ]
     assert [(team.hosts, team.measured_s) for team in plan.teams[1:]] == [("a,c", 0.05), ("a,c,b", 0.05)] * 2
     assert plan.pairs == (Between("a", "b", 5e-3, 1e7), Between("a", "c", 1e-4, 1e9), Between("b", "c", 1e-4, 1e9))
-    assert plan_cache.over(list("abc"), command, "exact").pairs == plan.pairs
+    assert plan_cache.cached_over(list("abc"), command, "exact").pairs == plan.pairs
     assert json.loads(plan.to_json())["pairs"][0] == {
         "one": "a",
         "other": "b",
@@ -261,8 +261,8 @@ def plain(name, chosen="threads:2", step_s=0.1, **more):
 
 def test_equal_machines_get_equal_shares_and_others_shares_by_their_speed():
     rows = ("threads:2", "threads:2")
-    assert shared_out(33, [plain("a"), plain("b", step_s=0.105)], rows) == (17, 16)
-    assert shared_out(32, [plain("a"), plain("b", step_s=0.3)], rows) == (26, 6)
+    assert assign_samples(33, [plain("a"), plain("b", step_s=0.105)], rows) == (17, 16)
+    assert assign_samples(32, [plain("a"), plain("b", step_s=0.3)], rows) == (26, 6)
 
 
 def test_several_machines_are_held_against_the_best_way_of_the_best_one(tmp_path, monkeypatch):
@@ -270,7 +270,7 @@ def test_several_machines_are_held_against_the_best_way_of_the_best_one(tmp_path
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     slow = plain("a", "processes:2", 0.30, **{"threads:2": 0.5})
     fast = plain("b", "processes:4+channels_last", 0.15, **{"threads:4": 0.25})
-    survey = Survey([slow, fast], lambda count: UNMEASURED.with_line(1e10), real=True)
+    survey = Survey([slow, fast], lambda count: UNMEASURED.with_link(1e10), real=True)
     assert (survey.alone.engines, survey.alone.measured_s) == (fast.plan.chosen, 0.15)
     one = survey.team(2, "shared")
     assert one.rows == (fast.plan.chosen, slow.plan.chosen)
@@ -280,20 +280,20 @@ def test_several_machines_are_held_against_the_best_way_of_the_best_one(tmp_path
 
 def test_a_speed_is_that_of_the_rows_that_there_were():
     """600 samples are no batch of 1024, nor are those of the script's own batches of 64."""
-    survey = Survey([plain(name) for name in "abcd"], lambda count: UNMEASURED.with_line(1e10), real=True)
+    survey = Survey([plain(name) for name in "abcd"], lambda count: UNMEASURED.with_link(1e10), real=True)
     one = survey.team(4, "each")
     assert one.team.batch_size == 128
     team = survey.with_trial(dataclasses.replace(one, trial=Trial("x", 0.1, per_s=1000.0)))
     assert (team.per_s, team.measured_speedup) == (1000.0, 1000.0 / 320)
     assert team.efficiency == pytest.approx(1000.0 / (4 * 320))
-    assert team.reason == "its steps had 100 rows, as the data gives them"
+    assert team.reason == "its steps had 100 samples, as the data set provides"
 
 
 def test_a_dataset_smaller_than_the_batch_is_no_faster_alone_than_shared():
     """Story: the seconds of 100 rows were taken for those of 256, and a second machine never paid."""
     some = plain("a")
     small = [dataclasses.replace(some, name=name, batch_size=256) for name in "ab"]
-    survey = Survey(small, lambda count: UNMEASURED.with_line(1e10), real=True)
+    survey = Survey(small, lambda count: UNMEASURED.with_link(1e10), real=True)
     assert (survey.measured_per_s, survey.alone_per_s) == (320.0, [pytest.approx(320.0)] * 2)
     team = survey.team(2, "shared").team
     assert team.batch_size == 32
@@ -400,7 +400,7 @@ THREE = Team(3, "a,b,c", "shared", 64, predicted_speedup=2.8, measured_speedup=2
         (
             [Team(2, "a,b", "each", 2, predicted_speedup=1.9)],
             1,
-            "stay on one machine: a global batch of 1 has no row for each of 2",
+            "stay on one machine: a global batch of 1 has fewer samples than 2 nodes",
         ),
     ],
 )
@@ -422,23 +422,25 @@ def test_a_kept_plan_is_found_by_hosts_and_by_what_makes_a_step(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = Plan("threads:2", versions=plan_cache.versions(), teams=(ONE, TWO))
     train = ["-m", "paceline.train.run"]
-    plan_cache.keep_over(plan, ["a", "b"], [*train, '{"model": "alexnet"}'])
-    assert plan_cache.over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}'], "exact") == plan
-    assert plan_cache.over(["a"], [*train, '{"model": "alexnet"}'], "exact") is None
-    assert plan_cache.over(["a"], train, "exact") is None
-    assert plan_cache.over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
+    plan_cache.store_over(plan, ["a", "b"], [*train, '{"model": "alexnet"}'])
+    assert plan_cache.cached_over(["b", "a"], [*train, '{"model": "alexnet", "epochs": 5, "lr": 0.1}'], "exact") == plan
+    assert plan_cache.cached_over(["a"], [*train, '{"model": "alexnet"}'], "exact") is None
+    assert plan_cache.cached_over(["a"], train, "exact") is None
+    assert plan_cache.cached_over(["a", "b"], [*train, '{"model": "alexnet", "batch_size": 4}'], "exact") is None
     for other in ({"clip": 1.0}, {"momentum": 0.9}):
-        assert plan_cache.over(["a", "b"], [*train, json.dumps({"model": "alexnet", **other})], "exact") is None, other
+        assert (
+            plan_cache.cached_over(["a", "b"], [*train, json.dumps({"model": "alexnet", **other})], "exact") is None
+        ), other
     for name, value in (
         *(("PACELINE_LINK", "tls"), ("PACELINE_ENCRYPT", "1")),
         *(("PACELINE_COLLECTIVE", "ring"), ("PACELINE_OVERLAP", "forward")),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert plan_cache.over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") is None, name
-    assert plan_cache.over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") == plan
-    plan_cache.keep_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
-    assert plan_cache.over(["a"], ["x.py"], "exact") is None, "made by other versions"
+            assert plan_cache.cached_over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") is None, name
+    assert plan_cache.cached_over(["a", "b"], [*train, '{"model": "alexnet"}'], "exact") == plan
+    plan_cache.store_over(Plan("threads:2", versions={"torch": "1"}), ["a"], ["x.py"])
+    assert plan_cache.cached_over(["a"], ["x.py"], "exact") is None, "made by other versions"
 
 
 def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
@@ -449,7 +451,7 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
     rows = {"c": "threads:3", "a": "threads:1", "b": "threads:2"}
     plan = Plan("threads:3", "because", versions=plan_cache.versions(), num_nodes=2, hosts=rows)
     plan.write("plan.toml")
-    plan_cache.keep_over(plan, ["a", "b", "c"], ["x.py"])
+    plan_cache.store_over(plan, ["a", "b", "c"], ["x.py"])
 
     def start(hosts, asked="auto", fidelity="exact", shares=None, least=0):
         nodes, found, _ = planned(parse(hosts), asked, ["x.py"], fidelity, shares, least)
@@ -457,8 +459,8 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
 
     for asked in ("auto", "plan.toml"):
         assert start("a,b,c", asked) == {"a": "threads:1", "c": "threads:3"}
-        said = "not started: b, since the plan uses 2 of 3; --plan with a row, such as --plan threads:3, starts all\n"
-        assert capsys.readouterr().err.endswith(said)
+        said = "not started: b, since the plan uses 2 of 3; --plan with a configuration, such as --plan threads:3, "
+        assert capsys.readouterr().err.endswith(f"{said}starts all\n")
         assert start("a,b,c", asked, shares="2,1,1") == dict(sorted(rows.items())), "each was given its share"
         assert start("a,b,c", asked, least=2) == dict(sorted(rows.items())), "as many as were asked for may be lost"
     assert start("a,b,c", "threads:4") == dict.fromkeys("abc", "threads:4")
@@ -470,7 +472,7 @@ def test_a_plan_says_which_hosts_start(tmp_path, monkeypatch, capsys):
 
 def test_what_if_is_read():
     assert WhatIf.parse("nodes=8, link=2.5gbit,latency=3ms") == WhatIf(8, 2.5e9, 0.003, "2.5gbit, 3ms latency")
-    assert WhatIf.parse("latency=5ms") == WhatIf(latency_s=0.005, words="5ms latency")
+    assert WhatIf.parse("latency=5ms") == WhatIf(latency_s=0.005, description="5ms latency")
     assert (rate("100mbit"), duration("2s")) == (1e8, 2.0)
 
 
@@ -481,14 +483,14 @@ def test_what_if_is_read():
         (["--what-if", "nodes=1,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '1'"),
         (["--what-if", "nodes=1000000000,link=1gbit"], "nodes must be a whole number from 2 to 4096"),
         (["--what-if", "nodes=²,link=1gbit"], "nodes must be a whole number from 2 to 4096, got '²'"),
-        (["--nodes", "100000000", "--link", "1gbit"], "imagines machines like this one, 2 to 64"),
+        (["--nodes", "100000000", "--link", "1gbit"], "predicts 2 to 64 machines like this one"),
         (["--budget", "-1"], "--budget takes seconds above 0, got -1"),
         (["--what-if", "link=fast"], "'fast' is not a link's rate; accepted: a number above 0 and its unit"),
         (["--what-if", "nodes=2"], "without -H there is none to measure; add its rate to --what-if"),
         (["--nodes", "2"], "over --link, such as --nodes 2 --link 1gbit"),
         (["--link", "1gbit"], "--link 1gbit is between --nodes"),
         (["-H", "a,b", "--nodes", "2", "--link", "1gbit"], "with -H use --what-if nodes=2"),
-        (["-H", "a:2,b"], "leave out what follows the colon after a"),
+        (["-H", "a:2,b"], "leave out the number after the colon of a"),
     ],
 )
 def test_what_cannot_be_imagined_is_told_before_anything_is_measured(words, told, monkeypatch, capsys):
@@ -507,7 +509,7 @@ def test_a_chosen_collective_is_imagined_for_as_many_nodes_as_can_be_drawn(monke
     monkeypatch.setattr(sys, "argv", ["paceline", "plan", "--what-if", "nodes=65,link=1gbit"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "PACELINE_COLLECTIVE=ring is drawn message by message, for up to 64 nodes" in capsys.readouterr().err
+    assert "PACELINE_COLLECTIVE=ring is simulated message by message, for up to 64 nodes" in capsys.readouterr().err
 
 
 def test_what_a_host_says_wrong_is_told_in_its_words():

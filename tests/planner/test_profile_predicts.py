@@ -26,15 +26,15 @@ from paceline.job import Job
 from paceline.launch.machine import survey
 from paceline.planner import plan_cache, planner
 from paceline.planner.candidates import JobFacts, split
-from paceline.planner.cost_model import CALL_S, CROWD_S, MESSAGES, RIDE_S, STEP_S, predicted_s
+from paceline.planner.cost_model import CALL_S, MESSAGES, PROCESS_SYNC_S, STEP_S, THREAD_SYNC_S, predicted_s
 from paceline.planner.measure import profile_job as looking
 from paceline.planner.measure import profiler, update_timing
 from paceline.planner.measure.forked_copies import ForkedCopies
-from paceline.planner.measure.layers import LayerTimer, part
-from paceline.planner.measure.profile import Profile, Setting, lines, take
-from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Examination, _lines
+from paceline.planner.measure.layers import LayerTimer, first_samples
+from paceline.planner.measure.profile import Profile, Setting, record_step_models, run_profile
+from paceline.planner.measure.profiler import COPY_BYTES, PINGS, ProfiledStep, _Profiler, _record_timelines
 from paceline.planner.measure.update_timing import MAX_PASSES
-from paceline.planner.step_model import Ways
+from paceline.planner.step_model import ExchangeTraffic
 
 NAP_S = 0.005
 
@@ -132,7 +132,7 @@ def test_a_weight_whose_factors_are_absorbed_costs_no_gradient():
 def test_words_lay_images_out_and_rows_are_the_first_ones():
     images, labels, table = torch.randn(6, 3, 4, 4), torch.arange(6), torch.ones(2, 2)
     words = {"list": [*"abcdef"], "tuple": tuple("abcdef"), "size": (4, 4)}
-    few = part({"x": images, "y": (labels, table, "name"), **words}, 2, ("channels_last",))
+    few = first_samples({"x": images, "y": (labels, table, "name"), **words}, 2, ("channels_last",))
     assert few["x"].shape == (2, 3, 4, 4)
     assert few["x"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(few["x"], images[:2])
@@ -172,8 +172,8 @@ def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
     """Story: small batches were not profiled, and no plan over hosts was made of them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     job = examined(model, (torch.randn(size, 4), torch.arange(size) % 3))
-    assert [line["rows"] for line in _lines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
-    examination = _Examination(job, 2, "exact", 1e-6)
+    assert [line["rows"] for line in _record_timelines(job, (1, 4), "exact", 1e-6)["lines"]] == [size, 2]
+    examination = _Profiler(job, 2, "exact", 1e-6)
     assert examination._facts().rows == size
     examination._base(False)
 
@@ -182,14 +182,14 @@ def test_no_part_of_a_batch_is_less_than_batch_norm_needs(size):
 def test_batch_norm_over_everyone_makes_no_row_local(batch_norm):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     job = examined(model, (torch.randn(8, 4), torch.arange(8) % 3), batch_norm=batch_norm)
-    assert _Examination(job, 2, "exact", 1.0)._facts().batch_norm == (batch_norm == "local")
+    assert _Profiler(job, 2, "exact", 1.0)._facts().batch_norm == (batch_norm == "local")
 
 
 def test_a_job_says_how_it_would_travel():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.BatchNorm1d(6))
     options = {"batch_size": 8, "batch_norm": "sync", "codec": "feedback/topk"}
     with paceline.join(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, **options) as pace:
-        ways = Ways(**looking._ways(pace))
+        ways = ExchangeTraffic(**looking._exchange_traffic(pace))
     assert (ways.loses, ways.norm_sums, ways.norm_numel) == (True, 2 * 2 + 1, 4 * (8 + 6))
 
 
@@ -205,9 +205,9 @@ def test_a_batch_whose_samples_do_not_come_first_is_computed_whole(time):
     """Story: the whole step was recorded as that of a quarter of its rows."""
     batch = torch.randn(time, 16, 4), torch.arange(16) % 3
     job = examined(Mean(4, 3), batch, cuts=False)
-    first, second = _lines(job, (1, 4), "exact", 1e-6)["lines"]
+    first, second = _record_timelines(job, (1, 4), "exact", 1e-6)["lines"]
     assert (first["rows"], second["rows"]) == (16, 16)
-    examination = _Examination(job, 2, "exact", 1e-6)
+    examination = _Profiler(job, 2, "exact", 1e-6)
     facts = examination._facts()
     assert facts.activation_bytes == 2 * batch[0].nbytes, "the input of the one layer"
     settings = examination._settings(facts)
@@ -236,7 +236,7 @@ def test_factors_are_as_long_as_those_of_a_step():
     """Story: layers that see every token were timed as if they saw every sample."""
     model = nn.Sequential(nn.Linear(128, 128), nn.Flatten(), nn.Linear(2560, 32))
     job = examined(model, (torch.randn(8, 20, 128), torch.arange(8) % 3))
-    updates = _Examination(job, 2, "exact", 1.0).updates
+    updates = _Profiler(job, 2, "exact", 1.0).updates
     line = record(job.engine, model, job.batch, 1)
     linear = {spec.names[0]: rows for spec, rows in zip(line.buckets, line.factor_rows, strict=True) if spec.linear}
     assert {name: updates.rows[name] for name in linear} == linear == {"0.weight": 160, "2.weight": 8}
@@ -269,24 +269,24 @@ def copies():
 
 
 def test_copies_do_the_same_at_once_each_on_its_cores(copies):
-    (first, num_cores), (second, _) = copies.ask(2, "where")
+    (first, num_cores), (second, _) = copies.request(2, "where")
     assert len({first, second, os.getpid()}) == 3
     assert num_cores == max(1, len(os.sched_getaffinity(0)) // 2)
-    assert copies.ask(2, "add", a=1, b=2) == [3, 3]
-    assert copies.ask(1, "add", a=1, b=2) == [3]
+    assert copies.request(2, "add", a=1, b=2) == [3, 3]
+    assert copies.request(1, "add", a=1, b=2) == [3]
 
 
 def test_a_copy_that_fails_dies_or_hangs_is_told(copies):
     with pytest.raises(RuntimeError, match="KeyError: 'nothing'"):
-        copies.ask(2, "nothing")
+        copies.request(2, "nothing")
     copies.deadline = time.monotonic() + 0.3
     with pytest.raises(TimeoutError, match="did not finish 'hang' in time"):
-        copies.ask(1, "hang")
+        copies.request(1, "hang")
 
 
 def test_a_dead_copy_is_told(copies):
     with pytest.raises(RuntimeError, match="a copy of the process died"):
-        copies.ask(1, "die")
+        copies.request(1, "die")
 
 
 # Predictions, in closed form.
@@ -316,10 +316,10 @@ MADE_UP = Profile(
         ("sequential", 0.10 * 4 * 1.2 + 0.04 + 0.002),
         ("threads:2", 0.20 * 1.2 + 0.02 + 0.002),
         ("threads:2+fused", 0.20 * 1.2 + 0.01 + 0.002),
-        ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
-        ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + RIDE_S + 10 * CALL_S + 0.002),
+        ("processes:2", 0.22 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + PROCESS_SYNC_S + 0.001),
+        ("replicas:2", 0.22 * 1.2 + 0.02 + 750 / 1e6 + THREAD_SYNC_S + 10 * CALL_S + 0.002),
         ("threads:2+bf16", 0.10 * 1.2 + 0.02 + 0.002),
-        ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.001),
+        ("processes:2+bf16", 0.11 * 1.2 + 0.02 + (1000 + 750) / 1e6 + MESSAGES * 1e-4 + PROCESS_SYNC_S + 0.001),
     ],
 )
 def test_a_prediction_is_the_sum_of_the_parts(row, seconds):
@@ -332,7 +332,7 @@ def test_what_a_profile_cannot_tell_is_not_predicted(row):
 
 
 def test_copies_that_were_not_timed_are_as_fast_as_one_at_best():
-    seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + CROWD_S + 0.0005
+    seconds = 0.10 * 1.2 + 0.02 + (1000 + 1000 * 3 / 4 * 1.5) / 1e6 + MESSAGES * 1e-4 + PROCESS_SYNC_S + 0.0005
     assert predicted_s("processes:4", MADE_UP, 4) == pytest.approx(seconds + STEP_S)
 
 
@@ -416,7 +416,7 @@ def test_a_command_is_profiled_without_taking_a_step(tmp_path):
     """A busy machine leaves no setting out: the budget's clock stands still. Nothing is held against seconds."""
     (tmp_path / "job.py").write_text(UNSPENT + JOB)
     machine, start = survey(), time.monotonic()
-    profile, _ = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
+    profile, _ = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 2.0, machine)
     whole_s = time.monotonic() - start
     assert not (tmp_path / "log").exists()
     assert profile.facts.rows == 64
@@ -459,7 +459,7 @@ def test_settings_are_timed_until_the_budget_is_spent(monkeypatch):
         )
         monkeypatch.setattr(profiler, "time", clock)
         job = examined(Mean(4, 3), (torch.randn(5, 16, 4), torch.arange(16) % 3), cuts=False)
-        return set(_Examination(job, 2, "exact", 0.1).profile(0.0).layers_s)
+        return set(_Profiler(job, 2, "exact", 0.1).profile(0.0).layers_s)
 
     one, two = {"1/16/1//1", "1/16/1/bf16/1"}, {"2/16/1//1", "2/16/1/bf16/1"}
     assert timed(0.0) == one | two
@@ -488,7 +488,7 @@ def test_a_part_is_timed_as_often_as_its_second_allows(monkeypatch, once_s, coun
 def test_a_command_that_fails_is_told(tmp_path, text, told):
     (tmp_path / "job.py").write_text(text)
     with pytest.raises(ValueError, match=f"no candidate could be run: {told}"):
-        take([str(tmp_path / "job.py")], "exact", 1.0, survey())
+        run_profile([str(tmp_path / "job.py")], "exact", 1.0, survey())
 
 
 @pytest.mark.dear
@@ -497,7 +497,7 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
     job = JOB.replace("nn.Linear(256, 512), nn.ReLU()", "Few(256, 512), nn.ReLU()")
     job = job.replace("batch_size=64", "batch_size=64, accumulate=5").replace("torch.manual_seed(0)", FEW)
     (tmp_path / "job.py").write_text(job)
-    profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    profile, why = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
     assert profile, why
     assert (profile.facts.rows, profile.facts.parts, profile.facts.part_rows) == (64, 5, 13)
     assert max(int(setting.split("/")[1]) for setting in profile.layers_s) == 13
@@ -507,15 +507,15 @@ def test_no_more_rows_are_profiled_at_once_than_a_step_computes(tmp_path):
 @pytest.mark.parametrize(
     ("words", "ways"),
     [
-        ('codec="half", overlap="forward"', Ways(True, 2.0, 4, forward=True)),
-        ('exchange="local_sgd:4", precision="bf16"', Ways(False, 0.0, 2, every=4)),
-        ('exchange="ordered"', Ways(False, 4.0, 4, gathers=True)),
+        ('codec="half", overlap="forward"', ExchangeTraffic(True, 2.0, 4, forward=True)),
+        ('exchange="local_sgd:4", precision="bf16"', ExchangeTraffic(False, 0.0, 2, every=4)),
+        ('exchange="ordered"', ExchangeTraffic(False, 4.0, 4, gathers=True)),
     ],
 )
 def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
     (tmp_path / "job.py").write_text(JOB.replace("batch_size=64", f"batch_size=64, {words}"))
     command = [str(tmp_path / "job.py"), str(tmp_path / "log")]
-    whole, quarter, _, mark = lines(command, "threads:1+fused", "exact", 1.0, survey())
+    whole, quarter, _, mark = record_step_models(command, "threads:1+fused", "exact", 1.0, survey())
     assert whole.ways == quarter.ways == ways
     precision = "bf16" if "bf16" in words else None
     assert mark == plan_cache.fingerprint(own_job(precision), "exact", INPUTS)
@@ -523,12 +523,15 @@ def test_a_recorded_step_says_how_it_would_travel(tmp_path, words, ways):
 
 def test_a_command_that_takes_no_step_has_no_profile(tmp_path):
     (tmp_path / "job.py").write_text("print('nothing to train')")
-    assert take([str(tmp_path / "job.py")], "exact", 1.0, survey()) == (None, "the script ended without a step")
+    assert run_profile([str(tmp_path / "job.py")], "exact", 1.0, survey()) == (
+        None,
+        "the script ended without a step",
+    )
 
 
 def test_a_model_that_cannot_be_taken_apart_is_told_why(tmp_path):
     (tmp_path / "job.py").write_text(JOB.replace("nn.functional.cross_entropy", "lambda *_: 1 / 0"))
-    profile, why = take([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
+    profile, why = run_profile([str(tmp_path / "job.py"), str(tmp_path / "log")], "exact", 1.0, survey())
     assert profile is None
     assert why == "paceline: not profiled: ZeroDivisionError: division by zero"
 

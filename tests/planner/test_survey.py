@@ -78,7 +78,7 @@ def test_a_row_is_taken_apart(row, way):
 
 @pytest.mark.parametrize("row", ["", "+bf16", "threads:0", "threads:two", "threads:2+", "threads:2+half", "a b"])
 def test_what_is_no_row_is_told_the_words(row):
-    with pytest.raises(ValueError, match=r"not of the form ENGINE.*words: bf16"):
+    with pytest.raises(ValueError, match=r"not of the form ENGINE.*options: bf16"):
         split(row, 8)
 
 

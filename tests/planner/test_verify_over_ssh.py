@@ -109,7 +109,7 @@ def test_a_script_that_does_not_end_is_told_in_one_line(monkeypatch):
 @pytest.mark.parametrize("code", [130, 143])
 def test_who_ends_it_is_not_told_to_mend_it(code):
     with pytest.raises(SystemExit) as ended:
-        verification._demand(False, code, 3, "on all nodes")
+        verification._check_ended(False, code, 3, "on all nodes")
     assert ended.value.code == code
 
 

@@ -192,5 +192,5 @@ def test_only_what_was_asked_for_is_checked_before_anything_is_measured(asked, c
     monkeypatch.setattr(run, "sources", lambda settings: done.append("read"))
     monkeypatch.setattr(prepare.planning, "cached", lambda *_: (None, ""))
     monkeypatch.setattr(prepare.planning, "make", lambda *_, **__: done.append("measured"))
-    prepare.ready(["-m", "paceline.train.run"], "auto", "exact", Settings(**asked), quiet=True)
+    prepare.find_or_make_plan(["-m", "paceline.train.run"], "auto", "exact", Settings(**asked), quiet=True)
     assert done == ["checked", "read", "measured"][0 if checked else 2 :]

@@ -113,7 +113,7 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_is_told_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"run's folder .*file/run cannot be written: look at .*file, or give"):
+    with pytest.raises(ValueError, match=r"run's folder .*file/run cannot be written: check .*file, or give"):
         prepare.check_writable(tmp_path / "file" / "run")
     prepare.check_writable(tmp_path / "not" / "yet")
 
@@ -135,7 +135,7 @@ def test_what_hosts_were_asked_for_is_gone_on_with(tmp_path, monkeypatch):
 
     monkeypatch.setattr(over_ssh, "check", check)
     monkeypatch.setattr(takeover, "check", check)
-    monkeypatch.setattr(over_ssh, "along", along)
+    monkeypatch.setattr(over_ssh, "send_tree", along)
     monkeypatch.setattr(over_ssh.ssh, "start", ssh)
     settings, run = Settings(encrypt=True), tmp_path / "run"
     words = ["-m", "paceline.train.run", settings.to_json()]
@@ -188,7 +188,7 @@ def test_settings_are_not_written_over_while_a_run_has_the_folder(tmp_path):
         assert other.stdout.readline() == "held\n"
         Settings(lr=0.1).write(tmp_path / "run")
         with pytest.raises(CheckpointError, match="another run writes"):
-            over_ssh._keep(Settings(lr=0.5), None, tmp_path / "run")
+            over_ssh._save_settings(Settings(lr=0.5), None, tmp_path / "run")
         with pytest.raises(CheckpointError, match="another run writes"):
             prepare.start([], Plan("sequential"), tmp_path / "run", prepare.Start())
         assert Settings.read(tmp_path / "run").lr == 0.1

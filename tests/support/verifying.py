@@ -64,7 +64,7 @@ class Script:
 
     def train(self, link: Any, told: EquivalenceRun, monkeypatch: Any) -> None:
         """As one node of ``link``'s, or alone."""
-        _here.rank, _here.size = told.told or ((link.rank, link.size) if link else (0, 1))
+        _here.rank, _here.size = told.simulated or ((link.rank, link.size) if link else (0, 1))
         with ONE_AT_A_TIME:  # nodes are threads, and draw from one generator
             torch.manual_seed(0)
             numpy.random.seed(0)
@@ -124,8 +124,8 @@ def verified(script: Script, folder: Path, monkeypatch: Any, nodes: int = 2, loo
     script.train(None, told(again, start=start, examines=str(many / join)), monkeypatch)
     others = [folder / f"told{number}" for number in (0, nodes - 1)]
     for other, number in zip(others, (0, nodes - 1), strict=True):
-        script.train(None, told(other, start=start, told=(number, nodes)), monkeypatch)
-    return equivalence.explained(compared, many, one, again, others)
+        script.train(None, told(other, start=start, simulated=(number, nodes)), monkeypatch)
+    return equivalence.explain(compared, many, one, again, others)
 
 
 def kinds(compared: Comparison) -> set[str]:

@@ -1,4 +1,4 @@
-"""Parse, call, print; no logic. Nothing here imports torch before a command needs it."""
+"""The command line: parses options, calls the package, and prints; no logic. Commands import torch only if needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.report.log import configure
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Trains PyTorch models on one machine or several, in the fastest way that they allow.",
+    help="Trains PyTorch models on one machine or several, with the fastest configuration for them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -26,9 +26,9 @@ AFTER = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_inters
 
 
 def main() -> None:
-    """A user's mistake is one message on stderr and exit code 2."""
+    """Runs a command. A user error gives one message on stderr and exit code 2."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
+        if getattr(sys, name) is None:  # the parent process closed it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
         configure()
@@ -42,7 +42,7 @@ def main() -> None:
     finally:
         try:
             sys.stdout.flush()
-        except BrokenPipeError:  # nobody reads, and the flush at exit must not complain of it
+        except BrokenPipeError:  # the reader closed the pipe; the flush at exit must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

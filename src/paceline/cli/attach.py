@@ -1,4 +1,4 @@
-"""paceline attach"""
+"""`paceline attach`: follows or stops a detached run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attach(
     """
     if run is None:
         if stop:
-            raise ValueError("--stop needs to know which run; `paceline attach` lists them")
+            raise ValueError("--stop needs the id of a run; `paceline attach` lists all")
         for one in detach.everyone():
             code = "cut off" if one.code is None else f"exit code {one.code}"
             state = "runs" if one.running else "no launcher" if one.lost else code
@@ -50,12 +50,12 @@ def attach(
 
 
 def follow(run: detach.Detached, until_begun: bool = False) -> None:
-    """Exits with its code, or when it has begun and needs nobody."""
+    """Follows a run and exits with its exit code; with ``until_begun``, exits with 0 as soon as the run has begun."""
     code: int | None = 130
     try:
         code = run.follow(sys.stdout.buffer, until_begun)
     except KeyboardInterrupt:
         print(file=sys.stderr)
     if code is None or run.running:
-        print(f"{run.id} goes on; paceline attach {run.id} follows it, --stop ends it", file=sys.stderr)
+        print(f"{run.id} continues; paceline attach {run.id} follows it, --stop ends it", file=sys.stderr)
     raise typer.Exit(code or 0)

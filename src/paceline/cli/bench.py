@@ -1,4 +1,4 @@
-"""paceline bench"""
+"""`paceline bench`: benchmarks against baselines."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def bench(
     def several(names: list[str], _: int, show: Show) -> Iterator[Finding]:
         if delay and not model:
             raise ValueError(
-                f"--delay {delay:g} is of the race that --model asks for; give both, or --only latency without it"
+                f"--delay {delay:g} needs the benchmark of --model; give both, or --only latency without it"
             )
         if not model:
             return cluster.run(names, turns, show)
         if names:
-            raise ValueError(f"--model asks for one race and --only {only} for others; give one of them")
+            raise ValueError(f"--model selects one benchmark and --only {only} others; give one of them")
         link, peers = namespaces.check_rate(rate), tuple(filter(None, against.split(",")))
         late_ms = namespaces.check_delay(delay, link)
         return asked(model, batch_per_node, 2 if nodes is None else nodes, link, peers, fidelity, turns, show, late_ms)
@@ -103,9 +103,9 @@ def bench(
 
 
 def check_installed() -> None:
-    """Raises ValueError without the package of the benchmarks."""
+    """Raises ValueError if the package of the benchmarks is not installed."""
     try:
-        import paceline_bench  # noqa: F401 - whether it is there
+        import paceline_bench  # noqa: F401 - only to test the import
     except ModuleNotFoundError as error:
         if error.name != "paceline_bench":
             raise
@@ -116,7 +116,7 @@ def check_installed() -> None:
 
 
 def record(found: Iterator[Finding], write: Write, number: int, out: Path | None) -> None:
-    """Prints each finding as it comes; the record in ``out`` has all so far."""
+    """Prints each result as it arrives; the record in ``out`` always holds all results so far."""
     findings = []
     for finding in found:
         findings.append(finding)

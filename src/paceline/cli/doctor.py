@@ -1,4 +1,4 @@
-"""paceline doctor"""
+"""`paceline doctor`: diagnoses hosts, the network between them, or a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.launch.doctor.findings import IN_THE_WAY, NOTED, SLOW
 from paceline.launch.hosts import Way, parse
 from paceline.launch.output import shown
 
-TITLES = {IN_THE_WAY: "in the way of a run:", SLOW: "makes it slow, or endangers it:", NOTED: "worth knowing:"}
+TITLES = {IN_THE_WAY: "problems that prevent a run:", SLOW: "problems that slow a run or risk it:", NOTED: "notes:"}
 
 
 def doctor(
@@ -58,7 +58,7 @@ def doctor(
         raise ValueError(f"--port takes a number from 1 to 65535, or 0 for any, got {port}")
     hosts = listed(named)
     nodes = parse(hosts) if hosts else None
-    with Console(stderr=True).status("asking") as status:
+    with Console(stderr=True).status("querying") as status:
         found = examine(nodes, Way(ssh_command, python or sys.executable), address or "", port, status.update)
     if as_json:
         print(json.dumps(found.plain(), indent=2))
@@ -68,7 +68,7 @@ def doctor(
 
 
 def lines(found: Examination) -> list[str]:
-    """The worst first, then a line for each host and each way between two."""
+    """The findings, the worst first; then a line per host and per direction between two hosts."""
     text = []
     for weight, title in TITLES.items():
         some = [finding for finding in found.findings if finding.weight == weight]
@@ -79,8 +79,8 @@ def lines(found: Examination) -> list[str]:
             rate = _rate(pair["bytes_per_s"]) if "bytes_per_s" in pair else "stalled"
             text.append(f"{pair['from']} -> {pair['to']}: {pair['latency_s'] * 1e3:.2f} ms, {rate}")
     count = sum(finding.weight == IN_THE_WAY for finding in found.findings)
-    things = "one thing stands" if count == 1 else f"{count} things stand"
-    return [*text, f"{things} in the way of a run" if count else "nothing stands in the way of a run"]
+    problems = f"{count} problems prevent" if count > 1 else "one problem prevents" if count else "no problem prevents"
+    return [*text, f"{problems} a run"]
 
 
 def _host(facts: Any) -> str:

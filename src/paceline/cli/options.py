@@ -1,4 +1,4 @@
-"""The options that several commands take, and where they print."""
+"""Options that several commands share, and the console that they print to."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Detach = Annotated[bool, Option("--detach", help="Run without this terminal; fol
 
 
 def listed(hosts: list[str] | None) -> str | None:
-    """-H given several times is one list. Raises ValueError where one is empty, as a variable that is not set is."""
+    """All -H options as one list. Raises ValueError if one is empty, such as an unset shell variable."""
     if hosts and not all(map(str.strip, hosts)):
-        raise ValueError("-H was given '', which names no host; give hostA,hostB, or leave -H out to train here alone")
+        raise ValueError("-H was given '', which names no host; give hostA,hostB, or leave -H out to train here only")
     return ",".join(hosts) if hosts else None

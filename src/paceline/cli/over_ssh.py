@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from paceline.checkpoint.run_lock import free
-from paceline.cli.prepare import Start, row
+from paceline.cli.prepare import Start, check_configuration
 from paceline.data import load_balance
 from paceline.launch import detach, ssh
 from paceline.launch.deploy import snapshot
@@ -23,8 +23,8 @@ from paceline.planner import plan_cache
 from paceline.planner.planner import Plan
 from paceline.train.settings import Settings
 
-REFUSED = 2  # the exit code of a mistake
-MAX_PLAN_BYTES = 100_000  # one variable of an environment holds 128 KiB
+REFUSED = 2  # the exit code of a user error
+MAX_PLAN_BYTES = 100_000  # an environment variable holds at most 128 KiB
 
 
 def start(
@@ -37,14 +37,14 @@ def start(
     shares: str | None = None,
     data: Path | None = None,
 ) -> int:
-    """``settings``: of `paceline train`, whose command they become; ``data``: what --send copies besides."""
+    """Runs on hosts; returns the exit code. ``settings``: of `paceline train`; ``data``: a folder to copy by --send."""
     assert how.hosts
-    named, way = parse(how.hosts), Way(how.ssh, how.python or sys.executable)
+    hosts, way = parse(how.hosts), Way(how.ssh, how.python or sys.executable)
     given_shares = shares or (settings.shares if settings else None)
-    nodes, chosen, made = planned(named, plan, command, fidelity, given_shares, how.least)
+    nodes, chosen, made = planned(hosts, plan, command, fidelity, given_shares, how.min_nodes)
     if settings and plan != "auto" and not made:
-        made = Plan(row(plan), "as asked for")  # what --resume goes on with
-    address = how.address if nodes[0] is named[0] else None
+        made = Plan(check_configuration(plan), "as requested")  # for --resume
+    address = how.address if nodes[0] is hosts[0] else None
     environment = ssh.carried((how.names or "").replace(",", " ").split())
     if shares:
         environment["PACELINE_SHARES"] = shares
@@ -54,34 +54,34 @@ def start(
         data = Path(settings.data) if settings.data else None
     home, needs = Path(), needed(command)
     if how.send:
-        # what is missing is reported before
+        # reports missing packages and tools before the files are sent
         check([dataclasses.replace(node, folder=".") for node in nodes], way, address=address, needs=needs)
-        nodes, home, command, data = along(nodes, way, command, data)
+        nodes, home, command, data = send_tree(nodes, way, command, data)
     if settings:
         given = dataclasses.replace(settings, data=str(data) if data else None)
         command = ["-m", "paceline.train.run", given.to_json()]
     if out:
-        environment["PACELINE_FOLDER"] = str(home / out)  # what is swept there is no place for it
+        environment["PACELINE_FOLDER"] = str(home / out)  # in the home folder, since --send's own folder is cleaned up
         if made:
             environment["PACELINE_PLAN"] = carried_plan(made)
     paths = ([] if command[0] == "-m" else [command[0]]) + ([str(data)] if data else [])
     quiet = bool(settings and settings.json)
     success = f"run: {home / out} on {nodes[0].name}" if out and not quiet else ""
     launch = Launch(nodes, way, paths, address, needs, how.num_restarts, quiet, success)
-    meeting = launch.meet()
-    # the hosts may refuse to go on with another run than the one that is there
-    waits = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
-    if settings and out and not waits:
-        _keep(settings, made, out)
-    most = int(how.nodes.split(":")[-1]) if how.nodes else 0
-    code = launch.start(ssh.Orders(command, chosen, way, environment, how.least, most), meeting)
-    if settings and out and waits and code != REFUSED:
-        _keep(settings, made, out)
+    rendezvous = launch.meet()
+    # the hosts may refuse to resume a run with other settings than the saved ones
+    saves_later = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
+    if settings and out and not saves_later:
+        _save_settings(settings, made, out)
+    max_nodes = int(how.nodes.split(":")[-1]) if how.nodes else 0
+    code = launch.start(ssh.Orders(command, chosen, way, environment, how.min_nodes, max_nodes), rendezvous)
+    if settings and out and saves_later and code != REFUSED:
+        _save_settings(settings, made, out)
     return code
 
 
-def _keep(settings: Settings, made: Plan | None, out: Path) -> None:
-    """What --resume goes on with."""
+def _save_settings(settings: Settings, made: Plan | None, out: Path) -> None:
+    """Saves what --resume needs."""
     free(out)
     settings.write(out)
     if made:
@@ -91,59 +91,59 @@ def _keep(settings: Settings, made: Plan | None, out: Path) -> None:
 
 
 def carried_plan(made: Plan) -> str:
-    """As TOML, without what is too long to be carried."""
-    words = made.to_toml()
-    if len(words.encode()) <= MAX_PLAN_BYTES:
-        return words
+    """The plan as TOML, without its details if they are too long for an environment variable."""
+    text = made.to_toml()
+    if len(text.encode()) <= MAX_PLAN_BYTES:
+        return text
     teams = tuple(dataclasses.replace(team, forms="") for team in made.teams)
     return dataclasses.replace(made, pairs=(), teams=teams).to_toml()
 
 
 def planned(
-    named: list[Host], plan: str, command: list[str], fidelity: str, shares: str | None, least: int = 0
+    hosts: list[Host], plan: str, command: list[str], fidelity: str, shares: str | None, min_nodes: int = 0
 ) -> tuple[list[Host], list[str], Plan | None]:
-    """The hosts to start; each one's row: a plan file's, a row, the kept plan's, or its slots ("" leaves it to the
-    node); and the plan, if any. Slots exclude a kept plan; with ``least``, nodes that may fail, all hosts start."""
-    asked, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
-    made = Plan.read(asked) if asked and Path(asked).is_file() else None
-    if plan == "auto" and not asked and not any(node.slots for node in named):
-        made = plan_cache.over([node.name for node in named], command, fidelity)
+    """(hosts to start, their configurations, the plan or None). A configuration is from a plan file, --plan, the cached
+    plan or the host's slots, which exclude the cache; "" leaves it to the node. With ``min_nodes`` all hosts start."""
+    requested, own = os.environ.get("PACELINE_ENGINE", "") if plan == "auto" else plan, dict[str, str]()
+    made = Plan.read(requested) if requested and Path(requested).is_file() else None
+    if plan == "auto" and not requested and not any(node.slots for node in hosts):
+        made = plan_cache.cached_over([node.name for node in hosts], command, fidelity)
         if made:
             print(f"plan: {made.chosen} ({made.reason}; measured {made.date})", file=sys.stderr)
-    nodes = named
+    nodes = hosts
     if made:
-        asked, own = made.chosen, made.hosts
-        nodes = named if least else _used(named, made, shares)
-    found = rows(nodes, asked, own)
+        requested, own = made.chosen, made.hosts
+        nodes = hosts if min_nodes else _used(hosts, made, shares)
+    found = rows(nodes, requested, own)
     for each in filter(None, found):
-        row(each)  # raises where it is none
+        check_configuration(each)  # raises ValueError
     return nodes, found, made
 
 
-def _used(named: list[Host], made: Plan, shares: str | None) -> list[Host]:
-    """Those that the plan uses; all of them where it uses others, or where --shares are given for each."""
-    used = [node for node in named if node.name in made.used]
+def _used(hosts: list[Host], made: Plan, shares: str | None) -> list[Host]:
+    """The hosts that the plan uses; all hosts if it uses others, or if --shares lists a share per host."""
+    used = [node for node in hosts if node.name in made.used]
     if len(used) < max(1, len(made.used)) or isinstance(load_balance.wanted(shares or "measured"), tuple):
-        return named
-    if left := ", ".join(node.name for node in named if node not in used):
+        return hosts
+    if unused := ", ".join(node.name for node in hosts if node not in used):
         print(
-            f"not started: {left}, since the plan uses {len(used)} of {len(named)}; --plan with a row, such as --plan "
-            f"{made.chosen}, starts all",
+            f"not started: {unused}, since the plan uses {len(used)} of {len(hosts)}; --plan with a configuration, "
+            f"such as --plan {made.chosen}, starts all",
             file=sys.stderr,
         )
     return used
 
 
-def along(
+def send_tree(
     nodes: list[Host], way: Way, command: list[str], data: Path | None
 ) -> tuple[list[Host], Path, list[str], Path | None]:
-    """The hosts with their folders, the first one's home, and the script and the data as they are called there."""
-    here = Path(way.folder)
-    script = None if command[0] == "-m" else Path(os.path.normpath(here / command[0]))
-    if script and here not in script.parents:
-        raise ValueError(f"--send: {script} is not below {here}, which is sent; start from a folder that holds it")
-    trees, place = snapshot.take(here, data)
-    if script and script.relative_to(here).as_posix() not in {path for path, *_ in trees[-1].files}:
+    """Copies the tree: (hosts with folders, home of the first host, command and data with their paths there)."""
+    working_dir = Path(way.folder)
+    script = None if command[0] == "-m" else Path(os.path.normpath(working_dir / command[0]))
+    if script and working_dir not in script.parents:
+        raise ValueError(f"--send: {script} is not below the sent {working_dir}; start from a folder that holds it")
+    trees, data_there = snapshot.take(working_dir, data)
+    if script and script.relative_to(working_dir).as_posix() not in {path for path, *_ in trees[-1].files}:
         raise ValueError(f"--send: {command[0]} is not copied, because git ignores it, or it is a link; fix that")
     if trees[-1].num_bytes > snapshot.LARGE_BYTES:
         largest = max(trees[-1].files, key=lambda file: file[2])
@@ -156,6 +156,6 @@ def along(
         nodes, deliveries = deliver(nodes, way, trees, status.update)
     for each in deliveries:
         what = f"{each.files} files, {each.done_bytes / 1e6:.1f} MB, in {each.seconds:.1f} s"
-        print(f"sent to {each.host.name}: {what}; {each.there} were there", file=sys.stderr)
-    first = script.relative_to(here).as_posix() if script else command[0]
-    return nodes, Path(deliveries[0].home), [first, *command[1:]], Path(place) if place else None
+        print(f"sent to {each.host.name}: {what}; {each.there} were already there", file=sys.stderr)
+    first = script.relative_to(working_dir).as_posix() if script else command[0]
+    return nodes, Path(deliveries[0].home), [first, *command[1:]], Path(data_there) if data_there else None

@@ -1,4 +1,4 @@
-"""paceline pack"""
+"""`paceline pack`: packs a folder of images into shards."""
 
 from __future__ import annotations
 

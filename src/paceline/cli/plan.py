@@ -1,4 +1,4 @@
-"""paceline plan"""
+"""`paceline plan`: predicts and measures the configurations of a job."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from paceline.launch.output import shown
 from paceline.planner import planner as planning
 from paceline.planner.plan_tables import pair_table, team_table
 from paceline.planner.planner import Plan
-from paceline.planner.teams import WhatIf, forms_told
+from paceline.planner.teams import WhatIf, describe_factors
 from paceline.train.settings import Settings
 
-MAX_LISTED = 64  # numbers of nodes, each with lines of its own
+MAX_LISTED = 64  # nodes for which --nodes prints one line per number
 
 
 def plan(
@@ -71,25 +71,25 @@ def plan(
     """
     hosts = listed(named)
     if budget is not None and not budget > 0:
-        raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out for all rows")
+        raise ValueError(f"--budget takes seconds above 0, got {budget:g}; leave it out to measure all candidates")
     imagined = _imagined(what_if or [], nodes, link, bool(hosts))
     command = _command(script, context.args, model, data, batch_size)
     only = rows.replace(",", " ").split() if rows else None
     how: dict[str, Any] = {"fidelity": fidelity, "budget_s": budget, "rows": only}
     if hosts and reproducible:
         raise ValueError(
-            f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.STEADY}"
+            f"--reproducible is planned for one machine: leave out -H, and run with --plan {planning.DETERMINISTIC}"
         )
     if out:
         check_writable(out)
     if hosts:
         check_alone(hosts)
-        everyone, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
+        nodes_of_hosts, way = _hosts(hosts), Way(ssh_command, python or sys.executable)
         ssh.carried((env or "").replace(",", " ").split())
         paths = [script] if script and script != "-m" else [data] if data else []
-        check(everyone, way, paths, address, needed(command))
-        far = RemoteQuery(way, env or "", address or "", everyone[0].name)
-        made, text = _over(everyone, far, command, how, imagined)
+        check(nodes_of_hosts, way, paths, address, needed(command))
+        remote = RemoteQuery(way, env or "", address or "", nodes_of_hosts[0].name)
+        made, text = _over(nodes_of_hosts, remote, command, how, imagined)
     else:
         made, text = _here(command, how, imagined, reproducible)
     if out:
@@ -103,31 +103,31 @@ def plan(
 
 
 def _command(script: str | None, more: list[str], model: str | None, data: str | None, size: int | None) -> list[str]:
-    """What is planned: a script with its arguments, or `paceline train`. Raises ValueError for options of the other."""
+    """The command to plan: a script, or `paceline train`. Raises ValueError if options of both are given."""
     if not script:
         return ["-m", "paceline.train.run", Settings(model=model, data=data, batch_size=size).to_json()]
     check_script([script, *more])
     if given := [name for name, value in (("--model", model), ("--data", data), ("--batch-size", size)) if value]:
         raise ValueError(
-            f"{', '.join(given)} before the script is of `paceline train`, which is planned where no script is "
+            f"{', '.join(given)} before the script belongs to `paceline train`, which is planned if no script is "
             f"given; put a script's own options after it, or leave the script out"
         )
     return [script, *more]
 
 
 def _show_nodes(made: Plan, more: str) -> None:
-    """What was measured between nodes, and what was found of so many of them."""
+    """Prints the network between the hosts, the teams, and the answer."""
     wide = console if console.is_terminal else Console(highlight=False, width=200)
     if made.pairs:
         wide.print(pair_table(made.pairs))
     if made.teams:
         wide.print(team_table(made.teams))
-        for text in (*forms_told(made.teams), more):
+        for text in (*describe_factors(made.teams), more):
             console.print(shown(text), markup=False, highlight=False)
 
 
 def check_writable(out: Path) -> None:
-    """Before minutes of measuring. Raises OSError with one line."""
+    """Raises OSError, before minutes of measurement, if the plan cannot be written."""
     if out.is_dir():
         raise OSError(f"the plan cannot be written to {out}, which is a folder; give --out a file, {out / 'plan.toml'}")
     try:
@@ -152,31 +152,31 @@ def _here(command: list[str], how: dict[str, Any], what_if: list[WhatIf], reprod
 
 
 def _over(
-    hosts: list[Host], far: RemoteQuery, command: list[str], how: dict[str, Any], what_if: list[WhatIf]
+    hosts: list[Host], remote: RemoteQuery, command: list[str], how: dict[str, Any], what_if: list[WhatIf]
 ) -> tuple[Plan, str]:
     from paceline.planner import cluster as machines
 
     trial_s = min(machines.TRIAL_S, how["budget_s"] / 4) if how["budget_s"] else machines.TRIAL_S
     with Console(stderr=True).status("measuring") as status:
         show = status.update
-        return machines.make_over(hosts, far, command, **how, what_if=what_if, trial_s=trial_s, show=show)
+        return machines.make_over(hosts, remote, command, **how, what_if=what_if, trial_s=trial_s, show=show)
 
 
 def _hosts(text: str) -> list[Host]:
     found = parse(text)
     if counted := [host.name for host in found if host.slots]:
         raise ValueError(
-            f"plan finds the number of processes of each host itself; leave out what follows the colon after "
-            f"{', '.join(counted)}, or give the rows to try with --rows"
+            f"plan finds the number of processes of each host itself; leave out the number after the colon of "
+            f"{', '.join(counted)}, or give the configurations to try with --rows"
         )
     return found
 
 
 def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: bool) -> list[WhatIf]:
-    """What is imagined. Raises ValueError before anything is measured."""
+    """The hypothetical clusters. Raises ValueError before any measurement."""
     if nodes is not None and (over or not 1 < nodes <= MAX_LISTED or not link):
         raise ValueError(
-            f"--nodes {nodes} imagines machines like this one, 2 to {MAX_LISTED}, over --link, such as --nodes 2 "
+            f"--nodes {nodes} predicts 2 to {MAX_LISTED} machines like this one over --link, such as --nodes 2 "
             f"--link 1gbit; with -H use --what-if nodes={nodes}"
         )
     if link and nodes is None:
@@ -185,12 +185,12 @@ def _imagined(what_if: list[str], nodes: int | None, link: str | None, over: boo
     found += [WhatIf.parse(text) for text in what_if]
     if (adding := os.environ.get("PACELINE_COLLECTIVE")) and any((what.nodes or 2) > MAX_LISTED for what in found):
         raise ValueError(
-            f"PACELINE_COLLECTIVE={adding} is drawn message by message, for up to {MAX_LISTED} nodes; imagine fewer "
-            f"in --what-if, or leave it out"
+            f"PACELINE_COLLECTIVE={adding} is simulated message by message, for up to {MAX_LISTED} nodes; give fewer "
+            f"nodes in --what-if, or leave it out"
         )
     if not over and any(what.bits_per_s is None for what in found):
         raise ValueError(
-            "what other machines would do depends on the link between them, and without -H there is none to measure; "
+            "a prediction for other machines needs the link between them, and without -H there is none to measure; "
             "add its rate to --what-if, as in nodes=2,link=1gbit"
         )
     return found

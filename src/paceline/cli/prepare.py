@@ -35,52 +35,52 @@ from paceline.planner.planner import Plan
 from paceline.train.settings import Settings
 
 
-def ready(
-    command: list[str], wanted: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
+def find_or_make_plan(
+    command: list[str], choice: str, fidelity: str, settings: Settings | None = None, quiet: bool = False
 ) -> Plan:
-    """The plan requested: a file's, a row by itself, the one kept for this command, or a new one."""
-    if wanted != "auto":
-        return Plan.read(wanted) if Path(wanted).is_file() else Plan(row(wanted), "as asked for")
+    """The plan of a run: from a file, of a single configuration, the cached plan of this command, or a new one."""
+    if choice != "auto":
+        return Plan.read(choice) if Path(choice).is_file() else Plan(check_configuration(choice), "as requested")
     screen = Console(stderr=quiet, highlight=False, soft_wrap=True)
     machine = survey()
     if not quiet:
         screen.print(f"machine: {machine}, torch {importlib.metadata.version('torch')}")
-    made, stale = planning.cached(command, fidelity, machine)
-    if made:
-        os.environ.update(planning.promise(made, command))
+    plan, stale = planning.cached(command, fidelity, machine)
+    if plan:
+        os.environ.update(planning.promise(plan, command))
     if stale:
         screen.print(f"{stale}; measuring again")
-    if made is None:
-        if settings and settings != Settings():  # in what nobody has asked for nothing is wrong; torch takes seconds
+    if plan is None:
+        if settings and settings != Settings():  # defaults need no check, and importing torch takes seconds
             from paceline.train.run import check, sources
 
             check(settings)
-            sources(settings)  # before anything is measured; with a plan at hand, the run itself does
+            sources(settings)  # before any measurement; with a cached plan, the run itself checks
         with ChildProcesses(), Console(stderr=True).status("measuring") as status:
-            made = planning.make(command, fidelity=fidelity, show=status.update)
+            plan = planning.make(command, fidelity=fidelity, show=status.update)
         if not quiet:
-            show(made, "tried")
+            show(plan, "tried")
     elif not quiet:
-        screen.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)}; measured {made.date})")
-    return made
+        screen.print(f"plan: [bold]{plan.chosen}[/bold] ({escape(plan.reason)}; measured {plan.date})")
+    return plan
 
 
-def show(made: Plan, which: str = "all") -> None:
-    rows = [row for row in made.rows if which == "all" or row.measured_s is not None or row in made.rows[:1]]
+def show(plan: Plan, which: str = "all") -> None:
+    rows = [row for row in plan.rows if which == "all" or row.measured_s is not None or row in plan.rows[:1]]
     screen = console if console.is_terminal else Console(highlight=False, width=160)
-    screen.print(plan_table(dataclasses.replace(made, rows=tuple(rows))))
-    if others := len(made.rows) - len(rows):
+    screen.print(plan_table(dataclasses.replace(plan, rows=tuple(rows))))
+    if others := len(plan.rows) - len(rows):
         console.print(f"{others} others were not tried; `paceline plan` measures them too")
-    console.print(f"plan: [bold]{made.chosen}[/bold] ({escape(made.reason)})")
+    console.print(f"plan: [bold]{plan.chosen}[/bold] ({escape(plan.reason)})")
 
 
-def row(text: str) -> str:
-    """Raises ValueError for what is neither a plan file nor a row."""
+def check_configuration(text: str) -> str:
+    """Returns a valid configuration unchanged. Raises ValueError for any other text."""
     if text.endswith(".toml"):
         raise ValueError(f"there is no plan file {text!r}; write one with: paceline plan --out {text}")
-    with contextlib.suppress(ValueError):  # most are seen to be rows without importing torch, which takes seconds
-        way = split(text, 1)
-        if way.engine in registry.names("engine") and len({*ROUNDED} & {*way.words}) < 2:
+    with contextlib.suppress(ValueError):  # the common case avoids the import of torch, which takes seconds
+        spec = split(text, 1)
+        if spec.engine in registry.names("engine") and len({*ROUNDED} & {*spec.words}) < 2:
             return text
     from paceline.engine.compute.precision import parse_row
 
@@ -91,8 +91,8 @@ def row(text: str) -> str:
 
 @dataclass
 class Start:
-    """How a run is started, in the options that several commands take. ``restarts``: of the whole run; None: as many as
-    one whose nodes may fail has by default. ``names``: environment variables to pass on."""
+    """The launch options that several commands share. ``restarts``: restarts of the whole run; None: RESTARTS if nodes
+    may fail, else 0. ``names``: environment variables to pass on."""
 
     hosts: str | None = None
     nodes: str | None = None
@@ -105,14 +105,14 @@ class Start:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        self.least, self.count = span(self.nodes, self.hosts)
-        by_default = RESTARTS if self.least else 0
+        self.min_nodes, self.count = span(self.nodes, self.hosts)
+        by_default = RESTARTS if self.min_nodes else 0
         self.num_restarts = by_default if self.restarts is None else self.restarts
 
 
 def start(
     command: list[str],
-    made: Plan,
+    plan: Plan,
     out: Path | None,
     how: Start,
     quiet: bool = False,
@@ -122,18 +122,18 @@ def start(
     environment = {**({"PACELINE_SHARES": shares} if shares else {}), **(more or {})}
     if out:
         free(out)
-        made.write(out / "plan.toml")
+        plan.write(out / "plan.toml")
         environment["PACELINE_FOLDER"] = str(out)
-        if how.least:
+        if how.min_nodes:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
     detach.begun()
     code = local.start(
         [sys.executable, *command],
-        made.chosen,
+        plan.chosen,
         how.count,
         environment,
-        least=how.least,
-        returns=RETURNS if how.least else 0,
+        least=how.min_nodes,
+        returns=RETURNS if how.min_nodes else 0,
         restarts=how.num_restarts,
         together=trained_alone.exit_code,
     )
@@ -142,14 +142,14 @@ def start(
     return code
 
 
-def leave(words: list[str], hosts: str | None) -> None:
-    """With --detach: continues in the detached launcher; this process follows it until it has begun, and exits."""
-    if run := detach.leave(words, hosts):
+def run_detached(command_line: list[str], hosts: str | None) -> None:
+    """With --detach: a detached launcher takes over; this process follows it until the run has begun, and exits."""
+    if run := detach.leave(command_line, hosts):
         follow(run, until_begun=True)
 
 
 def check_alone(hosts: str | None, send: bool = False, data: str | None = None, detached: bool = False) -> None:
-    """Raises ValueError for options that need each other, or have no effect."""
+    """Raises ValueError for options that need each other or would have no effect."""
     if "RANK" in os.environ and (hosts or detached):
         raise ValueError(
             f"{'-H' if hosts else '--detach'} starts every node from one process, and a launcher started this one as "
@@ -162,7 +162,7 @@ def check_alone(hosts: str | None, send: bool = False, data: str | None = None, 
 
 
 def check_first() -> None:
-    """Raises ValueError where a launcher has started this as one of several: each would start a run of its own."""
+    """Raises ValueError if a launcher started several of these processes, each of which would start its own run."""
     if int(size if (size := os.environ.get("WORLD_SIZE", "1")).isdigit() else 1) > 1:
         raise ValueError(
             f"`paceline run` starts all processes of a run by itself, and a launcher has started this one as one of "
@@ -171,51 +171,51 @@ def check_first() -> None:
         )
 
 
-def waits(seconds: float | None) -> None:
-    """With --wait: for how long processes started from here on wait for nodes that failed. Raises ValueError."""
+def set_wait(seconds: float | None) -> None:
+    """With --wait: sets how long survivors below the minimum wait for failed nodes. Raises ValueError."""
     if seconds is not None:
         os.environ["PACELINE_WAIT"] = f"{seconds:g}"
     wait_s()
 
 
-def hide(asked: bool) -> None:
-    """With --encrypt: processes started from here on encrypt. Raises ValueError where they cannot."""
-    if asked:
+def require_encryption(requested: bool) -> None:
+    """With --encrypt: makes all processes of the run encrypt. Raises ValueError if they cannot."""
+    if requested:
         check_encryption()
         os.environ["PACELINE_ENCRYPT"] = "1"
 
 
 def span(nodes: str | None, hosts: str | None) -> tuple[int, int]:
-    """(the nodes without which training ends, or 0; how many are started). Raises ValueError."""
+    """(minimum number of nodes, or 0; number of nodes to start), from --nodes and -H. Raises ValueError."""
     count = len(parse(hosts)) if hosts else None
     if nodes is None:
         return 0, count or 1
-    words = nodes.split(":")
-    numbers = [int(word) for word in words if word.isdigit()]
-    if len(words) != len(numbers) or len(numbers) > 2 or not 1 <= numbers[0] <= numbers[-1]:
-        raise ValueError(f"--nodes is the fewest and the most nodes, as 2:4 is; got {nodes!r}")
-    least, most = numbers[0], numbers[-1]
-    if count and not least <= count <= most:
-        raise ValueError(f"--nodes {nodes} and {count} hosts of -H do not fit together; give -H from {least} to {most}")
-    return least, count or most
+    parts = nodes.split(":")
+    numbers = [int(part) for part in parts if part.isdigit()]
+    if len(parts) != len(numbers) or len(numbers) > 2 or not 1 <= numbers[0] <= numbers[-1]:
+        raise ValueError(f"--nodes takes the minimum and the maximum number of nodes, as 2:4; got {nodes!r}")
+    min_nodes, max_nodes = numbers[0], numbers[-1]
+    if count and not min_nodes <= count <= max_nodes:
+        raise ValueError(f"--nodes {nodes} excludes {count} hosts of -H; give -H from {min_nodes} to {max_nodes} hosts")
+    return min_nodes, count or max_nodes
 
 
-def late(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str, str]:
-    """The environment of a joining node. Raises ValueError."""
+def join_environment(ticket: Path | None, nodes: str | None, hosts: str | None) -> dict[str, str]:
+    """The environment of a node that joins a running training. Raises ValueError."""
     if ticket is None:
         return {}
     if nodes or hosts:
-        raise ValueError("--join starts one node, here, that comes to a run; leave --nodes and -H out")
+        raise ValueError("--join starts one node on this machine, which joins a run; leave --nodes and -H out")
     found = JoinTicket.read(ticket)
-    hide(found.hides)
+    require_encryption(found.hides)
     return {"PACELINE_JOIN_TICKET": str(ticket), "PACELINE_SECRET": found.secret, "PACELINE_NODES": found.nodes}
 
 
 def check_writable(out: Path) -> None:
-    """Raises ValueError where a run could write nothing, before anything is measured."""
-    there = next(each for each in (out, *out.absolute().parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"the run's folder {out} cannot be written: look at {there}, or give another --out")
+    """Raises ValueError, before any measurement, if the run's folder is not writable."""
+    parent = next(each for each in (out, *out.absolute().parents) if each.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"the run's folder {out} cannot be written: check {parent}, or give another --out")
 
 
 def check_script(command: list[str]) -> None:
@@ -224,20 +224,20 @@ def check_script(command: list[str]) -> None:
             raise ValueError("-m needs a module name, as in: paceline run -m package.module")
     elif command[0].startswith("-") and not Path(command[0]).is_file():
         raise ValueError(
-            f"no option {command[0]!r} here: --help lists those there are; options of a script stand behind its path"
+            f"no option {command[0]!r} here: --help lists all options; put the options of a script after its path"
         )
     elif not Path(command[0]).is_file():
         raise ValueError(f"no script at {command[0]!r}; give the path of a Python file, or -m and a module")
 
 
-def steady(plan: str, reproducible: bool) -> str:
-    """The plan that --reproducible makes of what was asked for. Raises ValueError for a row that is not."""
+def reproducible_plan(plan: str, reproducible: bool) -> str:
+    """The value of --plan with --reproducible. Raises ValueError for a configuration that is not reproducible."""
     if not reproducible or plan == "auto":
-        return planning.STEADY if reproducible else plan
-    asked = Plan.read(plan).chosen if Path(plan).is_file() else row(plan)
-    if not registry.says("engine", registry.head(asked)[0], "reproduces"):
+        return planning.DETERMINISTIC if reproducible else plan
+    requested = Plan.read(plan).chosen if Path(plan).is_file() else check_configuration(plan)
+    if not registry.says("engine", registry.head(requested)[0], "reproduces"):
         raise ValueError(
-            f"--reproducible computes in virtual shares, and the row asked for is {asked}; give --plan "
-            f"{planning.STEADY}, or leave --plan out"
+            f"--reproducible computes in virtual shares, and the requested configuration is {requested}; give --plan "
+            f"{planning.DETERMINISTIC}, or leave --plan out"
         )
     return plan

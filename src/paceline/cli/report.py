@@ -1,4 +1,4 @@
-"""paceline predict, report, track, list: what there is to see"""
+"""`paceline predict`, `report`, `track` and `list`: commands that show results or methods."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def track(
     """
     from paceline.report import trackers as tracking
 
-    console.print(f"{tracking.follow(folder, to, live, quiet_s=quiet)} numbers passed on to {to}")
+    console.print(f"{tracking.follow(folder, to, live, quiet_s=quiet)} values exported to {to}")
 
 
 def list_() -> None:

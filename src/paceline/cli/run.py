@@ -1,4 +1,4 @@
-"""paceline run"""
+"""`paceline run`: launches a script."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def run(
     """
     command, hosts = [script, *context.args], listed(named)
     prepare.check_script(command)
-    plan = prepare.steady(plan, reproducible)
+    plan = prepare.reproducible_plan(plan, reproducible)
     wanted(shares or "measured")
     prepare.check_alone(hosts, send, data, detach)
     prepare.check_first()
-    prepare.hide(encrypt)
-    prepare.waits(wait)
+    prepare.require_encryption(encrypt)
+    prepare.set_wait(wait)
     how = prepare.Start(hosts, nodes, 0 if join else restarts, env, python, address, ssh_command, send)
-    ticket = prepare.late(join, nodes, hosts)
+    joining = prepare.join_environment(join, nodes, hosts)
     if detach:
-        prepare.leave(["run", *command], hosts)
+        prepare.run_detached(["run", *command], hosts)
     if hosts:
         packed = Path(data) if data else None
         raise typer.Exit(over_ssh.start(how, command, plan, fidelity, out, shares=shares, data=packed))
-    made = prepare.ready(command, plan, fidelity)
-    raise typer.Exit(prepare.start(command, made, out, how, shares=shares, more=ticket))
+    made = prepare.find_or_make_plan(command, plan, fidelity)
+    raise typer.Exit(prepare.start(command, made, out, how, shares=shares, more=joining))

@@ -1,4 +1,4 @@
-"""paceline train"""
+"""`paceline train`: trains a model by name."""
 
 from __future__ import annotations
 
@@ -88,40 +88,40 @@ def train(
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings)})
     if resume:
         settings = _resumed(settings, resume)
-    plan = prepare.steady(plan, reproducible)
+    plan = prepare.reproducible_plan(plan, reproducible)
     prepare.check_alone(hosts, send, None, detach)
-    prepare.hide(settings.encrypt)
-    prepare.waits(wait)
+    prepare.require_encryption(settings.encrypt)
+    prepare.set_wait(wait)
     how = prepare.Start(hosts, nodes, restarts, env, python, address, ssh_command, send)
     _check_folder(out, resume)
     if detach:
-        prepare.leave(["train", settings.model_name], hosts)
+        prepare.run_detached(["train", settings.model_name], hosts)
     raise typer.Exit(_start(settings, plan, out, resume, how))
 
 
 def _resumed(given: Settings, run: Path) -> Settings:
-    """The settings of the run in this folder. Raises ValueError where any others are given."""
+    """The saved settings of the run in this folder. Raises ValueError if other options are given."""
     if other := given.others_than("epochs", "json", "encrypt"):
         raise ValueError(
             f"--resume continues a run with its own settings: only --epochs, --plan, --encrypt, --json and how it is "
             f"started (-H, --send, --detach ...) may be given with it, not {', '.join(other)}"
         )
-    kept = Settings.read(run)
-    epochs, encrypt = given.epochs or kept.epochs, given.encrypt or kept.encrypt
-    return dataclasses.replace(kept, epochs=epochs, encrypt=encrypt, json=given.json)
+    saved = Settings.read(run)
+    epochs, encrypt = given.epochs or saved.epochs, given.encrypt or saved.encrypt
+    return dataclasses.replace(saved, epochs=epochs, encrypt=encrypt, json=given.json)
 
 
 def _check_folder(out: Path | None, resume: Path | None) -> None:
-    """Raises ValueError for a folder of another run, or one that cannot be written."""
+    """Raises ValueError if the folder belongs to another run or is not writable."""
     if "RANK" in os.environ:
-        return  # a launcher restarts a run with the same options, and the run itself checks whose checkpoints these are
+        return  # launchers restart runs with the same options, and the run itself checks the checkpoints
     if out and not resume and any(out.glob("checkpoint-*")):
         raise ValueError(f"{out} holds another run's checkpoints; give another --out, or continue it: --resume {out}")
     prepare.check_writable(resume or out or Path("runs"))
 
 
 def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None, how: prepare.Start) -> int:
-    """Here, on hosts, or as one process of those that another launcher has started. Returns an exit code."""
+    """Trains on this machine, on hosts, or as one process of another launcher. Returns an exit code."""
     out = resume or out
     own = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{settings.model_name.replace(':', '.')}"
     if "RANK" in os.environ:
@@ -132,10 +132,10 @@ def _start(settings: Settings, plan: str, out: Path | None, resume: Path | None,
         plan = str(resume / "plan.toml")
         made = Plan.read(plan)
         if how.hosts and made.hosts.keys() - {host.name for host in parse(how.hosts)}:
-            plan = made.chosen  # others than before: on all of them what most did
+            plan = made.chosen  # other hosts than before: all use the plan's common configuration
     if how.hosts:
         return over_ssh.start(how, command, plan, settings.fidelity, out or own, settings)
-    made = prepare.ready(command, plan, settings.fidelity, settings, settings.json)
+    made = prepare.find_or_make_plan(command, plan, settings.fidelity, settings, settings.json)
     out = out or _fresh(own)
     free(out)
     settings.write(out)
@@ -151,15 +151,15 @@ def _train_here(settings: Settings, plan: str, out: Path) -> None:
         settings.write(out)
     os.environ["PACELINE_FOLDER"] = str(out)
     if plan != "auto":
-        os.environ["PACELINE_ENGINE"] = prepare.row(plan)
+        os.environ["PACELINE_ENGINE"] = prepare.check_configuration(plan)
     job.run(settings)
 
 
 def _fresh(named: Path) -> Path:
-    """A folder of its own, also where two runs begin in one second."""
+    """A new folder, also if two runs start within one second."""
     for number in range(1, 100):
         out = named if number == 1 else named.with_name(f"{named.name}-{number}")
         with contextlib.suppress(FileExistsError):
             out.mkdir(parents=True)
             return out
-    raise ValueError(f"there are a hundred runs named {named}; give --out")
+    raise ValueError(f"there are 99 runs named {named} already; give --out")

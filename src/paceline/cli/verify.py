@@ -1,4 +1,4 @@
-"""paceline verify"""
+"""`paceline verify`: compares training with N nodes to one process."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def verify(
     )
     if compared is None:
         return
-    told = f", of a metric {compared.metric:.1e}" if compared.metric > compared.tolerance else ""
+    metric = f", of a metric {compared.metric:.1e}" if compared.metric > compared.tolerance else ""
     console.print(
         f"{compared.steps} steps in {dtype}, dropout off: largest relative difference of the loss {compared.loss:.1e}, "
-        f"of a parameter {compared.weight:.1e} ({compared.worst}){told}; tolerance {compared.tolerance:.0e}"
+        f"of a parameter {compared.weight:.1e} ({compared.worst}){metric}; tolerance {compared.tolerance:.0e}"
     )
     for cause in compared.causes:
         console.print(f"- {cause.kind}: {cause.text}\n    {cause.remedy}", markup=False)

@@ -1,1 +1,1 @@
-"""The planner: measures and predicts the ways to train, and chooses the fastest."""
+"""The planner: predicts and benchmarks the configurations of a job, and chooses the fastest (autotuning)."""

@@ -1,7 +1,7 @@
 """Candidate configurations of a machine and a model, such as "processes:2+bf16+channels_last", simplest first.
 
-ENGINE[:k][+word...]    channels_last  images lie channel after channel (exact)
-                        fused          the optimizer updates in one kernel (exact)
+ENGINE[:k][+option...]  channels_last  torch.channels_last memory format for images (exact)
+                        fused          fused optimizer kernel (exact)
                         compile        torch.compile (exact up to reassociation)
                         bf16, fp16     autocast (rounded)
 """
@@ -23,29 +23,29 @@ ALLOWED = {"exact": 0, "rounded": 1, "approximate": 2}
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What rows depend on, of a model and its optimizer. *Units*: bytes; activations for the whole batch."""
+    """Properties of a model and optimizer that candidates depend on. *Units*: bytes; activations of the whole batch."""
 
     rows: int = 1
     device: str = "cpu"
-    images: bool = False  # convolutions over four axes
+    images: bool = False  # the model has 2D convolutions
     batch_norm: bool = False
     can_fuse: bool = False
     weight_bytes: int = 0
     gradient_bytes: int = 0
     state_bytes: int = 0
     activation_bytes: int = 0
-    division: str = ""  # of the optimizer's work among processes
-    parts: int = 1  # micro-batches that a step is computed in
+    division: str = ""  # how the optimizer's work is sharded among processes
+    parts: int = 1  # micro-batches per step
 
     @property
     def part_rows(self) -> int:
-        """Those of the largest micro-batch."""
+        """Samples of the largest micro-batch."""
         return -(-self.rows // self.parts)
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A row taken apart: ``copies`` of the model on a share of the batch each, with ``threads`` each."""
+    """A parsed configuration: ``copies`` of the model, each with ``threads`` and a share of the batch."""
 
     engine: str
     copies: int
@@ -57,15 +57,16 @@ class EngineSpec:
         return self.copies if says("engine", self.engine, "starts_processes") else 1
 
 
-def split(row: str, cores: int) -> EngineSpec:
-    """Raises ValueError for what is no row."""
-    head, *words = current("engine", row).split("+")
+def split(candidate: str, cores: int) -> EngineSpec:
+    """Parses a configuration. Raises ValueError for an invalid one."""
+    head, *words = current("engine", candidate).split("+")
     engine, _, count = head.partition(":")
     unknown = [word for word in words if word not in WORDS]
     if unknown or not engine.isidentifier() or (count and not (count.isdigit() and int(count))):
         raise ValueError(
-            f"row {row!r} is not of the form ENGINE[:k][+word...], as in '{PROCESSES}:2+channels_last'; "
-            f"words: {', '.join(WORDS)}" + (f"; unknown: {', '.join(unknown)}" if unknown else "")
+            f"configuration {candidate!r} is not of the form ENGINE[:k][+option...], as in "
+            f"'{PROCESSES}:2+channels_last'; options: {', '.join(WORDS)}"
+            + (f"; unknown: {', '.join(unknown)}" if unknown else "")
         )
     counts = says("engine", engine, "counts")
     k = int(count) if count else {"": 1, "thread": cores}.get(counts, 2)
@@ -74,25 +75,25 @@ def split(row: str, cores: int) -> EngineSpec:
     return EngineSpec(engine, 1, cores if counts == "share" else k, tuple(words))
 
 
-def fidelity(row: str, facts: JobFacts | None = None) -> str:
-    """As the table says it: "exact", "exact, local BN", "rounded"."""
-    level = "rounded" if set(row.split("+")) & set(ROUNDED) else "exact"
-    shared = split(row, 1).copies > 1 and facts is not None and facts.batch_norm
+def fidelity(candidate: str, facts: JobFacts | None = None) -> str:
+    """The fidelity column of the plan's table: "exact", "exact, local BN" or "rounded"."""
+    level = "rounded" if set(candidate.split("+")) & set(ROUNDED) else "exact"
+    shared = split(candidate, 1).copies > 1 and facts is not None and facts.batch_norm
     return f"{level}, local BN" if shared else level
 
 
-def allowed(row: str, level: str) -> bool:
-    return ALLOWED[fidelity(row).partition(",")[0]] <= ALLOWED[level]
+def allowed(candidate: str, level: str) -> bool:
+    return ALLOWED[fidelity(candidate).partition(",")[0]] <= ALLOWED[level]
 
 
 def check(level: str) -> None:
-    """Raises ValueError for what is no fidelity."""
+    """Raises ValueError for an unknown fidelity."""
     if level not in ALLOWED:
         raise ValueError(f"fidelity must be one of {', '.join(ALLOWED)}, got {level!r}")
 
 
 def planned() -> tuple[str, ...]:
-    """The engines whose rows are tried, simple before complicated."""
+    """The engines that the planner tries, simplest first."""
 
     def complexity(name: str) -> tuple[int, bool]:
         return ("", "thread", "copy").index(says("engine", name, "counts")), says("engine", name, "starts_processes")
@@ -103,17 +104,17 @@ def planned() -> tuple[str, ...]:
 def candidates(
     level: str, machine: Machine, facts: JobFacts, engines: tuple[str, ...], compile_too: bool = False
 ) -> list[str]:
-    """The baseline first; then every engine, then the same with words, those beyond ``level`` last.
+    """The baseline first, then every engine, then the engines with options; candidates beyond ``level`` come last.
 
-    ``engines``: of those that have copies of the model, which may be tried. Rows beyond the fidelity allowed are kept,
-    to show what they would gain.
+    ``engines``: the engines with several model copies that may be tried. Candidates beyond the allowed fidelity stay in
+    the list to show what they would gain.
     """
     found = [BASELINE, *_engines(machine, facts, engines)]
     numerics = list(_numerics(machine, facts))
     found += [f"{head}+{words}" for words in numerics for head in found if words]
     if compile_too and machine.compiler:
         found += [f"{head}+compile" for head in found if "+" not in head and head != BASELINE]
-    return sorted(found, key=lambda row: not allowed(row, level))
+    return sorted(found, key=lambda candidate: not allowed(candidate, level))
 
 
 def _engines(machine: Machine, facts: JobFacts, engines: tuple[str, ...]) -> Iterator[str]:
@@ -141,8 +142,8 @@ def _numerics(machine: Machine, facts: JobFacts) -> Iterator[str]:
     yield from ("+".join(filter(None, (half, layout))) for half in halves for layout in layouts)
 
 
-def needed_bytes(row: str, facts: JobFacts, cores: int) -> int:
-    """Memory of all processes together, roughly: weights and optimizer state once, gradients per copy."""
-    way = split(row, cores)
-    bytes_ = way.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
-    return bytes_ + way.copies * facts.gradient_bytes + facts.activation_bytes
+def needed_bytes(candidate: str, facts: JobFacts, cores: int) -> int:
+    """Approximate memory of all processes together: weights and optimizer state once, gradients once per copy."""
+    spec = split(candidate, cores)
+    bytes_ = spec.processes * RUNTIME_BYTES + facts.weight_bytes + facts.state_bytes
+    return bytes_ + spec.copies * facts.gradient_bytes + facts.activation_bytes

@@ -1,8 +1,8 @@
 """The planner's decision: one configuration chosen by measurement or prediction, and why each other one was not.
 
-The choice is the fastest row that was measured and is allowed. Rows whose medians cannot be told apart count
-as equal, and then the simpler one wins: it comes first among the candidates. A few long steps tell little apart, so
-no more than GIVEN is given away for that.
+The planner chooses the fastest measured candidate of an allowed fidelity. Candidates whose medians do not differ by
+more than noise are ties, and the simplest of them wins: it comes first in the list. Few long steps give much noise, so
+the winner of a tie may be slower than the fastest by at most MAX_SLOWDOWN.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, TIE, Row
 from paceline.registry import BASELINE, head, says
 
-SAME = 0.02  # closer than this is equal, whatever the spread says: processes differ by as much from start to start
-GIVEN = 0.05  # of the speed, for what is simpler and may be as fast
+NOISE = 0.02  # relative: closer is a tie whatever the spread, since each start of a process differs by as much
+MAX_SLOWDOWN = 0.05  # relative, of a simpler candidate that is chosen from a tie
 OUT_OF_MEMORY = ("out of memory", "MemoryError", "can't allocate memory", "Cannot allocate memory", "exit code 137")
+Choice = tuple[str, str, tuple[Row, ...]]  # (chosen, reason, rows)
 
 
 @dataclass
 class Candidate:
-    """A row and what is known of it. ``refusal`` says why it was not tried."""
+    """A configuration with its prediction and its trial. ``refusal`` says why it was not tried."""
 
     engine: str
     predicted_s: float | None = None
@@ -36,64 +37,62 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Measured, else predicted, else endless."""
+        """Measured seconds, else predicted ones, else infinity."""
         return self.ran.step_s if self.ran else self.predicted_s or float("inf")
 
 
-def equal(one: Trial, other: Trial) -> bool:
-    """Whether two trials cannot be told apart. A row's own noise is no merit: it counts no further than the other's."""
+def tied(one: Trial, other: Trial) -> bool:
+    """Whether two trials differ by no more than noise; of the slower one's spread at most the faster one's counts."""
     fast, slow = sorted((one, other), key=lambda trial: trial.step_s)
     noise_s = fast.spread_s + min(slow.spread_s, fast.spread_s)
-    return slow.step_s - fast.step_s <= max(noise_s, SAME * fast.step_s)
+    return slow.step_s - fast.step_s <= max(noise_s, NOISE * fast.step_s)
 
 
 def run_off(candidates: Sequence[Candidate], level: str) -> list[Candidate]:
-    """The allowed rows that ran, the fastest first."""
+    """The candidates that ran and have an allowed fidelity, the fastest first."""
     ran = [one for one in candidates if one.ran and allowed(one.engine, level)]
     return sorted(ran, key=lambda one: one.step_s)
 
 
-def choose(
-    candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None
-) -> tuple[str, str, tuple[Row, ...]]:
-    """(chosen, reason, rows). Raises ValueError when no candidate ran or could: the first one's error says why."""
+def choose(candidates: Sequence[Candidate], level: str = "exact", facts: JobFacts | None = None) -> Choice:
+    """The choice. Raises ValueError with the first trial's error if no candidate ran or could be chosen."""
     ranking = run_off(candidates, level)
     if not ranking or not ranking[0].ran:
-        return _foretold(candidates, level, facts)
+        return _by_prediction(candidates, level, facts)
     fastest = ranking[0]
-    equals = [one for one in candidates if one in ranking and one.ran and equal(one.ran, fastest.ran)]  # type: ignore[arg-type]
-    best = next(one for one in equals if one.step_s <= (1 + GIVEN) * fastest.step_s)
-    rows = tuple(_row(one, best, candidates[0], facts, level, equals) for one in candidates)
+    ties = [one for one in candidates if one in ranking and one.ran and tied(one.ran, fastest.ran)]  # type: ignore[arg-type]
+    best = next(one for one in ties if one.step_s <= (1 + MAX_SLOWDOWN) * fastest.step_s)
+    rows = tuple(_row(one, best, candidates[0], facts, level, ties) for one in candidates)
     why = f"fastest of {len(ranking)} measured" if best is fastest else "as fast as any, and simpler"
     if len(ranking) == 1:
-        why = "the most promising, and the one row that there was time to measure"
+        why = "the most promising, and the only one that there was time to measure"
     if best.engine == BASELINE and len(ranking) > 1:
-        why += "; nothing parallel pays here"
+        why += "; sequential execution is fastest here"
     return best.engine, why, rows
 
 
-def _foretold(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> tuple[str, str, tuple[Row, ...]]:
-    """By prediction alone, where there was no time to try anything."""
+def _by_prediction(candidates: Sequence[Candidate], level: str, facts: JobFacts | None) -> Choice:
+    """As `choose`, by predictions alone: the budget left no time for a trial."""
     untried = [one for one in candidates if one.predicted_s and not (one.trial or one.refusal)]
-    hopes = [one for one in untried if allowed(one.engine, level)]
-    if not hopes:
+    eligible = [one for one in untried if allowed(one.engine, level)]
+    if not eligible:
         why = next((f"; {one.engine}: {one.trial.error}" for one in candidates if one.trial), "")
         raise ValueError(f"no candidate could be run{why}")
-    best = min(hopes, key=lambda one: one.step_s)
+    best = min(eligible, key=lambda one: one.step_s)
     rows = tuple(_row(one, best, candidates[0], facts, level, ()) for one in candidates)
     return best.engine, "fastest as predicted; the budget left no time to try any", rows
 
 
 def speedup(one: Candidate, base: Candidate) -> float | None:
-    """By measurement as far as there is one; of a row that was not measured, by prediction of both."""
+    """From measurements where the candidate was measured; otherwise from the predictions of both."""
     if one.ran and (base.ran or base.predicted_s):
-        return base.step_s / one.ran.step_s  # in the order of the seconds beside it
+        return base.step_s / one.ran.step_s  # so that the speedups have the order of the measured times
     if one.predicted_s and base.predicted_s:
         return base.predicted_s / one.predicted_s
     return None
 
 
-def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
+def _rejection(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
     if one.trial and one.trial.error:
         memory = any(word in one.trial.error for word in OUT_OF_MEMORY)
         return f"{'out of memory' if memory else 'failed'}: {one.trial.error}"
@@ -113,7 +112,7 @@ def _loss(one: Candidate, best: Candidate, base: Candidate, level: str) -> str:
 
 
 def _row(
-    one: Candidate, best: Candidate, base: Candidate, facts: JobFacts | None, level: str, equals: Sequence[Candidate]
+    one: Candidate, best: Candidate, base: Candidate, facts: JobFacts | None, level: str, ties: Sequence[Candidate]
 ) -> Row:
     ran = one.ran
     return Row(
@@ -128,19 +127,19 @@ def _row(
         bool(ran and ran.extrapolated),
         len(ran.steps_s) if ran else 0,
         facts.division if facts and says("engine", head(one.engine)[0], "starts_processes") else "",
-        CHOSEN if one is best else TIE if one in equals else _loss(one, best, base, level),
+        CHOSEN if one is best else TIE if one in ties else _rejection(one, best, base, level),
     )
 
 
-def insisted(rows: Sequence[Row], fastest: str, wanted: str) -> tuple[str, str, tuple[Row, ...]]:
-    """As `choose`, where a row was asked for because its bits do not depend on the number of nodes: what that costs."""
+def choose_requested(rows: Sequence[Row], fastest: str, wanted: str) -> Choice:
+    """As `choose`, for a requested configuration whose bits do not depend on the number of nodes; states its cost."""
     by_name = {row.engine: row for row in rows}
     one, best = by_name[wanted], by_name[fastest]
-    cost = "no other row was measured beside it" if one is best else one.reason
+    cost = "no other candidate was measured" if one is best else one.reason
     if one.measured_s and best.measured_s and one is not best:
         cost = f"{one.measured_s / best.measured_s - 1:.0%} slower than {fastest}"
     reason = (
-        f"reproducible, as asked for: {cost}; between N nodes it sends N / 2 times as much as a sum, and "
+        f"reproducible, as requested: {cost}; between N nodes it sends N / 2 times as much as an all-reduce, and "
         f"fully-connected layers dense"
     )
     reasons = {fastest: "faster, and not reproducible", wanted: CHOSEN if one.measured_s else one.reason}

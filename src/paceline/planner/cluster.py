@@ -1,12 +1,12 @@
 """The planner for several hosts: how many nodes to use, from measured nodes and network and a few trials.
 
-    wire      every pair of nodes, and sums of all
-    node      each by itself: its plan, and a step layer by layer with all rows of the batch and with a quarter of them
-    predict   1 to N nodes, the fastest first: the global batch shared by their speed, or as many rows on each
-    try       the most promising for a few real steps
+    wire      measure the network between every pair of nodes, and all-reduces of all nodes
+    node      on each node alone: make its plan, and time a step layer by layer with the batch and a quarter of it
+    predict   1 to N nodes, the fastest first: the global batch divided by their speed, or the same batch on each
+    try       run the most promising teams for a few real steps
     answer    the fewest machines that are as fast as any, or one
 
-Imagined machines repeat the measured ones in order; an imagined link replaces the measured one.
+Hypothetical machines repeat the measured ones in order; a hypothetical link replaces the measured one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.launch.hosts import Host
 from paceline.planner import plan_cache
 from paceline.planner import planner as planning
 from paceline.planner.cluster_model import NetworkModel, Sent, Sums, ring
-from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, Try
+from paceline.planner.cluster_survey import UNMEASURED, Node, Survey, TeamTrial
 from paceline.planner.measure.node_agent import measure_node
 from paceline.planner.measure.trial import Trial
 from paceline.planner.plan_file import CHOSEN, Between
 from paceline.planner.planner import Plan
 from paceline.planner.teams import EACH, SHARED, Team, WhatIf, answer
 
-TRIES = 4  # teams that are run for real
+TRIES = 4  # teams that are run
 WIRE_LIMIT_S, START_LIMIT_S = 120.0, 240.0
 TRIAL_S, TRIAL_LIMIT_S = 2.5, 120.0
 
@@ -40,7 +40,7 @@ Show = Callable[[str], None]
 
 def make_over(
     hosts: Sequence[Host],
-    far: RemoteQuery,
+    remote: RemoteQuery,
     command: Sequence[str],
     *,
     fidelity: str = "exact",
@@ -50,52 +50,53 @@ def make_over(
     trial_s: float = TRIAL_S,
     show: Show = lambda doing: None,
 ) -> tuple[Plan, str]:
-    """(the plan for ``command`` over ``hosts``, also kept unless ``rows`` are given; the answer in a sentence).
+    """(the plan for ``command`` over ``hosts``, the answer in a sentence). Caches the plan unless ``rows`` are given.
 
-    Raises ValueError with the words of a host that cannot take part.
+    Raises ValueError with the error message of a host that cannot take part.
     """
-    from paceline.planner.measure.network import Wires
+    from paceline.planner.measure.network import NetworkMeasurement
 
     names = [host.name for host in hosts]
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
+    reply = remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]] if len(hosts) > 1 else None
+    measured = NetworkMeasurement.of(reply) if reply else NetworkMeasurement(1)
     show("measuring each host by itself")
-    budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
+    budget_s = budget_s or planning.MIN_BUDGET_S  # the wait for a host needs a deadline
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
-    replies = far.ask(hosts, request, limit_s)
+    replies = remote.ask(hosts, request, limit_s)
     nodes = [Node.of(name, replies[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
     if len(sizes) > 1:
         given = ", ".join(f"{node.name} {node.batch_size}" for node in nodes)
         raise ValueError(f"the hosts gave the same script different batch sizes: {given}; make it the same everywhere")
-    places = {name: i for i, name in enumerate(names)}
+    rank_of = {name: i for i, name in enumerate(names)}
 
-    def wire(count: int) -> NetworkModel:
-        among = [places[node.name] for node in survey.nodes[:count]]
-        return wires.among(among, sums_by(wires.collective)) if len(hosts) > 1 else _unmeasured()
+    def network(count: int) -> NetworkModel:
+        ranks = [rank_of[node.name] for node in survey.nodes[:count]]
+        return measured.model_for(ranks, sums_by(measured.collective)) if len(hosts) > 1 else _unmeasured()
 
-    survey = Survey(nodes, wire, real=True)
+    survey = Survey(nodes, network, real=True)
     found = [survey.team(count, kind) for kind in (SHARED, EACH) for count in range(2, len(hosts) + 1)]
     tries = [one for one in found if one]
     by_name = {host.name: host for host in hosts}
     for one in promising(tries):
         show(f"trying {one.team.nodes} hosts with a global batch of {one.team.batch_size}")
-        one.trial = _run(far, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
+        one.trial = _run(remote, [by_name[name] for name in one.team.hosts.split(",")], one, command, trial_s)
     teams = [survey.alone, *(survey.with_trial(one) for one in tries), *_imagined(survey, what_if)]
-    pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in wires.pairs)
+    pairs = (Between(names[pair.one], names[pair.other], pair.latency_s, pair.bytes_per_s) for pair in measured.pairs)
     plan = dataclasses.replace(_plan(survey, teams), pairs=tuple(pairs))
-    if not rows:  # else it is no choice among all
-        plan_cache.keep_over(plan, names, command)
+    if not rows:  # with ``rows`` the choice is not among all candidates
+        plan_cache.store_over(plan, names, command)
     return plan, plan.reason
 
 
 def imagine(
     made: Plan, command: Sequence[str], what_if: Sequence[WhatIf], budget_s: float | None = None
 ) -> tuple[Plan, str]:
-    """``made``, the plan for this machine, with teams of machines like it. Every ``what_if`` must name a link."""
+    """``made``, the plan for this machine, extended by teams of equal machines. Every ``what_if`` must name a link."""
     check_links(what_if)
     report = measure_node(list(command), made.fidelity, budget_s, made=made)
     survey = Survey([Node.of(made.machine.get("name", "here"), report)], lambda _: _unmeasured(), real=False)
@@ -108,16 +109,16 @@ def _unmeasured() -> NetworkModel:
 
 
 def check_links(what_if: Sequence[WhatIf]) -> None:
-    """Where no link was measured. Raises ValueError."""
+    """Raises ValueError for a hypothetical cluster without a link, if no link was measured."""
     if missing := [what for what in what_if if what.bits_per_s is None]:
         raise ValueError(
-            f"what {missing[0].nodes or 2} machines would do depends on the link between them, and without -H there is "
+            f"a prediction for {missing[0].nodes or 2} machines needs the link between them, and without -H there is "
             f"none to measure; add its rate, as in link=1gbit"
         )
 
 
 def sums_by(name: str) -> Sums:
-    """As the collective of that name adds up; as gloo does where there is none."""
+    """The cost of an all-reduce by the collective of that name; by gloo's ring if the name is empty."""
     if not name:
         return ring
     from paceline.link.net.collective_run import Collective  # it imports torch
@@ -131,8 +132,8 @@ def sums_by(name: str) -> Sums:
     return sums
 
 
-def promising(tries: Sequence[Try]) -> list[Try]:
-    """The few to run for real: of both kinds of batch by turns, the fastest by prediction first."""
+def promising(tries: Sequence[TeamTrial]) -> list[TeamTrial]:
+    """The teams to run: alternating between both kinds of batch, the fastest by prediction first."""
     kinds = [
         sorted((one for one in tries if one.team.batch == kind), key=lambda one: -(one.team.predicted_speedup or 0.0))
         for kind in (SHARED, EACH)
@@ -141,25 +142,25 @@ def promising(tries: Sequence[Try]) -> list[Try]:
     return [kind[i] for i in range(longest) for kind in kinds if i < len(kind)][:TRIES]
 
 
-def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[str], trial_s: float) -> Trial:
+def _run(remote: RemoteQuery, hosts: Sequence[Host], one: TeamTrial, command: Sequence[str], trial_s: float) -> Trial:
     times = one.team.nodes if one.team.batch == EACH else 1
     request: dict[str, Any] = {"do": "trial", "command": list(command), "rows": one.rows, "times": times}
     shares = ",".join(map(str, one.shares)) if len(set(one.shares)) > 1 else "equal"
     limit_s = TRIAL_LIMIT_S + 20 * trial_s
     request |= {"timed_s": trial_s, "limit_s": limit_s}
     with ScratchFolder() as folder:
-        ways = Path(folder) / "plan.toml"
-        Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
-        options = ["--plan", str(ways), "--shares", shares]
+        plan_path = Path(folder) / "plan.toml"
+        Plan(one.rows[0], hosts=dict(zip((host.name for host in hosts), one.rows, strict=True))).write(plan_path)
+        options = ["--plan", str(plan_path), "--shares", shares]
         try:
-            reply = far.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
+            reply = remote.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
         except (ValueError, TimeoutError) as error:
             return Trial(one.rows[0], error=str(error).splitlines()[-1])
     return Trial(**{**reply, "steps_s": tuple(reply["steps_s"])})
 
 
 def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
-    """From two machines to as many as were asked for, where no number was; else just as many."""
+    """Predicted teams of each hypothetical cluster; by default as many nodes as were measured, at least two."""
     found = []
     for what in what_if:
         count = what.nodes or max(2, len(survey.nodes))
@@ -168,9 +169,9 @@ def _imagined(survey: Survey, what_if: Sequence[WhatIf]) -> list[Team]:
 
 
 def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
-    """Its reason is the answer in a sentence."""
+    """The plan of the fastest node with all teams; its reason is the answer in a sentence."""
     count, sentence = answer(teams)
-    kept = tuple(
+    marked = tuple(
         dataclasses.replace(team, reason=CHOSEN)
         if team.nodes == count and (count == 1 or (team.hosts and team.batch == SHARED))
         else team
@@ -179,12 +180,12 @@ def _plan(survey: Survey, teams: Sequence[Team]) -> Plan:
     first = survey.nodes[0]
     return dataclasses.replace(
         first.plan,
-        chosen=survey.rows_of[first.name],
+        chosen=survey.engine_of[first.name],
         reason=sentence,
         batch_size=first.batch_size,
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         versions=plan_cache.versions(),
         num_nodes=count,
-        hosts={node.name: survey.rows_of[node.name] for node in survey.nodes},
-        teams=kept,
+        hosts={node.name: survey.engine_of[node.name] for node in survey.nodes},
+        teams=marked,
     )

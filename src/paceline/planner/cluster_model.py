@@ -1,17 +1,17 @@
 """Cost model of a cluster: seconds per step of N nodes, from each node's own step model and the network between them.
 
-    compute   forward, then backward, which makes one part after another ready on each node
-    lane      parts enter in one order, when the slowest node has them, and follow each other on the wire:
-              a dense one as a sum, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node; a layer as
-              factors by an all-gather, (N - 1) rows (in + out) words, after one of the numbers of rows
-              on a slow wire packed: factors, and between two nodes sums, which are then a gather
-              after a pause of computing TCP begins with ten packets, and doubles them each round trip
-    exposed   from the end of backward (or of the next forward pass, where that may be under way) until the last part
-              is there, and the vote; averages of weights wholly, every so many steps; sums of batch norm wholly
-    update    of everyone's sums, or of everyone's factors multiplied out
+    compute   forward, then backward, which completes one bucket after another on each node
+    lane      buckets are sent one after another in a fixed order, each when the slowest node has it:
+              dense by an all-reduce, on a ring 2 (N - 1) messages and 2 (N - 1) / N n bytes per node;
+              factors by an all-gather of (N - 1) rows (in + out) values, after one of the numbers of rows
+              on a slow network with lossless compression: factors, and all-reduces of two nodes, which become gathers
+              after idle time TCP slow start: ten packets, doubled each round trip
+    exposed   from the end of backward (with overlap="forward": of the next forward pass) until the last bucket has
+              arrived, and the vote; weight averages (once per period) and batch norm's all-reduces do not overlap
+    update    from the summed gradients, or from the multiplied factors of all nodes
 
-*Laws*: never below the compute nor below the wire; monotone in latency, and in bandwidth where as much is packed; one
-node is its own line.
+*Invariants*: a step is never shorter than its computation, nor than its communication. It grows with latency, and falls
+with bandwidth unless the compression changes. One node takes the time of its own step model.
 *Source*: wait-free backpropagation: Zhang et al. 2017 (arXiv 1706.03292); affine messages: Hockney 1994 (Parallel
 Computing 20:3); slow start after a pause: RFC 5681, section 4.1.
 """
@@ -23,40 +23,40 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.planner.step_model import DENSE, FACTORS, LayerTiming, StepModel, Ways
+from paceline.planner.step_model import DENSE, FACTORS, ExchangeTraffic, LayerTiming, StepModel
 
-VOTE_BYTES = 1024  # of a vote
-SAVES_S, SAVES = 2e-3, 0.2  # of a part's time: what another form must save, so that an exchange takes it
-SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: of a wire from which an exchange packs, and what it costs a core
-NORM_BYTES = 8  # of a value that batch norm adds up
-TCP_TIMEOUT_S = 0.2  # after which TCP begins anew: the least time-out of Linux
-WINDOW_BYTES = 10 * 1448  # that it begins with
-FRAME = 0.94  # of a line's rate is left by Ethernet, IP and TCP for what is sent
+VOTE_BYTES = 1024  # of the status all-reduce that ends a step
+SAVES_S, SAVES = 2e-3, 0.2  # seconds, and part of a bucket's time, that another representation must save
+SLOW_S, PACKING_S = 4e-8, 2e-9  # per byte: a network this slow is compressed; what that costs a core
+NORM_BYTES = 8  # of a value in batch norm's all-reduces
+TCP_TIMEOUT_S = 0.2  # idle time after which TCP slow start begins again: the minimum time-out of Linux
+WINDOW_BYTES = 10 * 1448  # the initial congestion window
+FRAME = 0.94  # payload part of a link's rate after Ethernet, IP and TCP headers
 
 
 class Sent(NamedTuple):
-    """Messages one after another, bytes that a node sends, and those that follow one another."""
+    """Sequential messages, bytes that one node sends, and bytes on the critical path."""
 
     messages: float
     num_bytes: float
     in_sequence: float
 
 
-Sums = Callable[[int, int, int], Sent]  # by so many nodes, of so many values, of so many bytes each
+Sums = Callable[[int, int, int], Sent]  # (nodes, values, bytes per value) -> cost of an all-reduce
 
 
 def ring(nodes: int, numel: int, item_bytes: int) -> Sent:
-    """A sum by gloo."""
+    """The cost of gloo's ring all-reduce."""
     num_bytes = 2 * (nodes - 1) / nodes * numel * item_bytes
     return Sent(2 * (nodes - 1), num_bytes, num_bytes)
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """Between any two of the nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
+    """The network between any two nodes. *Units*: seconds per message; bytes per second, each way; seconds per byte.
 
-    ``adding_s``: what a summed byte costs beyond its way. ``cpu_s``: of a core, per byte that is sent and received,
-    which computing does without. ``sums``: how nodes add up. ``assumed``: nobody has measured it.
+    ``adding_s``: reduction time of a byte in addition to its transfer. ``cpu_s``: time of a core per byte sent and
+    received, which computation loses. ``sums``: the all-reduce algorithm. ``assumed``: typical values, not measured.
     """
 
     latency_s: float
@@ -70,8 +70,8 @@ class NetworkModel:
         per_byte = 1 / self.bytes_per_s + (self.adding_s if adds else 0.0)
         return messages * self.latency_s + num_bytes * per_byte
 
-    def beginning_s(self, num_bytes: float) -> float:
-        """What so many bytes wait for acknowledgements after a pause, until a whole round trip is under way."""
+    def slow_start_s(self, num_bytes: float) -> float:
+        """Time that TCP slow start adds to ``num_bytes`` after idle time, until a full round trip is in flight."""
         trip_s, window, waited_s = 2 * self.latency_s, float(WINDOW_BYTES), 0.0
         while trip_s and window < min(num_bytes, trip_s * self.bytes_per_s):
             waited_s += trip_s - window / self.bytes_per_s
@@ -82,16 +82,16 @@ class NetworkModel:
     def slow(self) -> bool:
         return 1 / self.bytes_per_s >= SLOW_S
 
-    def with_line(self, bits_per_s: float | None = None, latency_s: float | None = None) -> NetworkModel:
-        """Another line between the same machines."""
+    def with_link(self, bits_per_s: float | None = None, latency_s: float | None = None) -> NetworkModel:
+        """The same machines with another bandwidth or latency between them."""
         rate = self.bytes_per_s if bits_per_s is None else bits_per_s * FRAME / 8
         return replace(self, bytes_per_s=rate, latency_s=self.latency_s if latency_s is None else latency_s)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: of each part. ``why``: a
-    line for each fully-connected layer, the largest first."""
+    """*Units*: seconds and bytes per step; bytes are those that one node sends. ``forms``: the representation of each
+    bucket. ``why``: a line for each fully-connected layer, the largest first."""
 
     nodes: int
     rows: float
@@ -112,131 +112,131 @@ class Prediction:
 
 @dataclass(frozen=True)
 class WireFormat:
-    """What each value costs on the wire, on nodes that all send alike."""
+    """Bytes per value sent, equal on all nodes."""
 
     dense_bytes: float
     factor_bytes: float
-    ways: Ways
+    ways: ExchangeTraffic
     item_bytes: float = 4.0
 
     @classmethod
-    def of(cls, lines: Sequence[StepModel]) -> WireFormat:
-        """Factors are thin where they are on every node."""
-        dense = [line.ways.dense_bytes or line.item_bytes for line in lines]
-        factors = max(line.ways.factor_bytes or line.item_bytes for line in lines)
-        return cls(max(dense), factors, lines[0].ways, max(line.item_bytes for line in lines))
+    def of(cls, models: Sequence[StepModel]) -> WireFormat:
+        """The largest bytes per value of any node."""
+        dense = [model.ways.dense_bytes or model.item_bytes for model in models]
+        factors = max(model.ways.factor_bytes or model.item_bytes for model in models)
+        return cls(max(dense), factors, models[0].ways, max(model.item_bytes for model in models))
 
     @property
     def fair(self) -> WireFormat:
-        """As forms are compared: a codec that loses something does not win against factors that lose nothing."""
+        """For the choice of representations: a lossy codec's smaller size must not win against exact factors."""
         ways = replace(self.ways, gathers=False)
         return replace(self, dense_bytes=self.item_bytes, ways=ways) if self.ways.loses else self
 
 
-def traffic(part: LayerTiming, form: str, nodes: int, rows: float, travel: WireFormat, sums: Sums = ring) -> Sent:
-    """``rows``: the most that any node has."""
-    if form != FACTORS and not travel.ways.gathers:
-        return sums(nodes, part.numel, int(travel.dense_bytes))
-    own = rows * part.sides * travel.factor_bytes if form == FACTORS else part.numel * travel.dense_bytes
+def traffic(part: LayerTiming, form: str, nodes: int, rows: float, wire_format: WireFormat, sums: Sums = ring) -> Sent:
+    """The cost of sending one bucket. ``rows``: the largest number of factor rows of any node."""
+    if form != FACTORS and not wire_format.ways.gathers:
+        return sums(nodes, part.numel, int(wire_format.dense_bytes))
+    own = rows * part.sides * wire_format.factor_bytes if form == FACTORS else part.numel * wire_format.dense_bytes
     return Sent(2 * (nodes - 1), (nodes - 1) * own, (nodes - 1) * own)
 
 
-def packed(part: LayerTiming, form: str, nodes: int, ways: Ways) -> float:
-    """What is left of its bytes on a slow wire."""
+def packed(part: LayerTiming, form: str, nodes: int, ways: ExchangeTraffic) -> float:
+    """The ratio of lossless compression on a slow network."""
     if form != FACTORS and ways.gathers:
         return 1.0
     return part.packed_factors if form == FACTORS else part.packed_dense if nodes == 2 else 1.0
 
 
-def choose(lines: Sequence[StepModel], wire: NetworkModel) -> list[str]:
-    """The form of each part, as an exchange chooses it: factors where they fit and are fewer bytes, unless the other
-    form takes clearly less time on the wire and in multiplying them out."""
-    nodes = len(lines)
+def choose(models: Sequence[StepModel], network: NetworkModel) -> list[str]:
+    """The representation of each bucket, chosen as an exchange does: factors where they fit and are smaller, unless the
+    other one takes clearly less time for transfer and multiplication."""
+    nodes = len(models)
     if nodes == 1:
-        return lines[0].alone()
-    travel = WireFormat.of(lines)
-    return [_form([line.parts[i] for line in lines], wire, travel) for i in range(len(lines[0].parts))]
+        return models[0].alone()
+    wire_format = WireFormat.of(models)
+    return [_form([model.parts[i] for model in models], network, wire_format) for i in range(len(models[0].parts))]
 
 
-def _form(everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat) -> str:
-    """``everywhere``: one part, as each node has it."""
-    if not (travel.ways.factors and _can(everywhere)):
+def _form(per_node: Sequence[LayerTiming], network: NetworkModel, wire_format: WireFormat) -> str:
+    """``per_node``: one bucket, with each node's times."""
+    if not (wire_format.ways.factors and _factors_fit(per_node)):
         return DENSE
-    num_bytes, seconds = _costs(everywhere, wire, travel.fair)
-    fewer, sooner = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
+    num_bytes, seconds = _costs(per_node, network, wire_format.fair)
+    fewest_bytes, fastest = (min(each, key=lambda form: each[form]) for each in (num_bytes, seconds))
     clear = abs(seconds[DENSE] - seconds[FACTORS]) > max(SAVES_S, SAVES * max(seconds.values()))
-    return sooner if clear else fewer
+    return fastest if clear else fewest_bytes
 
 
-def _can(everywhere: Sequence[LayerTiming]) -> bool:
-    return everywhere[0].fits(sum(one.rows for one in everywhere)) and all(one.rows for one in everywhere)
+def _factors_fit(per_node: Sequence[LayerTiming]) -> bool:
+    return per_node[0].fits(sum(one.rows for one in per_node)) and all(one.rows for one in per_node)
 
 
 def _costs(
-    everywhere: Sequence[LayerTiming], wire: NetworkModel, travel: WireFormat
+    per_node: Sequence[LayerTiming], network: NetworkModel, wire_format: WireFormat
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(bytes, seconds) of each form; factors are multiplied out as well."""
-    part, nodes = everywhere[0], len(everywhere)
-    most, total = max(one.rows for one in everywhere), sum(one.rows for one in everywhere)
-    cost = {form: traffic(part, form, nodes, most, travel, wire.sums) for form in (DENSE, FACTORS)}
-    seconds = {form: wire.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
-    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in everywhere)
+    """(bytes, seconds) of each representation; for factors, the time includes their multiplication."""
+    part, nodes = per_node[0], len(per_node)
+    max_rows, total = max(one.rows for one in per_node), sum(one.rows for one in per_node)
+    cost = {form: traffic(part, form, nodes, max_rows, wire_format, network.sums) for form in (DENSE, FACTORS)}
+    seconds = {form: network.seconds(one.messages, one.in_sequence, adds=form == DENSE) for form, one in cost.items()}
+    seconds[FACTORS] += max((total / one.rows - 1) * one.product_s for one in per_node)
     return {form: one.num_bytes for form, one in cost.items()}, seconds
 
 
-def reasons(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]) -> list[str]:
-    """How each fully-connected layer travels, and what either form would take; the largest first."""
-    found, travel = list[str](), WireFormat.of(lines)
-    linear = [(i, part) for i, part in enumerate(lines[0].parts) if part.sides and travel.ways.factors]
+def reasons(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[str]) -> list[str]:
+    """The representation of each fully-connected layer and the cost of both; the largest layer first."""
+    found, wire_format = list[str](), WireFormat.of(models)
+    linear = [(i, part) for i, part in enumerate(models[0].parts) if part.sides and wire_format.ways.factors]
     for i, part in sorted(linear, key=lambda each: -each[1].numel):
-        everywhere = [line.parts[i] for line in lines]
-        if not _can(everywhere):
-            total = sum(one.rows for one in everywhere)
+        per_node = [model.parts[i] for model in models]
+        if not _factors_fit(per_node):
+            total = sum(one.rows for one in per_node)
             found.append(f"{part.name} dense: factors of {total:g} rows would be no smaller")
             continue
-        num_bytes, seconds = _costs(everywhere, wire, travel)
+        num_bytes, seconds = _costs(per_node, network, wire_format)
         each = {form: f"{num_bytes[form] / 1e6:.2f} MB, {1e3 * seconds[form]:.1f} ms" for form in seconds}
         factors = f"{each[FACTORS]} with multiplying them out"
         found.append(f"{part.name} {forms[i]}: as factors {factors}, dense {each[DENSE]}")
     return found
 
 
-def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
-    """One step of as many nodes as there are ``lines``, each with its own rows."""
-    nodes, forms = len(lines), list(choose(lines, wire) if forms is None else forms)
-    ready = [line.ready(forms) for line in lines]
-    compute_s = max(max(times, default=line.forward_s) for times, line in zip(ready, lines, strict=True))
-    # a part enters when the slowest node has it and all before it
-    entries = accumulate((max(times) for times in zip(*ready, strict=True)), max)
-    now = wire_s = sent_bytes = packed_bytes = before = 0.0
-    travel = WireFormat.of(lines)
-    ways = travel.ways
-    for i, entry in enumerate(entries if nodes > 1 else ()):
-        part, most = lines[0].parts[i], max(line.parts[i].rows for line in lines)
-        left = packed(part, forms[i], nodes, ways) if wire.slow and not ways.every else 1.0
-        # packed sums are gathers between two nodes, which send as much as a ring does
-        sent = traffic(part, forms[i], nodes, most, travel, ring if left < 1 else wire.sums)
-        packed_bytes += sent.num_bytes if left < 1 else 0.0
-        took_s = wire.seconds(sent.messages, sent.in_sequence * left, adds=forms[i] == DENSE)
-        begun = max(now, entry)
-        if entry - before > TCP_TIMEOUT_S:  # of computing; a wire that was busy meanwhile waits less
-            begun = max(now, entry + wire.beginning_s(sent.in_sequence * left))
-        wire_s += begun - max(now, entry) + took_s
-        now, before, sent_bytes = begun + took_s, entry, sent_bytes + sent.num_bytes * left
-    vote_s = wire.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
+def predict(models: Sequence[StepModel], network: NetworkModel, forms: Sequence[str] | None = None) -> Prediction:
+    """One step of the nodes that ``models`` describe, each with its own number of samples."""
+    nodes, forms = len(models), list(choose(models, network) if forms is None else forms)
+    ready = [model.ready(forms) for model in models]
+    compute_s = max(max(times, default=model.forward_s) for times, model in zip(ready, models, strict=True))
+    # a bucket is sent when the slowest node has it and all earlier ones
+    ready_times = accumulate((max(times) for times in zip(*ready, strict=True)), max)
+    link_free_s = wire_s = sent_bytes = packed_bytes = previous_ready_s = 0.0
+    wire_format = WireFormat.of(models)
+    ways = wire_format.ways
+    for i, ready_s in enumerate(ready_times if nodes > 1 else ()):
+        part, max_rows = models[0].parts[i], max(model.parts[i].rows for model in models)
+        ratio = packed(part, forms[i], nodes, ways) if network.slow and not ways.every else 1.0
+        # with compression an all-reduce of two nodes is a gather, which sends as many bytes as a ring
+        sent = traffic(part, forms[i], nodes, max_rows, wire_format, ring if ratio < 1 else network.sums)
+        packed_bytes += sent.num_bytes if ratio < 1 else 0.0
+        took_s = network.seconds(sent.messages, sent.in_sequence * ratio, adds=forms[i] == DENSE)
+        start_s = max(link_free_s, ready_s)
+        if ready_s - previous_ready_s > TCP_TIMEOUT_S:  # of computation; if the network was busy meanwhile, less
+            start_s = max(link_free_s, ready_s + network.slow_start_s(sent.in_sequence * ratio))
+        wire_s += start_s - max(link_free_s, ready_s) + took_s
+        link_free_s, previous_ready_s, sent_bytes = start_s + took_s, ready_s, sent_bytes + sent.num_bytes * ratio
+    vote_s = network.seconds(nodes - 1, (nodes - 1) * VOTE_BYTES) if nodes > 1 else 0.0
     vote_bytes: float = (nodes - 1) * VOTE_BYTES
-    if ways.every:  # weights, after an update, while nobody computes; a vote of a kind goes with them
+    if ways.every:  # weights after an update, without overlap; a status all-reduce accompanies them
         vote_s, wire_s, sent_bytes, vote_bytes = (t / ways.every for t in (vote_s, wire_s, sent_bytes, vote_bytes))
-    moving_s = (sent_bytes * wire.cpu_s + packed_bytes * PACKING_S) / min(line.cores for line in lines)
+    moving_s = (sent_bytes * network.cpu_s + packed_bytes * PACKING_S) / min(model.cores for model in models)
     norm_s = 0.0
     if nodes > 1 and ways.norm_sums:
-        sent = wire.sums(nodes, ways.norm_numel, NORM_BYTES)
-        norm_s = wire.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
+        sent = network.sums(nodes, ways.norm_numel, NORM_BYTES)
+        norm_s = network.seconds(ways.norm_sums * sent.messages, sent.in_sequence, adds=True)
         vote_bytes += sent.num_bytes
-    rows = [line.rows for line in lines]
-    update_s = max(line.updating_s(forms, sum(rows) / line.rows - 1) for line in lines)
-    hidden_s = compute_s + moving_s + (min(line.forward_s for line in lines) if ways.forward else 0.0)
-    exposed_s = (wire_s if ways.every else max(0.0, now - hidden_s)) + vote_s + norm_s
+    rows = [model.rows for model in models]
+    update_s = max(model.updating_s(forms, sum(rows) / model.rows - 1) for model in models)
+    hidden_s = compute_s + moving_s + (min(model.forward_s for model in models) if ways.forward else 0.0)
+    exposed_s = (wire_s if ways.every else max(0.0, link_free_s - hidden_s)) + vote_s + norm_s
     return Prediction(
         nodes,
         sum(rows),
@@ -247,5 +247,5 @@ def predict(lines: Sequence[StepModel], wire: NetworkModel, forms: Sequence[str]
         update_s,
         sent_bytes + vote_bytes,
         tuple(forms),
-        tuple(reasons(lines, wire, forms)) if nodes > 1 else (),
+        tuple(reasons(models, network, forms)) if nodes > 1 else (),
     )

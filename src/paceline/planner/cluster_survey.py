@@ -1,6 +1,6 @@
 """Prediction of clusters from nodes measured one by one: their configurations, batch sizes and seconds per step.
 
-The fastest nodes come first. Imagined further machines repeat the measured ones in order.
+Nodes are sorted, the fastest first. Hypothetical further machines repeat the measured ones in order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.planner.plan_file import Plan, Row
 from paceline.planner.step_model import FACTORS, StepModel
 from paceline.planner.teams import EACH, FAILED, SHARED, Team, WhatIf
 
-UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # of ordinary machines; the rate is always given
-UNLIKE = 0.1  # of the speed: nodes closer than this get equal shares
+UNMEASURED = NetworkModel(2e-4, 1.0, 3e-10, 6e-10, assumed=True)  # typical values; the user always gives the rate
+EQUAL_WITHIN = 0.1  # relative difference of speed up to which nodes get equal shares
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine as it has measured itself. ``line`` is scaled to what its row takes as a whole."""
+    """One machine's own measurements: its plan, and step models with the whole batch and a quarter of it."""
 
     name: str
     plan: Plan
@@ -33,37 +33,37 @@ class Node:
 
     @classmethod
     def of(cls, name: str, report: dict[str, Any]) -> Node:
-        whole, quarter = (StepModel.read(line) for line in report["lines"])
+        whole, quarter = (StepModel.read(step_model) for step_model in report["lines"])
         return cls(name, Plan.of(report["plan"]), report["batch_size"], whole, quarter)
 
     @property
     def rows(self) -> int:
-        """Of a step by itself: fewer than the batch size where the data has no more."""
+        """Samples of the recorded step: fewer than the batch size if the data set has fewer."""
         return round(self.whole.rows)
 
-    def measured(self, row: str) -> Row | None:
-        return next((one for one in self.plan.rows if one.engine == row and one.measured_s), None)
+    def measured(self, engine: str) -> Row | None:
+        return next((one for one in self.plan.rows if one.engine == engine and one.measured_s), None)
 
-    def line(self, rows: float, row: str) -> StepModel:
-        """A step with so many rows by ``row``: the recorded one, as much longer or shorter as the row was measured."""
-        ran = self.measured(row)
-        line = self.whole.at(rows, self.quarter)
-        return line.scaled(ran.measured_s / self.whole.alone_s()) if ran and ran.measured_s else line
+    def step_model(self, rows: float, engine: str) -> StepModel:
+        """A step of ``rows`` samples: the recorded step model, scaled to the measured time of ``engine``."""
+        ran = self.measured(engine)
+        step_model = self.whole.at(rows, self.quarter)
+        return step_model.scaled(ran.measured_s / self.whole.alone_s()) if ran and ran.measured_s else step_model
 
-    def alone_s(self, row: str) -> float:
-        return self.line(self.whole.rows, row).alone_s()
+    def alone_s(self, engine: str) -> float:
+        return self.step_model(self.whole.rows, engine).alone_s()
 
-    def pace(self, row: str) -> tuple[float, float]:
-        """(seconds that no row changes, seconds per row)."""
-        few, many = self.line(self.quarter.rows, row).alone_s(), self.alone_s(row)
+    def cost_per_sample(self, engine: str) -> tuple[float, float]:
+        """(constant seconds per step, seconds per sample)."""
+        few, many = self.step_model(self.quarter.rows, engine).alone_s(), self.alone_s(engine)
         apart = self.whole.rows - self.quarter.rows
         per_row = (many - few) / apart if apart > 0 and many > few else many / self.whole.rows
         return max(0.0, many - per_row * self.whole.rows), per_row
 
 
 @dataclass
-class Try:
-    """A team, as it is predicted, and as it was run."""
+class TeamTrial:
+    """A team: its prediction, the configuration and samples of each node, and its trial."""
 
     team: Team
     rows: tuple[str, ...]
@@ -71,53 +71,54 @@ class Try:
     trial: Trial | None = None
 
 
-def shared_out(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:
-    """Rows of each node: equal where they are alike, so that the last one ends as early as possible where not."""
-    paces = [node.pace(row) for node, row in zip(nodes, rows, strict=True)]
-    each_s = [fixed + per_row * total / len(nodes) for fixed, per_row in paces]
-    if max(each_s) <= min(each_s) * (1 + UNLIKE):
-        paces = [(0.0, 1.0)] * len(nodes)
-    fixed_s, per_row_s = zip(*paces, strict=True)
+def assign_samples(total: int, nodes: Sequence[Node], rows: Sequence[str]) -> tuple[int, ...]:
+    """Samples per node: equal for nodes of similar speed, else such that the slowest node ends as early as possible."""
+    costs = [node.cost_per_sample(engine) for node, engine in zip(nodes, rows, strict=True)]
+    each_s = [fixed + per_row * total / len(nodes) for fixed, per_row in costs]
+    if max(each_s) <= min(each_s) * (1 + EQUAL_WITHIN):
+        costs = [(0.0, 1.0)] * len(nodes)
+    fixed_s, per_row_s = zip(*costs, strict=True)
     return fair_shares(total, fixed_s, per_row_s, [1] * len(nodes), [total] * len(nodes))
 
 
-def foresee(
-    nodes: Sequence[Node], rows: Sequence[str], kind: str, wire: NetworkModel
+def predict_team(
+    nodes: Sequence[Node], rows: Sequence[str], kind: str, network: NetworkModel
 ) -> tuple[Prediction, tuple[int, ...]]:
-    """A step of these nodes together. Raises ValueError for a batch with fewer rows than there are nodes."""
+    """(prediction of a step of these nodes, samples per node). Raises ValueError for fewer samples than nodes."""
     total = nodes[0].batch_size * len(nodes) if kind == EACH else nodes[0].rows
     if total < len(nodes):
-        raise ValueError(f"a global batch of {total} rows cannot be shared by {len(nodes)} nodes; raise --batch-size")
-    shares = shared_out(total, nodes, rows)
-    return predict([node.line(n, row) for node, row, n in zip(nodes, rows, shares, strict=True)], wire), shares
+        raise ValueError(f"a global batch of {total} samples is too small for {len(nodes)} nodes; raise --batch-size")
+    shares = assign_samples(total, nodes, rows)
+    models = [node.step_model(n, engine) for node, engine, n in zip(nodes, rows, shares, strict=True)]
+    return predict(models, network), shares
 
 
-def assumed(wire: NetworkModel, what: WhatIf) -> str:
-    """What a prediction over an imagined link takes for granted."""
-    if not wire.assumed:
+def assumed(network: NetworkModel, what: WhatIf) -> str:
+    """The network values that a prediction over a hypothetical link assumes."""
+    if not network.assumed:
         return ""
-    work = f"{1e9 * (wire.adding_s + wire.cpu_s):.1f} ns of work per byte"
-    latency = f"latency assumed {wire.latency_s * 1e3:g} ms"
+    work = f"{1e9 * (network.adding_s + network.cpu_s):.1f} ns of work per byte"
+    latency = f"latency assumed {network.latency_s * 1e3:g} ms"
     return f"{work} assumed" if what.latency_s is not None else f"{latency}, and {work}"
 
 
 class Survey:
-    """Nodes, the fastest first, and the wire between the first so many of them."""
+    """Nodes, the fastest first; ``network(n)``: the network between the first n. ``real``: the nodes are hosts."""
 
-    def __init__(self, nodes: Sequence[Node], wire: Callable[[int], NetworkModel], real: bool):
-        self.rows_of = {node.name: node.plan.chosen for node in nodes}
-        self.nodes = sorted(nodes, key=lambda node: node.alone_s(self.rows_of[node.name]))
-        self.wire, self.real = wire, real
+    def __init__(self, nodes: Sequence[Node], network: Callable[[int], NetworkModel], real: bool):
+        self.engine_of = {node.name: node.plan.chosen for node in nodes}
+        self.nodes = sorted(nodes, key=lambda node: node.alone_s(self.engine_of[node.name]))
+        self.network, self.real = network, real
         first = self.nodes[0]
-        ran = first.measured(self.rows_of[first.name])
-        self.alone_per_s = [node.rows / node.alone_s(self.rows_of[node.name]) for node in self.nodes]
+        ran = first.measured(self.engine_of[first.name])
+        self.alone_per_s = [node.rows / node.alone_s(self.engine_of[node.name]) for node in self.nodes]
         self.measured_per_s = first.rows / ran.measured_s if ran and ran.measured_s else None
         self.alone = Team(
             1,
             first.name if real else "",
             batch_size=first.batch_size,
-            engines=self.rows_of[first.name],
-            predicted_s=ran.predicted_s if ran and ran.predicted_s else first.alone_s(self.rows_of[first.name]),
+            engines=self.engine_of[first.name],
+            predicted_s=ran.predicted_s if ran and ran.predicted_s else first.alone_s(self.engine_of[first.name]),
             measured_s=ran.measured_s if ran else None,
             spread_s=ran.spread_s if ran else None,
             per_s=self.measured_per_s or self.alone_per_s[0],
@@ -128,39 +129,39 @@ class Survey:
             exposed_s=0.0,
         )
 
-    def team(self, count: int, kind: str, what: WhatIf | None = None) -> Try | None:
-        """None where the batch has too few rows for so many."""
+    def team(self, count: int, kind: str, what: WhatIf | None = None) -> TeamTrial | None:
+        """The predicted team of ``count`` nodes; None if the batch has fewer samples than nodes."""
         nodes = [self.nodes[i % len(self.nodes)] for i in range(count)]
-        rows = tuple(self.rows_of[node.name] for node in nodes)
-        wire = self.wire(min(count, len(self.nodes)))
+        rows = tuple(self.engine_of[node.name] for node in nodes)
+        network = self.network(min(count, len(self.nodes)))
         if what:
-            wire = wire.with_line(what.bits_per_s, what.latency_s)
+            network = network.with_link(what.bits_per_s, what.latency_s)
         if kind == SHARED and nodes[0].rows < count:
             return None
-        seen, shares = foresee(nodes, rows, kind, wire)
+        prediction, shares = predict_team(nodes, rows, kind, network)
         ideal = sum(self.alone_per_s[i % len(self.nodes)] for i in range(count))
         team = Team(
             count,
             ",".join(node.name for node in nodes) if self.real and not what else "",
             kind,
-            int(seen.rows),
+            int(prediction.rows),
             ",".join(rows),
-            what.words if what else "",
-            assumed(wire, what) if what else "",
-            seen.step_s,
-            per_s=seen.per_s,
-            predicted_speedup=seen.per_s / self.alone_per_s[0],
-            efficiency=seen.per_s / ideal,
-            sent_bytes=seen.sent_bytes,
-            exposed_s=seen.exposed_s,
-            factors=f"{seen.forms.count(FACTORS)} of {len(seen.why)}" if seen.why else "",
-            forms="; ".join(seen.why),
+            what.description if what else "",
+            assumed(network, what) if what else "",
+            prediction.step_s,
+            per_s=prediction.per_s,
+            predicted_speedup=prediction.per_s / self.alone_per_s[0],
+            efficiency=prediction.per_s / ideal,
+            sent_bytes=prediction.sent_bytes,
+            exposed_s=prediction.exposed_s,
+            factors=f"{prediction.forms.count(FACTORS)} of {len(prediction.why)}" if prediction.why else "",
+            forms="; ".join(prediction.why),
             reason="predicted only",
         )
-        return Try(team, rows, shares)
+        return TeamTrial(team, rows, shares)
 
-    def with_trial(self, one: Try) -> Team:
-        """The team with what it really took beside what was predicted."""
+    def with_trial(self, one: TeamTrial) -> Team:
+        """The team with the measurements of its trial beside the prediction."""
         trial = one.trial
         if trial is None:
             return one.team
@@ -169,7 +170,7 @@ class Survey:
         rows, wanted = round(trial.per_s * trial.step_s), one.team.batch_size or 0
         per_s, reason = trial.per_s, one.team.waiting
         if rows != wanted:
-            reason = "; ".join(filter(None, (f"its steps had {rows} rows, as the data gives them", reason)))
+            reason = "; ".join(filter(None, (f"its steps had {rows} samples, as the data set provides", reason)))
         base, predicted_s = self.measured_per_s, one.team.predicted_s or trial.step_s
         return dataclasses.replace(
             one.team,

@@ -1,13 +1,13 @@
 """Cost model of one machine: seconds per step of a configuration that was never run, from a profile of the job.
 
-    layers        forward and backward, each timed by itself at the row's setting, several copies at once if it has them
-    calibration   the model as it is over the sum of its layers, at the baseline: what layers do not cover
-    update        the optimizer alone, on as many cores
-    engine        gradients moved in memory, messages, and what every step costs
-    input         fetching the batch, by as many processes
+    layers        forward and backward of each layer, timed at the candidate's threads, batch share, copies and options
+    calibration   time of the whole model divided by the sum of its layers, at the baseline: work outside layers
+    update        the optimizer alone, on the same number of cores
+    engine        gradients moved in memory, messages, and a constant per step
+    input         fetching the batch, divided among the processes
 
-A setting that was not timed is the plain one of its engine, times what its words gave elsewhere; a plain one is the
-other that has as many cores and rows in all.
+A setting that was not timed is estimated: with options (bf16, channels_last), as the setting without them times the
+ratio that the options gave for another setting; without options, by a timed setting with equal total cores and samples.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from paceline.planner.candidates import EngineSpec, split
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.registry import says
 
-STEP_S = 0.8e-3  # fetching, snapshot, loss, vote and record, measured around models whose layers take a few ms
-RIDE_S = 3e-3  # replicas are threads of one Python: waking, and waiting for each other's turn
-CROWD_S = 1.2e-3  # processes: waking, and waiting for the slowest, around a model whose layers take a few ms
-CALL_S = 20e-6  # more of it per layer call
+STEP_S = 0.8e-3  # batch, snapshot, loss, vote and event log; measured with models whose layers take a few ms
+THREAD_SYNC_S = 3e-3  # per further replica, a thread of one interpreter: wake-up, and waiting for the GIL
+PROCESS_SYNC_S = 1.2e-3  # processes: wake-up, and waiting for the slowest; measured with layers of a few ms
+CALL_S = 20e-6  # in addition to THREAD_SYNC_S, per layer call
 MESSAGES = 4  # per step and process
 
 
-def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
-    """None for what a profile cannot tell: compiled models, unknown engines."""
-    way = split(row, cores)
-    if "compile" in way.words or not says("engine", way.engine, "planned"):
+def predicted_s(candidate: str, profile: Profile, cores: int) -> float | None:
+    """None if the profile does not suffice: compiled models, unknown engines."""
+    spec = split(candidate, cores)
+    if "compile" in spec.words or not says("engine", spec.engine, "planned"):
         return None
-    setting = Setting.of(way, profile.facts.part_rows, profile.absorbs)
+    setting = Setting.of(spec, profile.facts.part_rows, profile.absorbs)
     layers_s = _layers_s(setting, profile)
     if layers_s is None:
         return None
@@ -38,9 +38,9 @@ def predicted_s(row: str, profile: Profile, cores: int) -> float | None:
     calibration = profile.whole_s / whole if whole else 1.0
     return (
         layers_s * calibration * profile.facts.parts
-        + _update_s(way, setting, profile, cores)
-        + _engine_s(way, setting, profile)
-        + profile.input_s / way.processes
+        + _update_s(spec, setting, profile, cores)
+        + _engine_s(spec, setting, profile)
+        + profile.input_s / spec.processes
         + STEP_S
     )
 
@@ -63,14 +63,14 @@ def _layers_s(setting: Setting, profile: Profile) -> float | None:
 
 
 def _amount(setting: Setting) -> tuple[int, int, tuple[str, ...], bool]:
-    """The work of a setting, and on how many cores."""
+    """Total cores and samples of a setting, with its options."""
     return setting.threads * setting.copies, setting.rows * setting.copies, setting.words, setting.factors
 
 
 def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
-    """One thread on more rows than were timed: along the line through the fewest and the most of them.
+    """One thread on more samples than were timed: linear extrapolation from the smallest and largest timed batch.
 
-    More rows take no less time, and no more than in proportion: a line through two noisy points knows neither.
+    Two points are noisy, so the result is bounded: more samples take no less time, and at most proportionally more.
     """
     alike = replace(setting, copies=1)
     points = sorted(
@@ -85,26 +85,26 @@ def _line_s(setting: Setting, found: dict[str, float]) -> float | None:
     return min(max(line_s, high_s), high_s * setting.rows / high)
 
 
-def _update_s(way: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
-    """Copies divide the update among all cores; one copy has its own threads."""
-    threads = way.threads if way.copies == 1 else cores
-    kinds = ["/fused"] if "fused" in way.words else ["/factors"] if setting.factors else []
+def _update_s(spec: EngineSpec, setting: Setting, profile: Profile, cores: int) -> float:
+    """Several copies share the update among all cores; a single copy uses its own threads."""
+    threads = spec.threads if spec.copies == 1 else cores
+    kinds = ["/fused"] if "fused" in spec.words else ["/factors"] if setting.factors else []
     times = profile.update_s
     nearest = min((int(key.partition("/")[0]) for key in times), key=lambda n: abs(n - threads), default=1)
     return next((times[key] for key in (f"{nearest}{kind}" for kind in [*kinds, ""]) if key in times), 0.0)
 
 
-def _engine_s(way: EngineSpec, setting: Setting, profile: Profile) -> float:
-    """k copies: each gradient is put where all can read it, and each slice read k times by its owner."""
-    if way.copies == 1:
+def _engine_s(spec: EngineSpec, setting: Setting, profile: Profile) -> float:
+    """Sum over k copies: each writes its gradient to shared memory; the owner of a slice reads it from all k copies."""
+    if spec.copies == 1:
         return 0.0
-    k = way.copies
+    k = spec.copies
     gradient = profile.dense_bytes if setting.factors else profile.facts.gradient_bytes
-    moved = gradient * (k - 1) / k * 1.5 + (gradient if way.processes > 1 else 0)
+    moved = gradient * (k - 1) / k * 1.5 + (gradient if spec.processes > 1 else 0)
     moving_s = moved / profile.copy_per_s if profile.copy_per_s else 0.0
-    if way.processes > 1:
-        return moving_s + MESSAGES * profile.message_s + CROWD_S
-    return moving_s + (k - 1) * (RIDE_S + CALL_S * profile.num_calls * profile.facts.parts)
+    if spec.processes > 1:
+        return moving_s + MESSAGES * profile.message_s + PROCESS_SYNC_S
+    return moving_s + (k - 1) * (THREAD_SYNC_S + CALL_S * profile.num_calls * profile.facts.parts)
 
 
 def _setting(key: str) -> Setting:

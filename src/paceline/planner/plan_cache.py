@@ -1,11 +1,11 @@
-"""Plan cache on disk: plans are found again by what is trained, or by the command that trains it.
+"""Plan cache on disk: finds plans by the fingerprint of the job, or by the command that trains it.
 
-    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by `join`'s arguments, fidelity, and shapes of inputs; needs the model
+    plans/FINGERPRINT-MACHINE-VERSIONS.toml    by `join`'s arguments, fidelity and input shapes; needs the model
     plans/jobs/KEY.json                        by command; needs neither the model nor torch
-    plans/hosts/KEY.toml                       over several machines: by their names, the command and fidelity
+    plans/hosts/KEY.toml                       for several machines: by their names, the command and fidelity
 
-An entry that no longer fits (another torch, machine, script or model) is reported and not used. A broken entry counts
-as none. Files are written whole: several planners may run at once.
+A stale entry (another torch, machine, script or model) is reported and not used. A corrupt entry is ignored. Files are
+written atomically, so several planners may run at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """Arguments of `join`, as far as a step depends on them."""
+    """The arguments of `join` on which the cost of a step depends."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,17 +41,17 @@ class Trained(Protocol):
     batch_norm: str
 
 
-# settings of the main job that a step depends on
+# the settings of `paceline train` on which the cost of a step depends
 STEP = (
     *("model", "data", "batch_size", "optimizer", "accumulate", "precision", "batch_norm"),
     *("device", "codec", "exchange", "clip", "momentum"),
 )
-LINK = "PACELINE_LINK", "PACELINE_ENCRYPT", "PACELINE_COLLECTIVE", "PACELINE_OVERLAP"  # how nodes send, and when
-BY_ROW = "fused", "foreach"  # options of an optimizer that a row's words change
+LINK = "PACELINE_LINK", "PACELINE_ENCRYPT", "PACELINE_COLLECTIVE", "PACELINE_OVERLAP"  # how and when nodes communicate
+BY_ROW = "fused", "foreach"  # optimizer options that a configuration's own options change
 
 
 def cache() -> Path:
-    """The user's, for this package. Raises OSError where there is no home."""
+    """The user's cache folder for this package. Raises OSError if there is no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
     except RuntimeError as error:
@@ -59,7 +59,7 @@ def cache() -> Path:
 
 
 def folder() -> Path:
-    """Made for its owner alone."""
+    """The folder of the plans, readable by its owner only."""
     plans = cache() / "plans"
     plans.mkdir(parents=True, exist_ok=True, mode=0o700)
     plans.chmod(0o700)
@@ -67,7 +67,7 @@ def folder() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Without importing any of them."""
+    """Versions of Python, paceline and torch, without importing them."""
     found = {"python": platform.python_version()}
     for name in ("paceline", "torch"):
         try:
@@ -78,9 +78,9 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(job: Trained, fidelity: str, inputs: Sequence[Any] | None = None) -> str:
-    """Equal for jobs that one plan serves: shapes and types count, values do not.
+    """A hash that is equal for jobs that can share a plan: it covers shapes and types, not values.
 
-    ``inputs``: of a row (`layers.shapes`), unknown before the first batch; what they add follows a dash.
+    ``inputs``: the shapes of a sample (`layers.shapes`), unknown before the first batch; their hash follows a dash.
     """
     parameters = [
         (name, tuple(p.shape), str(p.dtype), str(p.device), p.requires_grad) for name, p in job.model.named_parameters()
@@ -107,42 +107,42 @@ def by_fingerprint(mark: str, machine: Machine) -> Plan | None:
 
 
 def of_job(job: Trained, fidelity: str, command: Sequence[str]) -> Plan | None:
-    """For a job whose inputs are not known yet: the plan made for it, whatever they were. Where plans for unlike inputs
-    choose unlike rows, the one made for this command, if any."""
-    machine, kept = survey(), []
+    """The plan of a job whose input shapes are still unknown. If plans for different input shapes chose different
+    configurations, only the plan made for this command is returned, if any."""
+    machine, found = survey(), []
     with contextlib.suppress(OSError):
         place = _path(f"{fingerprint(job, fidelity)}-*", machine)
         for path in sorted(place.parent.glob(place.name)):
             with contextlib.suppress(ValueError):
-                kept.append(Plan.read(path))
-    if len({plan.chosen for plan in kept}) < 2:
-        return kept[-1] if kept else None
+                found.append(Plan.read(path))
+    if len({plan.chosen for plan in found}) < 2:
+        return found[-1] if found else None
     own, _ = cached(command, fidelity, machine)
-    return own if own in kept else None
+    return own if own in found else None
 
 
 def cached(command: Sequence[str], fidelity: str, machine: Machine | None = None) -> tuple[Plan | None, str]:
-    """The plan made for this command, or None and, where there was one, in a few words why it is not used."""
+    """The plan made for this command; or None, with the reason if a plan exists but is stale."""
     machine = machine or survey()
     try:
         entry = json.loads(_entry(command, fidelity).read_text())
-        was = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
+        stored = {name: entry[name] for name in ("script", "versions", "machine", "fingerprint")}
     except (OSError, ValueError, KeyError, TypeError):
         return None, ""
-    now = versions()
-    if was["versions"] != now:
-        old = was["versions"] if isinstance(was["versions"], dict) else {}
-        moved = [f"{name} {old.get(name)} is now {now[name]}" for name in now if old.get(name) != now[name]]
-        return None, f"the cached plan is stale: {', '.join(moved)}"
-    if was["machine"] != machine.digest():
+    current = versions()
+    if stored["versions"] != current:
+        old = stored["versions"] if isinstance(stored["versions"], dict) else {}
+        changed = [f"{key} {old.get(key)} is now {new}" for key, new in current.items() if old.get(key) != new]
+        return None, f"the cached plan is stale: {', '.join(changed)}"
+    if stored["machine"] != machine.digest():
         return None, "the cached plan is stale: it was made on another machine, or with other cores or memory"
-    if was["script"] != _script(command):
+    if stored["script"] != _script(command):
         return None, "the cached plan is stale: the script has changed"
-    return by_fingerprint(str(was["fingerprint"]), machine), ""
+    return by_fingerprint(str(stored["fingerprint"]), machine), ""
 
 
 def store(plan: Plan, command: Sequence[str], machine: Machine) -> None:
-    """A disk that is full or not ours to write on is no reason to stop."""
+    """Ignores a full or read-only disk: planning works without a cache."""
     entry = {
         "command": list(command),
         "script": _script(command),
@@ -155,29 +155,29 @@ def store(plan: Plan, command: Sequence[str], machine: Machine) -> None:
         write_whole(_entry(command, plan.fidelity), json.dumps(entry))
 
 
-def keep_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
-    """A plan over several machines, for `over`."""
+def store_over(plan: Plan, hosts: Sequence[str], command: Sequence[str]) -> None:
+    """Stores a plan over several machines, for `cached_over`."""
     with contextlib.suppress(OSError):
-        write_whole(_over(hosts, command, plan.fidelity), plan.to_toml())
+        write_whole(_path_over(hosts, command, plan.fidelity), plan.to_toml())
 
 
-def over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
-    """The plan made for these hosts, this command and fidelity, by this version of everything; else None."""
+def cached_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Plan | None:
+    """The plan made for these hosts, this command and fidelity by the same versions; else None."""
     try:
-        plan = Plan.read(_over(hosts, command, fidelity))
+        plan = Plan.read(_path_over(hosts, command, fidelity))
     except (ValueError, OSError):
         return None
     return plan if plan.versions == versions() else None
 
 
-def _over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
-    """By what makes a step: how long and how well it is trained changes no plan."""
-    words = list(command)
-    if words[:2] == ["-m", "paceline.train.run"] and len(words) > 2:
-        settings = json.loads(words[2])
-        words[2] = json.dumps({name: settings[name] for name in STEP if name in settings})
+def _path_over(hosts: Sequence[str], command: Sequence[str], fidelity: str) -> Path:
+    """Keyed by the settings that a step depends on: epochs or learning rate do not change a plan."""
+    arguments = list(command)
+    if arguments[:2] == ["-m", "paceline.train.run"] and len(arguments) > 2:
+        settings = json.loads(arguments[2])
+        arguments[2] = json.dumps({name: settings[name] for name in STEP if name in settings})
     sent = [os.environ.get(name, "") for name in LINK]
-    return folder() / "hosts" / f"{_hash(sorted(hosts), words, fidelity, _script(command), os.getcwd(), sent)}.toml"
+    return folder() / "hosts" / f"{_hash(sorted(hosts), arguments, fidelity, _script(command), os.getcwd(), sent)}.toml"
 
 
 def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
@@ -190,7 +190,7 @@ def promise(plan: Plan, command: Sequence[str]) -> dict[str, str]:
 
 
 def confirm(job: Trained) -> str:
-    """With the model at hand: "" if what was promised holds; else the entry is forgotten, and a line says so."""
+    """Checks the plan of PACELINE_PROMISE against the job: "" if it fits; else deletes it and returns a message."""
     promised = os.environ.get("PACELINE_PROMISE")
     if not promised:
         return ""
@@ -207,12 +207,12 @@ def _path(mark: str, machine: Machine) -> Path:
 
 
 def _entry(command: Sequence[str], fidelity: str) -> Path:
-    """One per host: a home folder may be shared by unlike machines."""
+    """One entry per host, since machines of different hardware may share a home folder."""
     return folder() / "jobs" / f"{_hash(list(command), os.getcwd(), fidelity, platform.node())}.json"
 
 
 def _script(command: Sequence[str]) -> str:
-    """A hash of what the command runs, where that is one file."""
+    """A hash of the script's file; empty if the command does not run a single file."""
     path = Path(command[0]) if command else Path()
     if command and command[0] == "-m" and len(command) > 1:
         path = Path(*command[1].split(".")).with_suffix(".py")

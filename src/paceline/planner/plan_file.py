@@ -1,15 +1,15 @@
 """A plan as TOML and JSON: every configuration with prediction and measurement, the choice and its reason.
 
-Keys of a plan: ``version``, ``chosen`` (the row to train with; the only key that must be there), ``hosts`` (the rows
-of the hosts of -H that have another, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job
-and its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``engine`` (the row itself, as
+Keys of a plan: ``version``, ``chosen`` (the configuration to use; the only required key), ``hosts`` (the configurations
+of hosts of -H that differ from it, by name), ``reason``, ``fidelity``, ``batch_size``, ``fingerprint`` (of the job and
+its inputs), ``date``, ``machine``, ``versions``, ``rows``. Keys of a row: ``engine`` (the configuration, as
 "processes:2+channels_last"), ``predicted_s`` and ``measured_s`` (seconds per step), ``spread_s``, ``per_s`` (samples
-per second), ``speedup`` (over the first row, by measurement where both have one), ``peak_bytes`` (of all processes,
-shared memory once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how
-processes divide its work: "slices" or "whole tensors"), ``reason``. A plan over several machines has ``num_nodes`` (how
-many of them to use), ``hosts`` (the row of each, the fastest first), ``teams`` (`planner.teams`) and ``pairs`` (of all
-hosts), too. Keys of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (of one message without content, one
-way), ``bytes_per_s`` (one way, the slower of both). A number that is not known is left out of TOML and null in JSON.
+per second), ``speedup`` (over the first row, measured if both were), ``peak_bytes`` (all processes, shared memory
+once), ``fidelity``, ``extrapolated`` (from smaller batches), ``steps`` (timed), ``optimizer`` (how processes shard its
+work: "slices" or "whole tensors"), ``reason``. A plan over several machines also has ``num_nodes`` (how many to use),
+``hosts`` (the configuration of each, the fastest first), ``teams`` (`planner.teams`) and ``pairs`` (of all hosts). Keys
+of a pair: ``one``, ``other`` (the hosts' names), ``latency_s`` (empty message, one way), ``bytes_per_s`` (one way, the
+slower direction). An unknown number is omitted in TOML and null in JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHOSEN, TIE = "chosen", "equal within the spread"
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. The keys are explained above."""
+    """One candidate configuration. The module's docstring explains the keys."""
 
     engine: str
     predicted_s: float | None = None
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Between:
-    """Two hosts. The keys are explained above."""
+    """The network between two hosts. The module's docstring explains the keys."""
 
     one: str
     other: str
@@ -61,7 +61,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, of what, where, and why. The keys are explained above."""
+    """The chosen configuration, all candidates and the reason. The module's docstring explains the keys."""
 
     chosen: str
     reason: str = ""
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The hosts to start, where several were measured and fewer may do; else none are named."""
+        """The hosts to start, of a plan over several hosts; empty for any other plan."""
         return tuple(self.hosts)[: self.num_nodes] if self.num_nodes else ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Plan:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Plan:
-        """From what `to_dict` gave, through JSON."""
+        """The inverse of `to_dict`, also after a round trip through JSON."""
         lists = {name: tuple(kind(**one) for one in fields.get(name, ())) for name, kind in LISTS.items()}
         return cls(**{key: value for key, value in {**fields, **lists}.items() if key != "version"})
 
@@ -98,13 +98,13 @@ class Plan:
         plain = {key: value for key, value in self.to_dict().items() if value not in (None, {})}
         for name in LISTS:
             plain[name] = [{k: v for k, v in row.items() if v is not None} for row in plain[name]]
-        import tomli_w  # where no plan is read or written, none of this is needed
+        import tomli_w  # imported late: most commands write no plan
 
         return tomli_w.dumps(plain)
 
     @classmethod
     def from_toml(cls, text: str, where: str = "plan") -> Plan:
-        """Raises ValueError naming the file, the key, what it holds and what it may hold."""
+        """Raises ValueError with the file, the key, its value and the accepted values."""
         import tomli
 
         try:
@@ -113,9 +113,9 @@ class Plan:
             raise ValueError(f"{where} is not TOML: {error}; write it with: paceline plan --out FILE") from None
         version = given.pop("version", VERSION)
         if version != VERSION:
-            raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make the plan anew")
+            raise ValueError(f"{where} has version {version!r}, this paceline reads {VERSION}; make a new plan")
         if "chosen" not in given:
-            raise ValueError(f"{where} lacks 'chosen', the row to train with, as in: chosen = \"{THREADS}:2\"")
+            raise ValueError(f"{where} lacks 'chosen', the configuration to use, as in: chosen = \"{THREADS}:2\"")
         _check(cls, given, where)
         split(given["chosen"], 1)
         lists: dict[str, Any] = {}
@@ -124,14 +124,14 @@ class Plan:
             for i, entry in enumerate(entries):
                 _check(kind, entry, f"{where}: {name}[{i}]")
                 needed = (one.name for one in dataclasses.fields(kind) if one.default is dataclasses.MISSING)
-                if lacking := next((key for key in needed if key not in entry), None):
-                    raise ValueError(f"{where}: {name}[{i}] lacks {lacking!r}")
+                if missing := next((key for key in needed if key not in entry), None):
+                    raise ValueError(f"{where}: {name}[{i}] lacks {missing!r}")
             lists[name] = tuple(kind(**entry) for entry in entries)
         return cls(**given, **lists)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:
-        """Raises ValueError for a file that cannot be read or is no plan."""
+        """Raises ValueError for a file that cannot be read or is not a plan."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +145,7 @@ class Plan:
 # the keys of a plan that hold tables
 LISTS: dict[str, type[Any]] = {"rows": Row, "teams": Team, "pairs": Between}
 
-# what each annotation above accepts, and how an error calls it
+# the types that each annotation above accepts, and their description in an error
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a string"),
     "bool": ((bool,), "true or false"),
@@ -165,18 +165,18 @@ def _check(kind: type, given: Any, where: str) -> None:
     if not isinstance(given, dict):
         raise ValueError(f"{where} must be a table, got {given!r}")
     known = {one.name: str(one.type) for one in dataclasses.fields(kind)}
-    faults = []
+    errors = []
     for key, value in given.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            faults.append(f"unknown key {key!r} ({hint})")
+            similar = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"known: {', '.join(known)}"
+            errors.append(f"unknown key {key!r} ({hint})")
             continue
-        accepted, words = KINDS[known[key]]
+        accepted, description = KINDS[known[key]]
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in accepted):
-            faults.append(f"{key!r} must be {words}, got {value!r}")
+            errors.append(f"{key!r} must be {description}, got {value!r}")
         elif known[key] == "dict[str, str]" and isinstance(value, dict):
-            odd = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
-            faults += [f"{key!r} must hold strings, got {each}" for each in odd]
-    if faults:
-        raise ValueError(f"{where}: " + "; ".join(faults))
+            invalid = [f"{name} = {each!r}" for name, each in value.items() if not isinstance(each, str)]
+            errors += [f"{key!r} must hold strings, got {each}" for each in invalid]
+    if errors:
+        raise ValueError(f"{where}: " + "; ".join(errors))

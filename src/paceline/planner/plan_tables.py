@@ -1,4 +1,4 @@
-"""A plan on a terminal: its rows, its teams and its pairs of hosts, each as a table."""
+"""A plan on a terminal: its configurations, its teams and its pairs of hosts, each as a table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text
 from paceline.planner.plan_file import CHOSEN, Between, Plan, Row
 from paceline.planner.teams import Team
 
-MAX_SHOWN = 15  # of six hosts; all are in the plan
+MAX_SHOWN = 15  # the pairs of six hosts; the plan file has all pairs
 
 
 def plan_table(plan: Plan) -> Table:
-    """One line per row, the reason last."""
+    """One line per configuration, with the reason in the last column."""
     columns = {
         "candidate": [row.engine for row in plan.rows],
         "predicted s": [_number(row.predicted_s, "{:.4f}") for row in plan.rows],
@@ -27,11 +27,11 @@ def plan_table(plan: Plan) -> Table:
         "optimizer": [row.optimizer for row in plan.rows],
         "": [_reason(row) for row in plan.rows],
     }
-    return _drawn(columns)
+    return _table(columns)
 
 
 def team_table(teams: Sequence[Team]) -> Table:
-    """One line per team, the reason last."""
+    """One line per team, with the reason in the last column."""
     columns = {
         "nodes": [str(team.nodes) for team in teams],
         "batch": [f"{team.batch_size} {team.batch}" if team.nodes > 1 else f"{team.batch_size}" for team in teams],
@@ -48,26 +48,26 @@ def team_table(teams: Sequence[Team]) -> Table:
         "as factors": [team.factors for team in teams],
         "": [_reason(team) for team in teams],
     }
-    return _drawn(columns)
+    return _table(columns)
 
 
 def _once(engines: str) -> str:
-    """Equal rows are printed once."""
+    """A configuration that all nodes share is printed once."""
     rows = engines.split(",")
     return rows[0] if len(set(rows)) == 1 else engines
 
 
 def pair_table(pairs: Sequence[Between]) -> Table:
-    """One line per pair, the slowest first where they are too many to be shown."""
+    """One line per pair; of more than MAX_SHOWN pairs only the slowest, slowest first."""
     num_pairs = len(pairs)
     if num_pairs > MAX_SHOWN:
         pairs = sorted(pairs, key=lambda pair: pair.bytes_per_s)[:MAX_SHOWN]
     title = f"the slowest {MAX_SHOWN} of {num_pairs} pairs; the plan has all" if num_pairs > MAX_SHOWN else None
-    drawn = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
+    table = Table("host", "host", "latency ms", "MB/s", box=None, pad_edge=False, title=title)
     for pair in pairs:
         cells = pair.one, pair.other, f"{pair.latency_s * 1e3:.2f}", f"{pair.bytes_per_s / 1e6:.1f}"
-        drawn.add_row(*map(Text, cells))
-    return drawn
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _measured(one: Row | Team) -> str:
@@ -83,12 +83,12 @@ def _number(value: float | None, form: str, times: float = 1.0) -> str:
     return "" if value is None else form.format(value * times)
 
 
-def _drawn(columns: Mapping[str, Sequence[str]]) -> Table:
-    """Columns without a single value are left out."""
-    kept = {name: cells for name, cells in columns.items() if any(cells)}
-    drawn = Table(*kept, box=None, pad_edge=False)
-    for cells in zip(*kept.values(), strict=True):
-        drawn.add_row(*map(Text, cells))  # an error may hold what looks like markup
-    # never cut short: on a narrow terminal a long line is better than half a name
-    drawn.width = Console(width=1000).measure(drawn).maximum
-    return drawn
+def _table(columns: Mapping[str, Sequence[str]]) -> Table:
+    """Omits columns without any value."""
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(*shown, box=None, pad_edge=False)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, cells))  # as text, since an error may contain markup
+    # no truncation: on a narrow terminal a wrapped line is better than half a name
+    table.width = Console(width=1000).measure(table).maximum
+    return table

@@ -1,8 +1,8 @@
 """The planner for one machine: profile, predict, try the best few configurations, choose the fastest.
 
-`make` profiles the command once, predicts every row from that, and tries the baseline and the most promising rows in
-fresh processes for as long as the budget lasts; ``thorough`` tries them all. Near-ties are timed again, interleaved.
-`cached` finds a plan that was made before. Nothing here imports torch.
+`make` profiles the command once and predicts every candidate configuration from that profile. It then runs the
+baseline and the most promising candidates in fresh processes until the time budget is spent; ``thorough`` runs all of
+them. Near-ties are timed again, interleaved. `cached` finds an earlier plan. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from paceline.launch.machine import Machine, survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, allowed, candidates, check, needed_bytes, planned, split
-from paceline.planner.choose import Candidate, choose, equal, insisted, run_off
+from paceline.planner.choose import Candidate, choose, choose_requested, run_off, tied
 from paceline.planner.cost_model import predicted_s
-from paceline.planner.measure.profile import Profile, take
+from paceline.planner.measure.profile import Profile, run_profile
 from paceline.planner.measure.trial import Trial, measure, merge
 from paceline.planner.plan_cache import by_fingerprint, cached, confirm, fingerprint, promise, store
 from paceline.planner.plan_file import Plan, Row
@@ -26,14 +26,14 @@ __all__ = ["Plan", "Row", "by_fingerprint", "cached", "confirm", "fingerprint", 
 
 MIN_BUDGET_S, BUDGET_SHARE = 15.0, 0.05
 PROFILE_SHARE, THOROUGH_PROFILE_S = 1 / 3, 30.0
-TIMED_S = (0.6, 2.5)  # of one trial: at least, at most
-PROMISING = 1.3  # times the best: what is predicted slower is not tried, since predictions are not that wrong
-MAX_ROUNDS = 4  # of timing the top two by turns
-MAX_ATTEMPTS = 6  # to get two rows that run
-STEPS, SHRUNK_STEPS = 5.0, 3.0  # that a trial takes at least, warm-up among them
-SIMPLER = 0.03  # per word, and for several processes: rows predicted this close are tried the simpler first
-MARGIN = 0.9  # of the memory: more is predicted not to fit
-STEADY = f"{REPRODUCIBLE}:{SHARES}"
+TIMED_S = (0.6, 2.5)  # minimum and maximum of timed seconds per trial
+PROMISING = 1.3  # times the best: a candidate predicted slower is not tried; predictions err by less than this
+MAX_ROUNDS = 4  # in which the two fastest are timed again, interleaved
+MAX_ATTEMPTS = 6  # until two candidates have run
+STEPS, SHRUNK_STEPS = 5.0, 3.0  # minimum steps of a trial, warm-up included
+SIMPLER = 0.03  # per option, and for several processes: candidates predicted this close are tried simplest first
+MARGIN = 0.9  # of the memory: a candidate that needs more is refused
+DETERMINISTIC = f"{REPRODUCIBLE}:{SHARES}"
 
 Show = Callable[[str], None]
 
@@ -48,43 +48,43 @@ def make(
     reproducible: bool = False,
     show: Show = lambda doing: None,
 ) -> Plan:
-    """The plan for ``command`` (what follows `paceline run`), which it also stores.
+    """The plan for ``command`` (what follows `paceline run`), which is also stored in the cache.
 
-    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: these instead of all
-    that the machine could do, and then nothing is stored. ``reproducible``: what that costs, and that it is chosen;
-    nothing is stored. ``show`` receives what is being done. Raises ValueError when nothing could be run.
+    ``budget_s``: by default 5 % of the predicted run or 15 s, whichever is larger. ``rows``: only these configurations;
+    the plan is not stored. ``reproducible``: the deterministic configuration is chosen, and the reason states its cost;
+    the plan is not stored. ``show`` receives progress messages. Raises ValueError when no configuration ran.
     """
     check(fidelity)
-    for row in rows or ():
-        split(row, 1)
-    if rows and not any(allowed(row, fidelity) for row in rows):
+    for configuration in rows or ():
+        split(configuration, 1)
+    if rows and not any(allowed(configuration, fidelity) for configuration in rows):
         raise ValueError(f"--rows {','.join(rows)}: none is {fidelity}; add --fidelity rounded, or give others")
     start = time.monotonic()
     machine = survey()
     show("profiling")
     profile_s = THOROUGH_PROFILE_S if thorough else (budget_s or MIN_BUDGET_S) * PROFILE_SHARE
-    profile, unknown = take(command, fidelity, profile_s, machine)
-    start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # and to end
-    facts = profile.facts if profile else JobFacts(rows=machine.cores)  # as many as any row needs
-    if profile and not (thorough or rows or reproducible) and (kept := by_fingerprint(profile.fingerprint, machine)):
-        measured = any(row.measured_s for row in kept.rows)
-        if measured or budget_s is None:  # a given budget is spent where nothing could be tried before
-            store(kept, command, machine)
+    profile, failure = run_profile(command, fidelity, profile_s, machine)
+    start_s = time.monotonic() - start - profile.spent_s if profile else 4.0  # the time to start and to end
+    facts = profile.facts if profile else JobFacts(rows=machine.cores)  # enough samples for every candidate
+    if profile and not (thorough or rows or reproducible) and (earlier := by_fingerprint(profile.fingerprint, machine)):
+        measured = any(row.measured_s for row in earlier.rows)
+        if measured or budget_s is None:  # an explicit budget is used if no measurement exists
+            store(earlier, command, machine)
             how = "measured before" if measured else "as before; `paceline plan` measures"
-            return dataclasses.replace(kept, reason=f"{kept.reason} ({how})")
+            return dataclasses.replace(earlier, reason=f"{earlier.reason} ({how})")
     names = list(rows or candidates(fidelity, machine, facts, planned(), thorough))
-    names += [STEADY] if reproducible and STEADY not in names else []
+    names += [DETERMINISTIC] if reproducible and DETERMINISTIC not in names else []
     entries = [_candidate(name, profile, facts, machine) for name in names]
     budget = _Budget(start, _budget_s(budget_s, profile, entries), thorough, start_s)
     for entry in _worth_trying(entries, fidelity, thorough):
-        if thorough or entry.engine == STEADY or budget.allows(entry, entries, fidelity):
+        if thorough or entry.engine == DETERMINISTIC or budget.allows(entry, entries, fidelity):
             show(f"trying {entry.engine}")
             entry.trial = budget.trial(command, entry)
-    _settle(command, entries, fidelity, budget, show)
+    _retime_ties(command, entries, fidelity, budget, show)
     chosen, reason, found = choose(entries, fidelity, facts)
     if reproducible:
-        chosen, reason, found = insisted(found, chosen, STEADY)
-    reason += f"; nothing predicted: {unknown.removeprefix('paceline: ')}" if unknown else ""
+        chosen, reason, found = choose_requested(found, chosen, DETERMINISTIC)
+    reason += f"; no predictions: {failure.removeprefix('paceline: ')}" if failure else ""
     plan = Plan(
         chosen,
         reason,
@@ -109,31 +109,31 @@ def _candidate(name: str, profile: Profile | None, facts: JobFacts, machine: Mac
     return entry
 
 
-def _budget_s(asked: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
-    if asked is not None:
-        return asked
+def _budget_s(requested: float | None, profile: Profile | None, entries: Sequence[Candidate]) -> float:
+    if requested is not None:
+        return requested
     known = [entry.predicted_s for entry in entries if entry.predicted_s]
     run_s = (profile.steps if profile else 0) * min(known, default=0.0)
     return max(MIN_BUDGET_S, BUDGET_SHARE * run_s)
 
 
 def _worth_trying(entries: Sequence[Candidate], level: str, thorough: bool) -> list[Candidate]:
-    """The baseline, then by prediction; rows without one come last, in their order."""
+    """The baseline, then the others by predicted time; candidates without a prediction come last, in their order."""
 
-    def handicapped_s(one: Candidate) -> float:
+    def ranking_s(one: Candidate) -> float:
         extras = one.engine.count("+") + (split(one.engine, 1).copies > 1)
         return (one.predicted_s or float("inf")) * (1 + SIMPLER * extras)
 
-    able = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
-    if not able:  # a prediction of memory is too rough to forbid everything
-        entries[0].refusal, able = "", [entries[0]]
-    base, *others = able
-    return [base, *sorted(others, key=handicapped_s)]
+    eligible = [entry for entry in entries if not entry.refusal and (thorough or allowed(entry.engine, level))]
+    if not eligible:  # memory predictions are too rough to refuse every candidate
+        entries[0].refusal, eligible = "", [entries[0]]
+    base, *others = eligible
+    return [base, *sorted(others, key=ranking_s)]
 
 
 @dataclasses.dataclass
 class _Budget:
-    """Seconds that may be spent, and what a trial may take of them."""
+    """The time budget in seconds, and how much of it each trial may use."""
 
     start: float
     seconds: float
@@ -145,14 +145,14 @@ class _Budget:
         return self.start + self.seconds - time.monotonic()
 
     def allows(self, entry: Candidate, entries: Sequence[Candidate], level: str) -> bool:
-        """What may still be the best, in the time left. Where nothing was predicted, two rows whatever they take."""
+        """Whether a trial fits the budget and may find the fastest. Without predictions two candidates always run."""
         ranking, attempts = run_off(entries, level), sum(bool(one.trial) for one in entries)
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS and not any(one.predicted_s for one in entries):
             return True
         step_s = entry.predicted_s or 0.0
         need_s = self.start_s + max(TIMED_S[0], (SHRUNK_STEPS if self._shrinks(entry) else STEPS) * step_s)
         if entry.engine == BASELINE:
-            need_s += self.start_s + TIMED_S[0]  # where there is time for one row only, it is the most promising
+            need_s += self.start_s + TIMED_S[0]  # a single trial goes to the most promising candidate
         if self.left_s < need_s:
             return False
         if len(ranking) < 2 and attempts < MAX_ATTEMPTS:
@@ -165,12 +165,12 @@ class _Budget:
         return high if self.thorough else min(high, max(low, self.left_s / 3 - self.start_s))
 
     def _shrinks(self, entry: Candidate) -> bool:
-        """Long steps of the baseline are extrapolated; of other rows, fewer are taken."""
+        """Whether the baseline is timed on smaller batches and extrapolated, because its steps are long."""
         long = (entry.predicted_s or 0.0) * 4 > 2 * self._timed_s()
         return long and entry.engine == BASELINE and not self.thorough
 
     def trial(self, command: Sequence[str], entry: Candidate) -> Trial | None:
-        """None where the budget was over before the trial was: that says nothing of the row."""
+        """None if the budget ran out before the trial ended: such a trial gives no information."""
         known = entry.predicted_s is not None
         limit_s = 120.0 if self.thorough else max(1.0, self.left_s) if known else max(60.0, 3 * self.left_s)
         shrinks = self._shrinks(entry)
@@ -178,22 +178,22 @@ class _Budget:
         return None if ran.late and known and not self.thorough else ran
 
 
-def _settle(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
-    """Times the top two again, interleaved (A B, B A, ...), until they differ by more than noise, or time is over."""
+def _retime_ties(command: Sequence[str], entries: Sequence[Candidate], level: str, budget: _Budget, show: Show) -> None:
+    """Times the two fastest again, interleaved (A B, B A, ...), until they differ by more than noise or time is up."""
     ranking = run_off(entries, level)[:2]
     trials = {entry.engine: [entry.trial] for entry in ranking if entry.trial and not entry.trial.extrapolated}
     if len(trials) < 2:
         return
     for number in range(MAX_ROUNDS):
         one, other = (entry.ran for entry in ranking)
-        if not one or not other or not equal(one, other):
+        if not one or not other or not tied(one, other):
             return
         for entry in ranking if number % 2 else reversed(ranking):
             if not budget.thorough and budget.left_s < budget.start_s + TIMED_S[0]:
                 return
             show(f"{ranking[0].engine} against {ranking[1].engine}")
-            again = budget.trial(command, entry)
-            if again is None or again.error:
+            repeated = budget.trial(command, entry)
+            if repeated is None or repeated.error:
                 return
-            trials[entry.engine].append(again)
+            trials[entry.engine].append(repeated)
             entry.trial = merge([trial for trial in trials[entry.engine] if trial])

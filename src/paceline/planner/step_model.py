@@ -1,7 +1,7 @@
-"""Step model: one step of a job on one node as plain numbers, interpolated to any number of samples.
+"""Step model: the times of one step of a job on one node, per layer, interpolated to any number of samples.
 
-A line comes from the JSON of a timeline (`engine.timeline`) and needs no torch. Between two of them, recorded with
-fewer and with more rows, every number lies on the straight line through both.
+A step model comes from the JSON of a timeline (`engine.compute.timeline`) and needs no torch. Two step models, recorded
+with fewer and with more samples, are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class LayerTiming:
-    """What leaves at once. *Units*: seconds, on this line's rows.
+    """A bucket: gradients that are sent together. *Units*: seconds, for the step model's number of samples.
 
-    ``sides``: inputs and outputs of a fully-connected layer, 0 for anything else. ``rows``: those of its factors.
-    ``dense_s``, ``factors_s``: of backward until it is ready, after the part that was ready before it. ``product_s``:
-    its factors multiplied out, as the update does once for each node. ``packed_dense``, ``packed_factors``: what is
-    left of its bytes where they are packed.
+    ``sides``: inputs plus outputs of a fully-connected layer, 0 for any other bucket. ``rows``: rows of its factors.
+    ``dense_s``, ``factors_s``: backward time from the previous bucket's readiness to this one's. ``product_s``: time to
+    multiply the factors, which the update does once per node. ``packed_dense``, ``packed_factors``: the ratio of
+    lossless compression, compressed over uncompressed size.
     """
 
     name: str
@@ -36,18 +36,18 @@ class LayerTiming:
     packed_factors: float = 1.0
 
     def fits(self, num_rows: float) -> bool:
-        """Whether factors of so many rows are no larger than the gradient."""
+        """Whether factors of ``num_rows`` rows are no larger than the dense gradient."""
         return self.sides > 0 and num_rows > 0 and num_rows * self.sides <= self.numel
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How an exchange and its codec send what a step makes. *Units*: bytes per value there, 0 for the value's own.
+class ExchangeTraffic:
+    """The communication pattern of an exchange and its codec. *Units*: bytes per value sent; 0: of the value's type.
 
-    ``factors``: fully-connected layers may travel as these. ``gathers``: everyone gets each node's gradient, and adds
-    up itself. ``every``: 0, or no gradient is sent, but the weights after each so many updates. ``forward``: pieces
-    may come while the next step's forward pass runs. ``loses``: the codec does, and does not win against factors by its
-    fewer bytes. ``norm_sums``: of batch norm over all nodes, in every step; ``norm_numel``: values in all of these.
+    ``factors``: fully-connected layers may be sent as factors. ``gathers``: gradients are all-gathered, and every node
+    sums them itself. ``every``: 0, or the period of weight averaging (local SGD), without gradients. ``forward``:
+    communication may overlap with the next forward pass. ``loses``: the codec is lossy, so its smaller size does not
+    count against factors. ``norm_sums``: all-reduces of synchronised batch norm per step; ``norm_numel``: their values.
     """
 
     factors: bool = True
@@ -63,10 +63,10 @@ class Ways:
 
 @dataclass(frozen=True)
 class StepModel:
-    """*Units*: seconds. ``order``: for each form, the parts in the order in which backward makes them ready.
+    """*Units*: seconds. ``order``: for each representation, the buckets in the order in which backward completes them.
 
-    ``update_s``: by dense gradients. ``factored_s``: by factors of the node's own rows, wherever they fit; the
-    same as ``update_s`` where that is not known. ``absorbs``: the optimizer takes factors, so they pay alone, too.
+    ``update_s``: update from dense gradients. ``factored_s``: update from factors of the node's own samples where they
+    fit; ``update_s`` if unknown. ``absorbs``: the optimizer takes factors, so they also pay on a single node.
     """
 
     rows: float
@@ -78,11 +78,13 @@ class StepModel:
     factored_s: float
     absorbs: bool = False
     cores: int = 1
-    ways: Ways = field(default_factory=Ways)
+    ways: ExchangeTraffic = field(default_factory=ExchangeTraffic)
 
     @classmethod
-    def of(cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: Ways | None = None) -> StepModel:
-        """From a timeline's JSON. Raises ValueError for what is none."""
+    def of(
+        cls, timeline: dict[str, Any], absorbs: bool = False, cores: int = 1, ways: ExchangeTraffic | None = None
+    ) -> StepModel:
+        """From a timeline's JSON. Raises ValueError for any other JSON."""
         try:
             backward = {form: dict(map(tuple, timeline["backward"][form])) for form in (DENSE, FACTORS)}
             parts = tuple(
@@ -109,28 +111,28 @@ class StepModel:
                 timeline.get("factored_update_seconds") or update_s,
                 absorbs,
                 cores,
-                ways or Ways(),
+                ways or ExchangeTraffic(),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it anew") from None
+            raise ValueError(f"not a timeline's JSON ({type(error).__name__}: {error}); record it again") from None
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> StepModel:
-        """From its fields, as JSON gives them."""
+        """The inverse of `dataclasses.asdict`, after a round trip through JSON."""
         order = {form: tuple(indexes) for form, indexes in fields["order"].items()}
         parts = tuple(LayerTiming(**part) for part in fields["parts"])
-        return cls(**{**fields, "parts": parts, "order": order, "ways": Ways(**fields["ways"])})
+        return cls(**{**fields, "parts": parts, "order": order, "ways": ExchangeTraffic(**fields["ways"])})
 
     def ready(self, forms: Sequence[str]) -> list[float]:
-        """When each part is ready, counted from the beginning of the step."""
-        now, found = self.forward_s, [0.0] * len(self.parts)
+        """When each bucket is ready, in seconds since the beginning of the step."""
+        elapsed_s, found = self.forward_s, [0.0] * len(self.parts)
         for i in self.order[FACTORS if FACTORS in forms else DENSE]:
-            now += self.parts[i].factors_s if forms[i] == FACTORS else self.parts[i].dense_s
-            found[i] = now
+            elapsed_s += self.parts[i].factors_s if forms[i] == FACTORS else self.parts[i].dense_s
+            found[i] = elapsed_s
         return found
 
     def updating_s(self, forms: Sequence[str], others: float = 0.0) -> float:
-        """The update; ``others``: how many times this node's own rows the other nodes' factors have."""
+        """The time of the update. ``others``: rows of the other nodes' factors relative to this node's."""
         own = [part for part in self.parts if part.fits(part.rows)]
         factored = [part for part, form in zip(self.parts, forms, strict=True) if form == FACTORS]
         share = sum(part.numel for part in factored) / max(1, sum(part.numel for part in own))
@@ -138,7 +140,7 @@ class StepModel:
         return self.update_s + min(1.0, share) * (self.factored_s - self.update_s) + more_s
 
     def alone_s(self) -> float:
-        """A step without other nodes."""
+        """The time of a step without other nodes."""
         forms = self.alone()
         return max(self.ready(forms), default=self.forward_s) + self.updating_s(forms)
 
@@ -147,7 +149,7 @@ class StepModel:
         return [FACTORS if factors and part.fits(part.rows) else DENSE for part in self.parts]
 
     def scaled(self, times: float) -> StepModel:
-        """Every second ``times`` as long: what the whole step takes is known better than its parts are."""
+        """All times multiplied by ``times``: the time of the whole step is known better than those of its parts."""
         parts = tuple(
             replace(p, dense_s=p.dense_s * times, factors_s=p.factors_s * times, product_s=p.product_s * times)
             for p in self.parts
@@ -156,8 +158,7 @@ class StepModel:
         return replace(self, parts=parts, **own)
 
     def at(self, rows: float, fewer: StepModel | None = None) -> StepModel:
-        """The same with other rows, by a line recorded with ``fewer`` than here; without it all but the update is in
-        proportion to them."""
+        """The step model for ``rows`` samples, interpolated with ``fewer``; without it proportional, but the update."""
         if rows == self.rows:
             return self
         times = rows / self.rows
@@ -169,7 +170,7 @@ class StepModel:
         def between(less: float, more: float) -> float:
             if low is self:
                 return more * times
-            # noise may tilt the line; no work shrinks faster than its rows do
+            # noise may tilt the line; time never shrinks faster than the number of samples
             return max(less + reach * (more - less), min(less / low.rows, more / self.rows) * rows)
 
         parts = tuple(

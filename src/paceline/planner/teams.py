@@ -1,16 +1,16 @@
 """Scale-out plan: each number of nodes as one line, prediction beside measurement, and the answer in a sentence.
 
-Keys of a team: ``nodes``; ``hosts`` (their names, separated by commas; empty where they are only imagined); ``batch``
-("shared": the job's global batch, divided among the nodes; "each": as many rows on every node as one alone has);
-``batch_size`` (global); ``engines`` (the row of each node); ``link`` (what is imagined of it; empty: as measured);
-``assumed`` (what was neither measured nor given of it);
-``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all, measured where
-it was); ``predicted_speedup``, ``measured_speedup`` (samples per second over those of the fastest machine alone);
-``efficiency`` (of what the machines do alone, added up); ``sent_bytes`` (by each node, per step); ``exposed_s``
-(predicted seconds per step in which nodes wait for the network); ``factors`` (how many of the fully-connected layers
-travel as factors); ``forms`` (how each does, and what either form would take, the largest first); ``reason``.
+Keys of a team, nodes that train together: ``nodes``; ``hosts`` (names separated by commas; empty if hypothetical);
+``batch`` ("shared", strong scaling: the job's global batch is divided among the nodes; "each", weak scaling: every node
+has the batch of one node alone); ``batch_size`` (global); ``engines`` (the configuration of each node); ``link`` (the
+hypothetical network; empty: as measured); ``assumed`` (network values that were neither measured nor given);
+``predicted_s``, ``measured_s``, ``spread_s`` (seconds per step); ``per_s`` (samples per second of all nodes, measured
+if possible); ``predicted_speedup``, ``measured_speedup`` (throughput over that of the fastest machine alone);
+``efficiency`` (throughput over the sum of the single machines'); ``sent_bytes`` (by each node, per step); ``exposed_s``
+(predicted seconds per step of communication without overlap); ``factors`` (how many fully-connected layers are sent as
+factors); ``forms`` (the representation of each such layer and the cost of both, the largest first); ``reason``.
 
-What if there were other machines, or another link: `nodes=8,link=10gbit,latency=5ms` becomes numbers.
+`WhatIf` parses a hypothetical cluster or network, such as `nodes=8,link=10gbit,latency=5ms`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WORTH = 1.05  # times as fast, or one machine less is better
-SAME = 0.03  # closer than this to the best, fewer machines win
-WAITS = 0.1  # of a step: then the network is named as the reason
+WORTH = 1.05  # the least speedup for which further machines are used
+SAME = 0.03  # relative: this close to the best, fewer machines are preferred
+WAITS = 0.1  # of a step: with more exposed communication, the reason names the network
 SHARED, EACH = "shared", "each"
-FAILED = "failed: "  # and why, as a reason
+FAILED = "failed: "  # prefix of a reason
 MAX_LAYERS = 6  # printed below a table; all are in the plan
 
 
 @dataclass(frozen=True)
 class Team:
-    """One number of machines. The keys are explained above."""
+    """Nodes that train together. The module's docstring explains the keys."""
 
     nodes: int
     hosts: str = ""
@@ -54,12 +54,12 @@ class Team:
 
     @property
     def failed(self) -> bool:
-        """It was run, and did not train: what was predicted of it says nothing any more."""
+        """Its trial failed, so its prediction no longer counts."""
         return self.reason.startswith(FAILED)
 
     @property
     def speedup(self) -> float:
-        """By measurement where there is one."""
+        """The measured speedup, else the predicted one."""
         return self.measured_speedup or self.predicted_speedup or 0.0
 
     @property
@@ -69,14 +69,14 @@ class Team:
 
     @property
     def waiting(self) -> str:
-        """What the network has to do with it."""
+        """How much of a step waits for the network; empty if that is little."""
         if not self.exposed_s or not self.predicted_s or self.exposed_s < WAITS * self.predicted_s:
             return ""
         return f"{self.exposed_s * 1e3:.0f} of {self.predicted_s * 1e3:.0f} ms wait for the network"
 
 
 def answer(teams: Sequence[Team]) -> tuple[int, str]:
-    """(how many machines to use for the job as it is, the sentence that says so). The first team is one machine."""
+    """(how many machines to use for the job, a sentence that says so). The first team must be one machine."""
     real = [team for team in teams[1:] if team.hosts]
     if not real:
         return 1, _imagined(teams)
@@ -84,22 +84,22 @@ def answer(teams: Sequence[Team]) -> tuple[int, str]:
     num_hosts = max(team.nodes for team in real)
     if not shared:
         return 1, f"stay on one machine: {_why_not(real)}"
-    believed = _believed(shared)
-    best = max(shared, key=believed)
-    chosen = next(team for team in shared if believed(team) >= believed(best) * (1 - SAME))
-    if believed(chosen) >= WORTH:
+    estimated = _estimate(shared)
+    best = max(shared, key=estimated)
+    chosen = next(team for team in shared if estimated(team) >= estimated(best) * (1 - SAME))
+    if estimated(chosen) >= WORTH:
         return chosen.nodes, f"{_subject(chosen.nodes, num_hosts)} worth it: {chosen.numbers}"
-    best = max((team for team in shared if team.measured_speedup), key=believed, default=best)
+    best = max((team for team in shared if team.measured_speedup), key=estimated, default=best)
     why = f" ({best.waiting})" if best.waiting else ""
     sentence = f"stay on one machine: {best.nodes} are {best.numbers} with a global batch of {best.batch_size}{why}"
-    believed = _believed(each)
-    if each and believed(larger := max(each, key=believed)) >= WORTH:
+    estimated = _estimate(each)
+    if each and estimated(larger := max(each, key=estimated)) >= WORTH:
         sentence += f"; with {larger.batch_size} they would be {larger.numbers}"
     return 1, sentence
 
 
-def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
-    """The speedup of a team: measured, else as far from what was predicted as those are that were tried."""
+def _estimate(teams: Sequence[Team]) -> Callable[[Team], float]:
+    """The speedup of a team: measured, else predicted and corrected by the median error of the measured teams."""
     both = ((team.measured_speedup, team.predicted_speedup) for team in teams)
     tried = [measured / predicted for measured, predicted in both if measured and predicted]
     times = statistics.median(tried or [1.0])
@@ -107,11 +107,11 @@ def _believed(teams: Sequence[Team]) -> Callable[[Team], float]:
 
 
 def _why_not(real: Sequence[Team]) -> str:
-    """Of teams none of which can share the batch."""
+    """Why no team shares the job's global batch: a trial failed, or the batch is too small."""
     if failed := next((team for team in real if team.failed and team.batch == SHARED), None):
         return f"{failed.nodes} {failed.reason}"
     fewest = min(real, key=lambda team: team.nodes)
-    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has no row for each of {fewest.nodes}"
+    return f"a global batch of {(fewest.batch_size or 0) // fewest.nodes} has fewer samples than {fewest.nodes} nodes"
 
 
 def _imagined(teams: Sequence[Team]) -> str:
@@ -132,8 +132,8 @@ def _subject(nodes: int, num_hosts: int) -> str:
     return f"all {nodes} machines are" if nodes == num_hosts else f"{nodes} of {num_hosts} machines are"
 
 
-def forms_told(teams: Sequence[Team]) -> list[str]:
-    """For below the table: how layers travel between the fewest nodes, and in what other numbers differ."""
+def describe_factors(teams: Sequence[Team]) -> list[str]:
+    """Lines below the table: layers sent as factors, for the first team and each team where their number changes."""
     found, before = list[str](), ""
     for team in teams:
         if team.forms and team.factors != before:
@@ -151,16 +151,16 @@ FORM = "nodes=8,link=10gbit,latency=5ms, each of them only where it differs"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """None: as it is. *Units*: bits per second; seconds."""
+    """A hypothetical cluster; None: as measured. *Units*: bits per second; seconds."""
 
     nodes: int | None = None
     bits_per_s: float | None = None
     latency_s: float | None = None
-    words: str = ""
+    description: str = ""
 
     @classmethod
     def parse(cls, text: str) -> WhatIf:
-        """Raises ValueError."""
+        """Parses an option of --what-if. Raises ValueError."""
         given: dict[str, str] = {}
         for word in text.split(","):
             key, equals, value = word.strip().partition("=")

@@ -104,7 +104,7 @@ def _points(got: Result, line: Timeline, files: Mapping[str, Path], wire: Networ
             through = 8e-3 * megabytes * race.nodes / lap.step_s
             replayed = StepModel.of(json.loads(files[entry.name].read_text()), absorbs=True).scaled(1 / FASTER)
             bits = bits_per_s(phase.rate) if phase.rate else None
-            expected = predict([replayed] * race.nodes, wire.with_line(bits)).per_s
+            expected = predict([replayed] * race.nodes, wire.with_link(bits)).per_s
             yield (
                 f"| {race.nodes} | {phase.rate or 'no limit'} | {entry.name} | {got.rate(number, entry.name):.2f} | "
                 f"{expected:.2f} | {alone_s / FASTER / lap.step_s:.2f} | {megabytes:.2f} | {through:.2f} |"
@@ -123,7 +123,7 @@ def keep(model: str, batch: int, file: Path) -> None:
     command = [sys.executable, "-m", __name__, model, str(batch), str(file)]
     ended = fresh_process.run_in_process(command, {}, RECORD_S)
     if ended.code:
-        raise ValueError(f"a step of {model} could not be recorded: {ended.last_words}")
+        raise ValueError(f"a step of {model} could not be recorded: {ended.last_line}")
     if ended.code is None:
         raise ValueError(
             f"a step of {model} was not recorded within {RECORD_S:.0f} s; give fewer rows, or another model"

@@ -23,7 +23,7 @@ import paceline
 from paceline.engine.compute.timeline import record
 from paceline.engine.sequential import Engine
 from paceline.planner.cluster_model import NetworkModel, predict
-from paceline.planner.measure.network import Wires, measure
+from paceline.planner.measure.network import NetworkMeasurement, measure
 from paceline.planner.step_model import StepModel
 from paceline_bench.cluster.driver import Desk, drive
 from paceline_bench.cluster.namespaces import bits_per_s
@@ -86,7 +86,7 @@ def late(pace: Pace, show: Show) -> Iterator[Finding]:
 def predictions(cell: Cell, show: Show) -> dict[str, float]:
     """Seconds per step at each rate."""
     lines, among = measured(cell, show)
-    return {rate: predict(lines, among.with_line(bits_per_s(rate))).step_s for rate in cell.rates}
+    return {rate: predict(lines, among.with_link(bits_per_s(rate))).step_s for rate in cell.rates}
 
 
 def measured(cell: Cell, show: Show) -> tuple[list[StepModel], NetworkModel]:
@@ -96,7 +96,7 @@ def measured(cell: Cell, show: Show) -> tuple[list[StepModel], NetworkModel]:
         (Path(folder) / "job.json").write_text(json.dumps([cell.model, cell.rows]))
         said = drive(cell.nodes, ["-m", __name__], Path(folder), SETUP_S, show, cell.delay_ms)
     lines = [StepModel.of(one["timeline"], absorbs=True) for one in said]
-    return lines, Wires.of(said[0]["wires"]).among(range(cell.nodes))
+    return lines, NetworkMeasurement.of(said[0]["wires"]).model_for(range(cell.nodes))
 
 
 def main(folder: str) -> None:

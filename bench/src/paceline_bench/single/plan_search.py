@@ -20,7 +20,7 @@ from paceline.launch.machine import Machine, survey
 from paceline.planner import planner
 from paceline.planner.candidates import allowed, candidates, planned
 from paceline.planner.cost_model import predicted_s
-from paceline.planner.measure.profile import take
+from paceline.planner.measure.profile import run_profile
 from paceline.planner.measure.trial import measure
 from paceline_bench.result import Finding, Show
 from paceline_bench.single import job
@@ -112,7 +112,7 @@ def searched(model: str, batch: int, rounds: int, show: Show) -> Searched:
 
 def _predict(command: list[str], machine: Machine, predicted: dict[str, list[float]]) -> list[str]:
     """Adds a prediction to each row's, and returns all rows."""
-    profile, unknown = take(command, "exact", planner.MIN_BUDGET_S * planner.PROFILE_SHARE, machine)
+    profile, unknown = run_profile(command, "exact", planner.MIN_BUDGET_S * planner.PROFILE_SHARE, machine)
     if profile is None:
         raise ValueError(f"{' '.join(command[1:])} could not be profiled: {unknown}")
     rows = [row for row in candidates("exact", machine, profile.facts, planned()) if allowed(row, "exact")]

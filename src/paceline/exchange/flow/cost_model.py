@@ -1,4 +1,4 @@
-"""Factors or dense, layer by layer: by bytes until the link and the multiplication have been measured, then by seconds.
+"""Communication cost of a layer as factors or dense: in bytes until link and multiplication are measured, then seconds.
 
     dense      a sum: on gloo's ring 2 (N - 1) messages, 2 (N - 1) / N n bytes
     factors    a gather: 2 (N - 1) messages, (N - 1) rows (in + out) numbers, and all other ranks' rows to multiply

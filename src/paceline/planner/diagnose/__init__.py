@@ -1,1 +1,1 @@
-"""Diagnosis of differences between N processes and one: experiments, causes, remedies."""
+"""Diagnosis of differences between training with N processes and with one: experiments, causes, remedies."""

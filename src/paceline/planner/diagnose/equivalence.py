@@ -1,7 +1,7 @@
 """Equivalence test of two runs: one saves its first and last weights and losses, another starts from the first.
 
-In float64, so that what differs is the mathematics and not the rounding; with dropout off, since the
-masks of N processes cannot be those of one.
+Both compute in float64, so that differences are mathematical and not rounding. Dropout is off, since N processes cannot
+draw the masks of one.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from paceline.contract import GlobalBatch, Share
 from paceline.data.batches import Batch
 from paceline.data.sampler import Assignment
-from paceline.planner.diagnose.causes import Cause, causes, of_rounding
+from paceline.planner.diagnose.causes import Cause, causes, rounding_cause
 
 Mapped = Callable[[Any, Callable[[Tensor], Tensor]], Any]
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
-# of what training moved: what float32 inside a float64 model may leave, and that with an optimizer that divides by the
-# size of a gradient where no experiment finds a cause
+# tolerances relative to the movement of the weights, for float32 inside a float64 model; the second one for optimizers
+# that divide by the size of a gradient, if no experiment finds another cause
 ROUNDED, AMPLIFIED = 1e-5, 1e-3
 UNKNOWN = "unknown"  # the kind of a cause that no experiment found
-LOOKS = 3  # steps of which all is noted
+NOTED_STEPS = 3  # steps of which states and batches are noted
 
-JOINS = itertools.count()  # of this process
-FIRST, LAST, SAID, FOUND = "first.safetensors", "last.safetensors", "said.json", "found.json"
+JOINS = itertools.count()  # calls of `join` in this process
+FIRST, LAST, NOTES, FOUND = "first.safetensors", "last.safetensors", "said.json", "found.json"
 
 
 @dataclass
 class EquivalenceRun:
-    """Made from PACELINE_VERIFY, a JSON object: folder, steps, dtype, and start (a folder) or none; ``examines``: a
-    folder of which causes are looked for after the last step; ``told``: [rank, world size] that the script alone is
-    told, though it is alone.
+    """One `join` of a verified run. PACELINE_VERIFY is a JSON object: folder, steps, dtype; start: the folder of a run
+    whose first weights are loaded, or none; ``examines``: the folder of a run, the causes of whose differences the
+    experiments after the last step look for; told (``simulated``): [rank, world size] that a single process sees.
 
-    A script that joins several times has as many, in folders of their own; the first to take its steps ends the run.
+    Each `join` of a script has its own folder; the first one to take its steps ends the run.
     """
 
     folder: Path
@@ -52,24 +52,24 @@ class EquivalenceRun:
     dtype: str
     start: str = ""
     examines: str = ""
-    told: tuple[int, int] | None = None
+    simulated: tuple[int, int] | None = None
     losses: list[float] = field(default_factory=list)
     batch_norm: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     evaluated: list[Any] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # of the first steps
-    called: dict[str, Any] | None = None  # what the model was called with first, where causes are looked for
-    metric: Any = None  # what `evaluate` was given
+    called: dict[str, Any] | None = None  # the arguments of the model's first call, if causes are wanted
+    metric: Any = None  # the metric of `evaluate`
 
     @classmethod
     def of_environment(cls) -> EquivalenceRun | None:
-        said = asked()
-        if not said:
+        request = requested()
+        if not request:
             return None
         join = f"join{next(JOINS)}"
-        start, examines = (said.get(key, "") and os.path.join(said[key], join) for key in ("start", "examines"))
-        told = tuple(said["told"]) if said.get("told") else None
-        return cls(Path(said["folder"]) / join, said["steps"], said["dtype"], start, examines, told)
+        start, examines = (request.get(key, "") and os.path.join(request[key], join) for key in ("start", "examines"))
+        simulated = tuple(request["told"]) if request.get("told") else None
+        return cls(Path(request["folder"]) / join, request["steps"], request["dtype"], start, examines, simulated)
 
     def prepare(self, model: nn.Module) -> None:
         model.to(getattr(torch, self.dtype))
@@ -77,16 +77,16 @@ class EquivalenceRun:
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
             if isinstance(getattr(module, "dropout", None), float):
-                module.__dict__["dropout"] = 0.0  # attention and recurrent layers keep theirs as a number
+                module.__dict__["dropout"] = 0.0  # attention and recurrent layers store the probability
             self.batch_norm = self.batch_norm or isinstance(module, nn.modules.batchnorm._BatchNorm)
         if self.examines:
-            self._listen(model)
+            self._keep_first_call(model)
         if self.start:
-            weights, there = load_file(os.path.join(self.start, FIRST)), model.state_dict()
-            sparse = {name: each.sparse_dim() for name, each in there.items() if each.is_sparse}
+            weights, current = load_file(os.path.join(self.start, FIRST)), model.state_dict()
+            sparse = {name: each.sparse_dim() for name, each in current.items() if each.is_sparse}
             model.load_state_dict(weights | {name: weights[name].to_sparse(dims) for name, dims in sparse.items()})
 
-    def _listen(self, model: nn.Module) -> None:
+    def _keep_first_call(self, model: nn.Module) -> None:
         def keep(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.called = tree_map_only(Tensor, lambda each: each.detach().clone(), {"args": args, "kwargs": kwargs})
             handle.remove()
@@ -97,69 +97,69 @@ class EquivalenceRun:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # below /tmp, on a host
         self._save(state, FIRST)
 
-    def deal(self, batch: GlobalBatch, mapped: Mapped) -> GlobalBatch:
-        """The batch with its floating-point tensors in the type of the comparison; what is read of it is noted."""
-        noted = self.reads if len(self.losses) < LOOKS and len(self.reads) <= len(self.losses) else None
-        return _Cast(batch, self, mapped, noted)
+    def observe_batch(self, batch: GlobalBatch, mapped: Mapped) -> GlobalBatch:
+        """The batch with its floating-point tensors cast to the comparison's type; notes the samples read from it."""
+        reads = self.reads if len(self.losses) < NOTED_STEPS and len(self.reads) <= len(self.losses) else None
+        return _CastBatch(batch, self, mapped, reads)
 
     def cast_loss(self, loss: Any) -> Any:
-        """The loss with its weights of classes in that type, whichever way it holds them."""
+        """The loss with its class weights cast to that type: of a module, a partial or a bound method."""
         dtype = getattr(torch, self.dtype)
         if isinstance(loss, nn.Module):
             return loss.to(dtype)
         if isinstance(loss, partial):
-            words = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
-            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **words)
+            keywords = {name: _cast(value, dtype) for name, value in loss.keywords.items()}
+            return partial(self.cast_loss(loss.func), *(_cast(value, dtype) for value in loss.args), **keywords)
         if isinstance(owner := getattr(loss, "__self__", None), nn.Module):  # of a bound method
             owner.to(dtype)
         return loss
 
     def cast(self, rows: Any, mapped: Mapped) -> Any:
-        """Samples in the type of the comparison."""
+        """Samples cast to the comparison's type."""
         dtype = getattr(torch, self.dtype)
         return None if rows is None else mapped(rows, lambda leaf: _cast(leaf, dtype))
 
     def evaluate(self, found: Any, metric: Any) -> None:
-        """What an evaluation gave, and by what."""
+        """Notes the result of an evaluation and its metric."""
         self.evaluated.append(found)
         self.metric = metric
 
-    def everyones(self) -> list[Any]:
-        """What each process of the run that is examined has noted."""
-        path = Path(self.examines, SAID)
+    def all_notes(self) -> list[Any]:
+        """The notes of each process of the examined run."""
+        path = Path(self.examines, NOTES)
         return list(json.loads(path.read_text())["facts"]) if path.exists() else []
 
     def note(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> bool:
-        """After a step. Whether it was the last."""
+        """Notes a step; returns whether it was the last."""
         self.losses.append(loss)
-        if len(self.losses) <= LOOKS:
+        if len(self.losses) <= NOTED_STEPS:
             named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             floats = {name: each.detach() for name, each in named.items() if each.is_floating_point()}
-            self.facts.setdefault("state", []).append({name: _sketch(each) for name, each in floats.items()})
+            self.facts.setdefault("state", []).append({name: _norms(each) for name, each in floats.items()})
             weights = {name: "trained" if each.requires_grad else "frozen" for name, each in model.named_parameters()}
             self.facts["kinds"] = {name: weights.get(name, "buffer") for name in floats}
         self.facts.setdefault("lr", []).append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
         return len(self.losses) >= self.steps
 
-    def said(self) -> dict[str, Any]:
-        """Of this process."""
+    def notes(self) -> dict[str, Any]:
+        """The notes of this process."""
         ranges = [read.span for read in self.reads]
         noted = {"ranges": ranges, "digests": [read.digests for read in self.reads], "given": None in ranges}
-        return {**self.facts, **noted, "losses": self.losses, "told": self.told}
+        return {**self.facts, **noted, "losses": self.losses, "told": self.simulated}
 
     def end(self, everyone: list[Any], state: dict[str, Tensor] | None, found: dict[str, Any] | None = None) -> None:
-        """After the last step; ``state``: to be kept by this process. Raises SystemExit, on every process."""
+        """Ends the run after the last step; ``state``: saved if given. Raises SystemExit on every process."""
         if state is not None:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            said = {"losses": self.losses, "batch_norm": self.batch_norm, "evaluated": self.evaluated}
-            (self.folder / SAID).write_text(json.dumps({**said, "facts": everyone}))
+            notes = {"losses": self.losses, "batch_norm": self.batch_norm, "evaluated": self.evaluated}
+            (self.folder / NOTES).write_text(json.dumps({**notes, "facts": everyone}))
             if found is not None:
                 (self.folder / FOUND).write_text(json.dumps(found))
             self._save(state, LAST)
         raise SystemExit(0)
 
     def _save(self, state: dict[str, Tensor], name: str) -> None:
-        # tied weights share storage, which safetensors refuses
+        # cloned, since safetensors refuses tied weights, which share storage
         plain = {key: value.detach().to_dense() if value.is_sparse else value for key, value in state.items()}
         save_file({key: value.detach().clone() for key, value in plain.items()}, self.folder / name)
 
@@ -168,20 +168,20 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def asked() -> dict[str, Any]:
-    """What PACELINE_VERIFY says; empty where nothing is verified."""
+def requested() -> dict[str, Any]:
+    """The request in PACELINE_VERIFY; empty if nothing is verified."""
     text = os.environ.get("PACELINE_VERIFY")
     return dict(json.loads(text)) if text else {}
 
 
-def _sketch(values: Tensor) -> list[float]:
+def _norms(values: Tensor) -> list[float]:
     wide = values.double()
     return [float(wide.sum()), float(wide.norm())]
 
 
 @dataclass
 class Read:
-    """What one process read of one global batch. ``span``: which of its samples; None of a batch of its own."""
+    """What one process read of a global batch. ``span``: the range of its samples; None for the process's own batch."""
 
     batch: Any
     rows: Any = None
@@ -191,7 +191,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Span(Assignment):
-    """A seat whose samples are given."""
+    """An assignment of a given range of samples."""
 
     start: int = 0
     stop: int = 0
@@ -200,32 +200,32 @@ class Span(Assignment):
         return range(self.start, self.stop)
 
 
-class _Cast(GlobalBatch):
-    """A batch whose floating-point tensors arrive in another type."""
+class _CastBatch(GlobalBatch):
+    """A batch whose floating-point tensors are cast to another type."""
 
-    def __init__(self, batch: GlobalBatch, witness: EquivalenceRun, mapped: Mapped, noted: list[Read] | None):
-        self.batch, self.witness, self.mapped, self.weight = batch, witness, mapped, batch.weight
-        self.noted = noted
+    def __init__(self, batch: GlobalBatch, equivalence: EquivalenceRun, mapped: Mapped, reads: list[Read] | None):
+        self.batch, self.equivalence, self.mapped, self.weight = batch, equivalence, mapped, batch.weight
+        self.reads = reads
 
     def share(self, assignment: Share) -> Any:
-        rows = self.witness.cast(self.batch.share(assignment), self.mapped)
+        rows = self.equivalence.cast(self.batch.share(assignment), self.mapped)
         self.num_local_samples = self.batch.num_local_samples
-        if self.noted is not None:
+        if self.reads is not None:
             span = assignment.rows(len(self.batch.indices)) if isinstance(self.batch, Batch) else None
             read = Read(self, None, (span.start, span.stop) if span is not None else None, digests(rows))
             read.rows = self.mapped(rows, torch.clone) if rows is not None else None
-            self.noted.append(read)
-            self.noted = None  # a step may be computed again
+            self.reads.append(read)
+            self.reads = None  # once only: a retried step reads again
         return rows
 
     def read(self, start: int, stop: int) -> Any:
-        """Some of the samples, as the process to which they are dealt reads them."""
+        """A range of the samples, as the process to which they are assigned reads them."""
         assert isinstance(self.batch, Batch)
-        return self.witness.cast(self.batch.fetch(Span(start=start, stop=stop)), self.mapped)
+        return self.equivalence.cast(self.batch.fetch(Span(start=start, stop=stop)), self.mapped)
 
 
 def digests(rows: Any) -> list[str]:
-    """Of each sample, where samples lie first in every tensor; else of all of them."""
+    """A hash per sample if every tensor has the samples first, else one hash of all tensors."""
     leaves = [leaf for leaf in tree_iter(rows) if isinstance(leaf, Tensor)]
     if not leaves:
         return []
@@ -244,8 +244,8 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of a loss, of what `evaluate` gave, and of a parameter relative to its norm; where; and
-    whether it is too large. ``moved``: the difference of all parameters relative to what training moved."""
+    """Largest relative differences between two runs: of a loss, a metric, and a parameter (``worst``) relative to its
+    norm. ``moved``: the difference of all parameters relative to their movement in training."""
 
     steps: int
     loss: float
@@ -254,17 +254,17 @@ class Comparison:
     tolerance: float
     moved: float = 0.0
     metric: float = 0.0
-    rounding: float = 0.0  # what float32 inside a float64 model may leave, of what training moved
+    rounding: float = 0.0  # tolerance for float32 inside a float64 model, as ``moved``
     causes: tuple[Cause, ...] = ()
 
     @property
     def close(self) -> bool:
-        """Without looking for causes."""
+        """Whether the differences are within the tolerance, without any cause."""
         return max(self.loss, self.weight) <= self.tolerance and self.metric <= max(self.tolerance, ROUNDED)
 
     @property
     def unknown(self) -> bool:
-        """Whether it differs and no experiment found a cause."""
+        """Whether the runs differ and no experiment found a cause."""
         return any(cause.kind == UNKNOWN for cause in self.causes)
 
     @property
@@ -272,23 +272,25 @@ class Comparison:
         return self.close or max(self.loss, self.moved, self.metric) <= self.rounding
 
 
-def ended(folder: Path) -> list[str]:
-    """The joins that took all their steps in the run that was told this folder."""
+def finished(folder: Path) -> list[str]:
+    """The joins of a run that took all their steps, from its folder."""
     return sorted(path.parent.name for path in folder.glob(f"join*/{LAST}"))
 
 
 def compare(one: Path, other: Path, dtype: str) -> Comparison:
-    """The folders that two runs were told. Raises ValueError where they cannot be compared, or no weight moved."""
-    join, *others = ended(one)
-    if others:
+    """Compares two runs by their folders. Raises ValueError if they are not comparable, or if no weight moved."""
+    join, *more = finished(one)
+    if more:
         raise ValueError(
-            f"verify: {', '.join([join, *others])} all took their steps, since the script went on after the SystemExit "
-            f"that ends it; let that through: catch Exception, and neither BaseException nor SystemExit"
+            f"verify: {', '.join([join, *more])} all took their steps, since the script continued after the SystemExit "
+            f"that ends it; let it pass: catch Exception, and neither BaseException nor SystemExit"
         )
-    if ended(other) != [join]:
-        raise ValueError(f"verify: {join} took its steps first on all nodes, {', '.join(ended(other))} in one process")
+    if finished(other) != [join]:
+        raise ValueError(
+            f"verify: {join} took its steps first on all nodes, {', '.join(finished(other))} in one process"
+        )
     one, other = one / join, other / join
-    a, b = _said(one), _said(other)
+    a, b = _read_notes(one), _read_notes(other)
     pairs = list(zip(a["losses"], b["losses"], strict=True))
     loss = max(abs(x - y) / max(1e-30, abs(y)) for x, y in pairs)
     first, second = (load_file(folder / LAST) for folder in (one, other))
@@ -296,42 +298,44 @@ def compare(one: Path, other: Path, dtype: str) -> Comparison:
     floats = {name: want for name, want in second.items() if want.is_floating_point()}
     gaps = {name: float((first[name] - want).norm()) for name, want in floats.items()}
     moves = {name: float((want - begin[name]).norm()) for name, want in floats.items()}
-    apart, moved = (sum(each**2 for each in of.values()) ** 0.5 for of in (gaps, moves))
+    difference, moved = (sum(each**2 for each in of.values()) ** 0.5 for of in (gaps, moves))
     if not moved:
         raise ValueError("verify: no weight moved in these steps, so nothing was compared; is the learning rate 0?")
-    # a weight of nothing but rounding, as a bias of keys in attention is, is measured by what training moves elsewhere
-    most = max(moves.values())
-    gaps = {name: gap / max(float(floats[name].norm()), most) for name, gap in gaps.items()}
+    # relative at least to the largest movement: some weights are pure rounding, such as the bias of attention's keys
+    largest = max(moves.values())
+    gaps = {name: gap / max(float(floats[name].norm()), largest) for name, gap in gaps.items()}
     worst = max(gaps, key=lambda name: gaps[name])
     metric = _metric(a.get("evaluated", []), b.get("evaluated", []))
-    return Comparison(len(pairs), loss, gaps[worst], worst, TOLERANCE[dtype], apart / moved, metric)
+    return Comparison(len(pairs), loss, gaps[worst], worst, TOLERANCE[dtype], difference / moved, metric)
 
 
-def explained(compared: Comparison, many: Path, one: Path, again: Path, others: Sequence[Path]) -> Comparison:
-    """The comparison with its causes: what was found in a second run alone, and in those that were told other ranks."""
-    (join,) = ended(many)
-    found = json.loads((again / join / FOUND).read_text()) if (again / join / FOUND).exists() else {}
-    rounding = of_rounding(found)
+def explain(
+    compared: Comparison, distributed: Path, single: Path, repeated: Path, simulated: Sequence[Path]
+) -> Comparison:
+    """The comparison with its causes, from a repeated run of one process and from runs with simulated ranks."""
+    (join,) = finished(distributed)
+    found = json.loads((repeated / join / FOUND).read_text()) if (repeated / join / FOUND).exists() else {}
+    rounding = rounding_cause(found)
     if rounding and (close := replace(compared, rounding=ROUNDED, causes=(rounding,))).same:
         return close
-    alone, second, *told = [
-        _said(folder / join)["facts"][0] if join in ended(folder) else {} for folder in (one, again, *others)
+    first, second, *others = [
+        _read_notes(run / join)["facts"][0] if join in finished(run) else {} for run in (single, repeated, *simulated)
     ]
-    named = causes(found, _said(many / join)["facts"], alone, second or None, [facts for facts in told if facts])
+    named = causes(found, _read_notes(distributed / join)["facts"], first, second or None, [n for n in others if n])
     if rounding and not named and (close := replace(compared, rounding=AMPLIFIED, causes=(rounding,))).same:
         return close
     unknown = Cause.of(UNKNOWN, "no experiment found the cause")
     return replace(compared, causes=(*named, *([rounding] if rounding else [])) or (unknown,))
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / SAID).read_text()))
+def _read_notes(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / NOTES).read_text()))
 
 
 def _metric(one: list[Any], other: list[Any]) -> float:
-    """The largest relative difference of what `evaluate` gave."""
-    most = 0.0
+    """The largest relative difference of two runs' metrics."""
+    largest = 0.0
     for a, b in zip(one, other, strict=False):
         named = [(a, b)] if not isinstance(a, dict) else [(a[name], b[name]) for name in a if name in b]
-        most = max([most, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
-    return most
+        largest = max([largest, *(abs(x - y) / max(1e-30, abs(y)) for x, y in named if abs(x - y) > 1e-12)])
+    return largest

@@ -1,4 +1,4 @@
-"""Gradient hooks: whether they are linear, or do to a sum what they do not do to its parts (clipping, noise)."""
+"""Gradient hooks: whether they are additive, so that hooks on parts of a sum equal one on the sum, unlike clipping."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.planner.diagnose.layers_in_parts import Part
-from paceline.planner.diagnose.saved_state import Kept, far
+from paceline.planner.diagnose.saved_state import SavedState, unequal
 
-SCALES = 1.0, 10.0, 1000.0  # so that a limit that this batch does not reach is reached
+SCALES = 1.0, 10.0, 1000.0  # of the gradient, to reach a clipping limit that this batch does not reach
 NEAR = 1e-5
-OURS = "paceline."
+OWN = "paceline."
 
 
 def _of_parameter(parameter: Tensor) -> list[Any]:
@@ -25,23 +25,23 @@ def _of_parameter(parameter: Tensor) -> list[Any]:
 
 @contextlib.contextmanager
 def _cleared(tables: Sequence[Any]) -> Iterator[None]:
-    kept = [(table, dict(table)) for table in tables]
+    saved = [(table, dict(table)) for table in tables]
     for table in tables:
         table.clear()
     try:
         yield
     finally:
-        for table, hooks in kept:
+        for table, hooks in saved:
             table.update(hooks)
 
 
 def _is_ours(hook: Any) -> bool:
-    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(OURS)
+    return (getattr(hook, "__module__", "") or getattr(getattr(hook, "func", hook), "__module__", "")).startswith(OWN)
 
 
 @contextlib.contextmanager
 def off(model: nn.Module) -> Iterator[None]:
-    """Without any: those on parameters and modules, and those that a forward pass puts on tensors."""
+    """Disables all hooks: those on parameters and modules, and those that a forward pass registers on tensors."""
     register = Tensor.register_hook
     tables = [table for parameter in model.parameters() for table in _of_parameter(parameter)]
     tables += [t for module in model.modules() for t in (module._backward_hooks, module._backward_pre_hooks) if t]
@@ -55,12 +55,10 @@ def off(model: nn.Module) -> Iterator[None]:
 
 
 def on_parameters(
-    model: nn.Module, parts: Sequence[Sequence[Tensor]], rest: Callable[[], None], kept: Kept
+    model: nn.Module, parts: Sequence[Sequence[Tensor]], restore: Callable[[], None], saved: SavedState
 ) -> dict[str, Any]:
-    """Names of the parameters whose hooks give for a sum of gradients what is not the sum of what they give.
-
-    ``parts``: the gradient that each process adds. "updates": a hook changes weights during backward.
-    """
+    """Names of parameters whose hooks are not additive: the hook of a sum is not the sum of the hooks of its terms.
+    ``parts``: the gradient of each process. "updates": weights that a hook changes during backward."""
     named = dict(model.named_parameters())
     if all(_is_ours(hook) for p in named.values() for table in _of_parameter(p) for hook in table.values()):
         return {}
@@ -78,42 +76,42 @@ def on_parameters(
     updates: set[str] = set()
     for scale in SCALES:
         whole = through([scale * sum(each, start=torch.zeros(())) for each in zip(*parts, strict=True)])
-        updates |= {name for name, (kind, _) in kept.changed().items() if kind == "trained"}
-        rest()
+        updates |= {name for name, (kind, _) in saved.changed().items() if kind == "trained"}
+        restore()
         grads = []
         for part in parts:
             grads.append(through([scale * grad for grad in part]))
-            rest()
+            restore()
         found |= {name for name, one, *many in zip(named, whole, *grads, strict=True) if not _adds_up(one, many)}
     return {"names": sorted(found), "updates": sorted(updates)} if found or updates else {}
 
 
 def _adds_up(whole: Tensor | None, parts: Sequence[Tensor | None]) -> bool:
-    """Where there is a gradient of both."""
+    """Whether the parts' gradients sum to the whole's; true if either has none."""
     given = [each for each in parts if each is not None]
-    return whole is None or not given or not far(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
+    return whole is None or not given or not unequal(whole, sum(given, start=torch.zeros_like(whole)), NEAR)
 
 
 def inside(
     model: nn.Module,
-    pull: Callable[[Part | None, float], list[Tensor | None]],
+    backward_of: Callable[[Part | None, float], list[Tensor | None]],
     parts: Sequence[Part],
-    calm: Callable[[], contextlib.AbstractContextManager[None]],
+    with_running_statistics: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, Any]:
-    """Whether the parts' gradients add up to the whole batch's: "how" is hook where they do without hooks."""
+    """Parameters whose parts' gradients do not sum to the batch's; "how": "hook" if they do without hooks."""
 
     def unlike() -> list[str]:
         names: set[str] = set()
         for scale in SCALES:
-            whole = pull(None, scale)
-            grads = zip(model.named_parameters(), whole, *(pull(part, scale) for part in parts), strict=True)
+            whole = backward_of(None, scale)
+            grads = zip(model.named_parameters(), whole, *(backward_of(part, scale) for part in parts), strict=True)
             names |= {name for (name, _), one, *many in grads if not _adds_up(one, many)}
         return sorted(names)
 
     with _cleared([table for parameter in model.parameters() for table in _of_parameter(parameter)]):
-        with calm():
+        with with_running_statistics():
             found = unlike()
         if not found:
             return {}
-        with calm(), off(model):
+        with with_running_statistics(), off(model):
             return {"names": found, "how": "function" if unlike() else "hook"}

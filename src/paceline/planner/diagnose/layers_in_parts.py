@@ -1,8 +1,8 @@
-"""Which layers compute otherwise on a part of a batch: each is given what it was given for the whole batch.
+"""Which layers give a different output for a part of a batch, each tested on its inputs from the whole batch.
 
-The whole batch passes once; inputs and outputs of every module are kept. Then a part passes. Where a module has the
-same inputs and another output, it is named, and its output is replaced by that of the whole batch. So every module
-after it is tried by itself, and a module that contains it is named only for what its own code does.
+A pass of the whole batch records inputs and outputs of every module. Then a part of the batch passes. A module with the
+same inputs but another output is reported, and its output is replaced by that of the whole batch. So every later module
+is tested independently, and a module that contains it is reported only for its own code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from paceline.planner.diagnose.saved_state import NEAR, far
+from paceline.planner.diagnose.saved_state import NEAR, unequal
 
 Run = Callable[[], Any]
 
@@ -35,17 +35,16 @@ class Part:
         return self.stop - self.start
 
     def of(self, whole: Tensor, like: Tensor) -> Tensor | None:
-        """The part's values of a tensor of the whole batch, shaped as ``like``; None where it has no such dimension.
-
-        Samples may lie along any dimension, alone or with others (batch x time, time x batch)."""
+        """The part's values of a tensor of the whole batch, shaped as ``like``; None if no dimension has the samples.
+        Samples may lie along any dimension, also merged with another one (batch x time, time x batch)."""
         if whole.dim() != like.dim():
             return None
         if whole.shape == like.shape and self.size != self.count:
-            return whole  # it has no samples
+            return whole  # no dimension has samples
         found: Tensor | None = None
         for cut in self._cuts(whole, like):
             found = cut if found is None else found
-            if not far(cut, like):
+            if not unequal(cut, like):
                 return cut
         return found
 
@@ -56,11 +55,11 @@ class Part:
                 yield whole
             return
         for d in unlike:
-            each, rest = divmod(whole.shape[d], self.count)
-            if not each or rest or like.shape[d] != each * self.size:
+            each, remainder = divmod(whole.shape[d], self.count)
+            if not each or remainder or like.shape[d] != each * self.size:
                 continue
             narrow = whole
-            for other in unlike:  # padding, of which a part may have less
+            for other in unlike:  # padding: a part may be shorter
                 if other != d:
                     if like.shape[other] > whole.shape[other]:
                         return
@@ -86,9 +85,9 @@ class Trace:
 
 @dataclass
 class Trial:
-    """``unlike``: the modules whose outputs differ though their inputs do not, and by how much relative to them.
+    """``unlike``: modules with equal inputs but different outputs, and the relative difference.
 
-    ``paths``: those of them that called other modules than for the whole batch.
+    ``paths``: those of them that called other modules than for the whole batch (a branch).
     """
 
     unlike: dict[str, float] = field(default_factory=dict)
@@ -96,17 +95,17 @@ class Trial:
 
 
 def trace(model: nn.Module, run: Run) -> Trace:
-    """What goes through every module in ``run``."""
+    """Inputs and outputs of every module during ``run``."""
     found = Trace()
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        found.calls.setdefault(name, []).append(Call(given.pop(name).pop(), _tensors(output)))
+        found.calls.setdefault(name, []).append(Call(inputs.pop(name).pop(), _tensors(output)))
 
-    given: dict[str, list[list[Tensor]]] = {}
+    inputs: dict[str, list[list[Tensor]]] = {}
 
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         found.order.append(name)
-        given.setdefault(name, []).append(_tensors((args, kwargs)))
+        inputs.setdefault(name, []).append(_tensors((args, kwargs)))
 
     with _hooks(model, begin, keep):
         run()
@@ -114,7 +113,7 @@ def trace(model: nn.Module, run: Run) -> Trace:
 
 
 def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool = False) -> Trial:
-    """``run`` passes ``part`` through the model. ``forces``: modules are given the whole batch's inputs, too."""
+    """Compares ``run``, a pass of ``part``, with ``whole``. ``forces``: modules also get the whole batch's inputs."""
     trial, seen = Trial(), dict[str, int]()
     begun: dict[str, list[tuple[bool, int]]] = {}
     order: list[str] = []
@@ -122,18 +121,18 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
     def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         order.append(name)
         number = seen[name] = seen.get(name, -1) + 1
-        calls, alike, given = whole.calls.get(name, []), False, None
+        calls, equal, inputs = whole.calls.get(name, []), False, None
         if number < len(calls):
             leaves, tree = tree_flatten((args, kwargs))
-            alike, changed = _alike(leaves, calls[number].inputs, part)
-            if not alike and forces and changed is not None:
-                alike, given = True, tree_unflatten(changed, tree)
-        begun.setdefault(name, []).append((alike, number))
-        return given
+            equal, changed = _alike(leaves, calls[number].inputs, part)
+            if not equal and forces and changed is not None:
+                equal, inputs = True, tree_unflatten(changed, tree)
+        begun.setdefault(name, []).append((equal, number))
+        return inputs
 
     def end(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        alike, number = begun[name].pop()
-        if not alike:
+        equal, number = begun[name].pop()
+        if not equal:
             return None
         leaves, tree = tree_flatten(output)
         same, changed = _alike(leaves, whole.calls[name][number].outputs, part)
@@ -146,41 +145,41 @@ def compare(model: nn.Module, run: Run, whole: Trace, part: Part, forces: bool =
         run()
     for name in trial.unlike:
         below = f"{name}." if name else ""
-        mine, theirs = ([each for each in calls if each.startswith(below)] for calls in (order, whole.order))
-        if mine != theirs:
+        called, called_before = ([each for each in calls if each.startswith(below)] for calls in (order, whole.order))
+        if called != called_before:
             trial.paths.add(name)
     return trial
 
 
 def _alike(leaves: list[Any], whole: list[Tensor], part: Part) -> tuple[bool, list[Any] | None]:
-    """Whether these are what the whole batch had; and that, in their place. None where they cannot be compared."""
+    """(whether the values equal the whole batch's, the whole batch's values; None if they are not comparable)."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len(tensors) != len(whole):
         return False, None
-    alike, changed, wanted = True, list[Any](), iter(whole)
+    equal, changed, expected = True, list[Any](), iter(whole)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             changed.append(leaf)
             continue
-        before = next(wanted)
+        before = next(expected)
         cut = part.of(before, leaf)
         if cut is None:
             return False, None
         near = 1e-4 if leaf.dtype in (torch.float32, torch.float16, torch.bfloat16) else NEAR
-        # what has no samples, such as a loss, may well differ
-        differs = (before.shape != leaf.shape or part.size == part.count) and far(cut, leaf, near)
-        alike = alike and not differs
+        # a value without samples, such as a loss, may differ
+        differs = (before.shape != leaf.shape or part.size == part.count) and unequal(cut, leaf, near)
+        equal = equal and not differs
         changed.append(cut.to(leaf.dtype) if differs else leaf)
-    return alike, changed
+    return equal, changed
 
 
 def _gap(leaves: list[Any], changed: list[Any]) -> float:
-    most = 0.0
+    largest = 0.0
     for leaf, cut in zip(leaves, changed, strict=True):
         if isinstance(leaf, Tensor) and leaf is not cut:
             floats = leaf.is_floating_point()
-            most = max(most, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)) if floats else 1.0)
-    return most
+            largest = max(largest, float((leaf.detach() - cut).norm() / cut.norm().clamp_min(1e-30)) if floats else 1.0)
+    return largest
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -203,12 +202,12 @@ def _hooks(model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any])
 
 
 def doubled(tree: Any, count: int) -> Any:
-    """A nesting of tensors, those that have ``count`` samples first with all of them twice."""
+    """A tree of tensors in which those with ``count`` samples first are repeated twice."""
     return tree_map_only(Tensor, lambda leaf: torch.cat([leaf, leaf]) if _first(leaf, count) else leaf, tree)
 
 
 def cut(tree: Any, part: Part) -> Any:
-    """A part of a nesting of tensors that have their samples first, alone or with others (batch x time)."""
+    """A part of a tree of tensors with the samples first, also merged with another dimension (batch x time)."""
 
     def change(leaf: Tensor) -> Tensor:
         if not _first(leaf, part.count):

@@ -1,13 +1,13 @@
-"""The kind of mean that a loss is: it is computed on the whole batch, on its parts, and on parts laid twice.
+"""The kind of mean that a loss is, found by computing it on the whole batch, on its parts, and on parts repeated twice.
 
-Let g be the gradient at the outputs of all samples, and g_r that of part r alone. Where g, restricted to r, is f_r g_r:
+Let g be the gradient at the outputs of all samples, and g_r that of part r alone. If g, restricted to r, is f_r g_r:
 
     f_r = n_r / n           a mean over samples
     f_r = 1                 a sum
     the f_r add up to 1     a mean over something else (tokens, class weights)
-    otherwise               a function of a mean (its root), or another loss for another size of the batch
+    otherwise               a function of a mean (its root), or a loss that depends on the batch size
 
-and where it is no multiple of g_r, the loss compares samples, or weighs them by what else is in the batch.
+If it is not a multiple of g_r, the loss compares samples, or weights them by the rest of the batch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from paceline.planner.diagnose.layers_in_parts import Part, cut, doubled
 from paceline.planner.diagnose.saved_state import NEAR
 
-Said = Mapping[str, tuple[Tensor, float, float]]  # of each term: the value, what it times to be a sum, over how much
-Judge = Callable[[Any, Any], Said]
+Terms = Mapping[str, tuple[Tensor, float, float]]  # per term: (value, factor to a sum, weight of the sum)
+LossTerms = Callable[[Any, Any], Terms]
 
 
 def differentiable(tree: Any) -> list[Tensor]:
@@ -32,16 +32,16 @@ def differentiable(tree: Any) -> list[Tensor]:
 
 
 @dataclass
-class Law:
-    """One term of a loss. ``exact``: N processes give what one gives. ``factors``: f_r; ``shares``: n_r / n.
+class LossTerm:
+    """One term of a loss. ``exact``: N processes give the same as one. ``factors``: f_r; ``shares``: n_r / n.
 
-    residual    how far g is from a multiple of g_r, relative
-    grows       the values for half a part and for a part, each laid twice, relative to those for them once
-    others      the gradient at a sample depends on the outputs of others
-    counts      what of the batch may be counted, and the factors follow
-    by_class    a sample's weight follows from its label
-    weighed     it came as (sum, weight)
-    by_output   gradients are those at the outputs, not at the parameters
+    residual    the relative distance of g from a multiple of g_r
+    grows       the values for half a part and for a part, each repeated twice, relative to the values for them once
+    others      whether the gradient at a sample depends on the outputs of other samples
+    counts      the countable part of the batch in proportion to which the factors are, if any
+    by_class    whether a sample's weight depends on its label only
+    weighed     whether the loss returned (sum, weight)
+    by_output   whether gradients are at the outputs, not at the parameters
     """
 
     term: str
@@ -59,19 +59,19 @@ class Law:
 
 @dataclass
 class Point:
-    """A loss somewhere: the terms, and each term's gradient, at the outputs of the samples or at the parameters."""
+    """A loss on some samples: its terms, and their gradients at the outputs or at the parameters."""
 
     terms: dict[str, tuple[float, float, float]]
     grads: dict[str, list[Tensor]]
 
 
 class Fixed:
-    """The loss alone: the outputs stay what they were for the whole batch."""
+    """The loss alone, applied to the fixed outputs of the whole batch."""
 
     by_sample = True
 
-    def __init__(self, judge: Judge, output: Any, rows: Any):
-        self.judge, self.rows = judge, rows
+    def __init__(self, loss_terms: LossTerms, output: Any, rows: Any):
+        self.loss_terms, self.rows = loss_terms, rows
         self.output = tree_map_only(Tensor, Tensor.detach, output)
 
     def at(self, part: Part | None, twice: bool = False, others: Part | None = None) -> Point:
@@ -83,18 +83,17 @@ class Fixed:
         if twice:
             output, rows = doubled(output, count), doubled(rows, count)
         output = tree_map_only(Tensor, _as_leaf, output)
-        return _point(self.judge(output, rows), differentiable(output))
+        return _point(self.loss_terms(output, rows), differentiable(output))
 
 
-class Through:
-    """A loss that the model computes itself: outputs are made anew. Gradients are those at the outputs where the loss
-    is computed from these, as logits are; else those of ``parameters``."""
+class Recomputed:
+    """A loss that the model computes. Gradients are at the outputs if it depends on them, else at ``weights``."""
 
-    def __init__(self, compute: Callable[[Any], tuple[Any, Said]], rows: Any, count: int, parameters: Sequence[Tensor]):
-        self.compute, self.rows, self.count, self.parameters = compute, rows, count, parameters
-        output, said = compute(rows)
+    def __init__(self, compute: Callable[[Any], tuple[Any, Terms]], rows: Any, count: int, weights: list[nn.Parameter]):
+        self.compute, self.rows, self.count, self.weights = compute, rows, count, weights
+        output, terms = compute(rows)
         leaves = self._leaves(output)
-        total = sum((value for value, _, _ in said.values()), start=torch.zeros(()))
+        total = sum((value for value, _, _ in terms.values()), start=torch.zeros(()))
         found = torch.autograd.grad(total, leaves, allow_unused=True) if leaves and total.requires_grad else ()
         self.used = [place for place, grad in enumerate(found) if grad is not None and float(grad.abs().sum())]
         self.by_sample = bool(self.used)
@@ -110,23 +109,23 @@ class Through:
             rows, count = cut(rows, part), part.size
         if twice:
             rows, count = doubled(rows, count), 2 * count
-        output, said = self.compute(rows)
+        output, terms = self.compute(rows)
         if not self.by_sample:
-            return _point(said, self.parameters)
+            return _point(terms, self.weights)
         leaves = self._leaves(output)
-        return _point(said, [leaves[place] for place in self.used])
+        return _point(terms, [leaves[place] for place in self.used])
 
 
-Source = Fixed | Through
+Source = Fixed | Recomputed
 
 
-def laws(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
-    """A `Law` for each term, as JSON can hold it. Raises whatever the loss raises on a part."""
+def examine_terms(source: Source, parts: Sequence[Part], rows: Any) -> list[dict[str, Any]]:
+    """A `LossTerm` per term, as JSON values. Raises any error that the loss raises on a part."""
     whole, points = source.at(None), [source.at(part) for part in parts]
-    return [asdict(_law(source, term, parts, whole, points, rows)) for term in whole.terms]
+    return [asdict(_term(source, term, parts, whole, points, rows)) for term in whole.terms]
 
 
-def _law(source: Source, term: str, parts: Sequence[Part], whole: Point, points: Sequence[Point], rows: Any) -> Law:
+def _term(source: Source, term: str, parts: Sequence[Part], whole: Point, points: list[Point], rows: Any) -> LossTerm:
     pairs = _pairs(source, parts, whole.grads[term], [point.grads[term] for point in points])
     factors, residual = _fit(pairs) if source.by_sample else _fit_all(whole.grads[term], points, term)
     shares = [part.size / part.count for part in parts]
@@ -134,30 +133,30 @@ def _law(source: Source, term: str, parts: Sequence[Part], whole: Point, points:
     value, times, weight = whole.terms[term]
     total = sum(each[2] for each in given)
     exact = total > 0 and weight > 0
-    if exact:  # what N processes add up and divide, beside what one does
+    if exact:  # compares the sum over N processes, divided once, with one process
         of_all = sum(each[0] * each[1] for each in given) / total
         of_one = value * times / weight
         ratios = [times / weight / (each[1] / total) if each[1] else 1.0 for each in given]
         fits = [f is None or abs(f * ratio - 1) <= 10 * NEAR for f, ratio in zip(factors, ratios, strict=True)]
         close = abs(of_all - of_one) <= NEAR * max(abs(of_one), abs(of_all)) + 1e-12
         exact = close and residual <= 10 * NEAR and all(fits)
-    law = Law(term, exact, [0.0 if f is None else f for f in factors], shares, residual, by_output=source.by_sample)
-    law.weighed = times == 1.0 and weight != 1.0
+    result = LossTerm(term, exact, [f or 0.0 for f in factors], shares, residual, by_output=source.by_sample)
+    result.weighed = times == 1.0 and weight != 1.0
     if not exact:
-        _look_closer(law, source, parts, whole, rows)
-    return law
+        _look_closer(result, source, parts, whole, rows)
+    return result
 
 
-def _look_closer(law: Law, source: Source, parts: Sequence[Part], whole: Point, rows: Any) -> None:
+def _look_closer(result: LossTerm, source: Source, parts: Sequence[Part], whole: Point, rows: Any) -> None:
     first = parts[0]
     half = Part(first.start, first.start + max(1, first.size // 2), first.count)
-    law.grows = tuple(_growth(source, part, law.term) for part in (half, first))
+    result.grows = tuple(_growth(source, part, result.term) for part in (half, first))
     if source.by_sample:
-        other = source.at(None, others=parts[0]).grads[law.term]
-        pairs = _pairs(source, parts[:1], whole.grads[law.term], [[cut(leaf, parts[0]) for leaf in other]])
-        law.others = _fit(pairs)[1] > 1e-4
-    law.counts = counted(law.factors, parts, rows)
-    law.by_class = source.by_sample and not law.counts and _by_class(source, law, parts, whole, rows)
+        other = source.at(None, others=parts[0]).grads[result.term]
+        pairs = _pairs(source, parts[:1], whole.grads[result.term], [[cut(leaf, parts[0]) for leaf in other]])
+        result.others = _fit(pairs)[1] > 1e-4
+    result.counts = counted(result.factors, parts, rows)
+    result.by_class = source.by_sample and not result.counts and _by_class(source, result, parts, whole, rows)
 
 
 def _growth(source: Source, part: Part, term: str) -> float:
@@ -166,7 +165,7 @@ def _growth(source: Source, part: Part, term: str) -> float:
 
 
 def counted(factors: Sequence[float], parts: Sequence[Part], rows: Any) -> str:
-    """What of the batch the parts have in these proportions: targets that are not an ignored one, ones of a mask."""
+    """A count in proportion to ``factors``: of targets that are not ignored, or of ones in a mask; empty if none."""
     for number, leaf in enumerate(each for each in tree_iter(rows) if isinstance(each, Tensor)):
         if not leaf.dim() or len(leaf) % parts[0].count:
             continue
@@ -179,8 +178,8 @@ def counted(factors: Sequence[float], parts: Sequence[Part], rows: Any) -> str:
     return ""
 
 
-def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
-    """Whether the weight of a sample follows from its label alone, and not all labels weigh alike."""
+def _by_class(source: Source, result: LossTerm, parts: Sequence[Part], whole: Point, rows: Any) -> bool:
+    """Whether a sample's weight depends on its label only, and differs between labels."""
     count = parts[0].count
     if count > 64:
         return False
@@ -189,7 +188,7 @@ def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, row
     if not labels:
         return False
     ones = [Part(i, i + 1, count) for i in range(count)]
-    pairs = _pairs(source, ones, whole.grads[law.term], [source.at(one).grads[law.term] for one in ones])
+    pairs = _pairs(source, ones, whole.grads[result.term], [source.at(one).grads[result.term] for one in ones])
     weights, residual = _fit(pairs)
     if residual > 1e-4 or any(weight is None for weight in weights):
         return False
@@ -202,13 +201,13 @@ def _by_class(source: Source, law: Law, parts: Sequence[Part], whole: Point, row
 def _pairs(
     source: Source, parts: Sequence[Part], whole: list[Tensor], points: Sequence[list[Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(the whole batch's gradient at the outputs of a part, that of the part alone), of each part."""
+    """For each part: (the whole batch's gradient at the part's outputs, the gradient of the part alone)."""
     both = zip(parts, points, strict=True) if source.by_sample else ()
     return [(_flat([cut(leaf, part) for leaf in whole]), _flat(point)) for part, point in both]
 
 
 def _fit(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float | None], float]:
-    """Each part's factor, None where it has no gradient; and the largest residual."""
+    """(each part's factor, None without a gradient; the largest residual)."""
     factors, worst = list[float | None](), 0.0
     for whole, own in pairs:
         if whole.shape != own.shape:
@@ -225,12 +224,12 @@ def _fit(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[float | None], fl
 
 
 def _fit_all(whole: list[Tensor], points: Sequence[Point], term: str) -> tuple[list[float | None], float]:
-    """The factors with which the parts' gradients of the parameters add up to the whole batch's."""
+    """(the factors by which the parts' parameter gradients best sum to the whole batch's; the residual)."""
     columns = torch.stack([_flat(point.grads[term]) for point in points], 1)
     target = _flat(whole)
     found = torch.linalg.lstsq(columns.double(), target.double()[:, None], driver="gelsd").solution[:, 0]
-    rest = target - columns.double() @ found
-    residual = float(rest.norm() / target.norm().clamp_min(1e-300))
+    difference = target - columns.double() @ found
+    residual = float(difference.norm() / target.norm().clamp_min(1e-300))
     return [float(factor) for factor in found], residual
 
 
@@ -238,9 +237,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([leaf.reshape(-1).double() for leaf in tensors]) if tensors else torch.zeros(0)
 
 
-def _point(said: Said, leaves: Sequence[Tensor]) -> Point:
+def _point(terms: Terms, leaves: Sequence[Tensor]) -> Point:
     numbers, grads = {}, {}
-    for name, (value, times, weight) in said.items():
+    for name, (value, times, weight) in terms.items():
         numbers[name] = float(value.detach()), float(times), float(weight)
         found: Sequence[Tensor | None] = (None,) * len(leaves)
         if value.requires_grad and leaves:
@@ -253,21 +252,22 @@ def _as_leaf(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def _moved(leaf: Tensor, kept: Part) -> Tensor:
-    """Other outputs for all samples but those of ``kept``: those of each other, half as large, of the same sign."""
-    if not leaf.is_floating_point() or not leaf.dim() or len(leaf) % kept.count:
+def _moved(leaf: Tensor, part: Part) -> Tensor:
+    """Outputs in which all samples but those of ``part`` are permuted and halved, with the same sign."""
+    if not leaf.is_floating_point() or not leaf.dim() or len(leaf) % part.count:
         return leaf
-    each = len(leaf) // kept.count
-    rest = torch.cat([leaf[: kept.start * each], leaf[kept.stop * each :]]).flip(0)
-    rest = 0.5 * (rest.roll(1, -1) if leaf.dim() > 1 else rest)
-    return torch.cat([rest[: kept.start * each], leaf[kept.start * each : kept.stop * each], rest[kept.start * each :]])
+    each = len(leaf) // part.count
+    start, stop = part.start * each, part.stop * each
+    others = torch.cat([leaf[:start], leaf[stop:]]).flip(0)
+    others = 0.5 * (others.roll(1, -1) if leaf.dim() > 1 else others)
+    return torch.cat([others[:start], leaf[start:stop], others[start:]])
 
 
-def repeated(leaf: Tensor, kept: Part) -> Tensor:
-    """The samples of ``kept`` in their places, and again in all others'."""
-    if not leaf.dim() or not len(leaf) or len(leaf) % kept.count:
+def repeated(leaf: Tensor, part: Part) -> Tensor:
+    """The samples of ``part`` in their places, and repeated in the places of all other samples."""
+    if not leaf.dim() or not len(leaf) or len(leaf) % part.count:
         return leaf
-    each = len(leaf) // kept.count
-    inside = range(kept.start, kept.stop)
-    source = [i if i in inside else kept.start + i % kept.size for i in range(kept.count)]
+    each = len(leaf) // part.count
+    inside = range(part.start, part.stop)
+    source = [i if i in inside else part.start + i % part.size for i in range(part.count)]
     return torch.cat([leaf[i * each : (i + 1) * each] for i in source])

@@ -1,4 +1,4 @@
-"""Step observer of `paceline verify`: what it notes of a training, and what it tries after the last step."""
+"""Step observer of `paceline verify`: notes each step, and runs the experiments after the last one."""
 
 from __future__ import annotations
 
@@ -18,60 +18,60 @@ from paceline.engine.compute import rng
 from paceline.engine.compute.loss_divisor import Means, labels_of
 from paceline.planner.diagnose.equivalence import EquivalenceRun, digests
 from paceline.planner.diagnose.experiments import examine
-from paceline.planner.diagnose.loss_kind import Said
+from paceline.planner.diagnose.loss_kind import Terms
 from paceline.planner.diagnose.subject import Subject, parts_of
 from paceline.report.step_observer import StepObserver, StepSummary
 from paceline.step.run_state import RunState
 
 
-class Comparison(StepObserver):
-    """Of a training that is compared with another one. Raises SystemExit, in every process, after the last step."""
+class EquivalenceObserver(StepObserver):
+    """Observes one of two runs that are compared. Raises SystemExit in every process after the last step."""
 
-    def __init__(self, run: RunState, witness: EquivalenceRun):
-        self.run, self.witness, self._own_loop = run, witness, False
+    def __init__(self, run: RunState, equivalence: EquivalenceRun):
+        self.run, self.equivalence, self._own_loop = run, equivalence, False
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
         self._own_loop = own
         return batch
 
     def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        return self.witness.deal(batch, batches.mapped)
+        return self.equivalence.observe_batch(batch, batches.mapped)
 
     def ends(self, summary: StepSummary) -> None:
-        run, witness, vote = self.run, self.witness, summary.outcome.vote
+        run, equivalence, vote = self.run, self.equivalence, summary.outcome.vote
         run.settle()
         loss = vote.loss_sum / vote.weight if vote.weight else math.nan
-        if not witness.note(run.job.model, run.job.optimizer, loss):
+        if not equivalence.note(run.job.model, run.job.optimizer, loss):
             return
-        witness.facts |= {
+        equivalence.facts |= {
             "batch_size": run.job.batch_size,
             "consensus": run.exchange.consensus,
             "codec": run.codec.fidelity,
             "own_loop": self._own_loop,
         }
-        everyone = [witness.said()]
+        all_notes = [equivalence.notes()]
         if run.world.world_size > 1:
-            gathered = run.control.all_gather(json.dumps(everyone[0]).encode())
-            everyone = [json.loads(message) for message in gathered if message]
-        found = _examined(run, witness, self._own_loop) if witness.examines else None
-        witness.end(everyone, run.engine.state() if run.leader or witness.told else None, found)
+            gathered = run.control.all_gather(json.dumps(all_notes[0]).encode())
+            all_notes = [json.loads(message) for message in gathered if message]
+        found = _run_experiments(run, equivalence, self._own_loop) if equivalence.examines else None
+        equivalence.end(all_notes, run.engine.state() if run.leader or equivalence.simulated else None, found)
 
 
-def _examined(run: RunState, witness: EquivalenceRun, own_loop: bool) -> dict[str, Any]:
-    many, found = witness.everyones(), dict[str, Any]()
+def _run_experiments(run: RunState, equivalence: EquivalenceRun, own_loop: bool) -> dict[str, Any]:
+    distributed, found = equivalence.all_notes(), dict[str, Any]()
     try:
-        found = _reading(witness, many)
-        if (subject := _subject(run, witness, many, own_loop)) is not None:
+        found = _check_reading(equivalence, distributed)
+        if (subject := _subject(run, equivalence, distributed, own_loop)) is not None:
             found |= examine(subject)
-    except Exception as error:  # the comparison stands, whatever could not be tried
+    except Exception as error:  # the comparison is valid also without experiments
         found["error"] = f"{type(error).__name__}: {error}"
     return found | {"sync": run.job.batch_norm == "sync"}
 
 
-def _reading(witness: EquivalenceRun, many: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether samples are the same ones whenever they are read; if so, what each process should have read."""
-    known = [read for read in witness.reads if read.span is not None]
-    if not known or len(known) < len(witness.reads):
+def _check_reading(equivalence: EquivalenceRun, distributed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether the data set is deterministic; if so, the digests of what each process should have read."""
+    known = [read for read in equivalence.reads if read.span is not None]
+    if not known or len(known) < len(equivalence.reads):
         return {}
 
     def read(batch: Any, span: Sequence[int], number: int = 0) -> list[str]:
@@ -82,85 +82,85 @@ def _reading(witness: EquivalenceRun, many: Sequence[Mapping[str, Any]]) -> dict
     assert span is not None
     if read(first, span) != read(first, span, 1):
         return {"drawn": True}
-    spans = [facts.get("ranges", []) for facts in many]
-    return {"dealt": [[read(known[i].batch, each) for i, each in enumerate(mine[: len(known)])] for mine in spans]}
+    spans = [facts.get("ranges", []) for facts in distributed]
+    return {"dealt": [[read(known[i].batch, each) for i, each in enumerate(ranges[: len(known)])] for ranges in spans]}
 
 
 def _subject(
-    run: RunState, witness: EquivalenceRun, many: Sequence[Mapping[str, Any]], own_loop: bool
+    run: RunState, equivalence: EquivalenceRun, distributed: Sequence[Mapping[str, Any]], own_loop: bool
 ) -> Subject | None:
-    job, read = run.job, witness.reads[0] if witness.reads else None
+    job, read = run.job, equivalence.reads[0] if equivalence.reads else None
     if not own_loop and (read is None or read.rows is None):
         return None
     if own_loop:
-        if witness.called is None:
+        if equivalence.called is None:
             return None
-        rows: Any = witness.called
+        rows: Any = equivalence.called
         leaf = next((each for each in tree_iter(rows) if isinstance(each, Tensor) and each.dim()), None)
         count = 0 if leaf is None else len(leaf)
 
         def forward(rows: Any) -> Any:
             return job.model(*rows["args"], **rows["kwargs"])
 
-        def judge(output: Any, rows: Any) -> Said:
+        def loss_terms(output: Any, rows: Any) -> Terms:
             raise AssertionError("a loop of the user's own has no loss that could be called")
 
     else:
         assert read is not None
         rows, seen = read.rows, Means()
         count = batches.samples(rows, read.span[1] - read.span[0] if read.span else None)
-        called = job.forward or batches.call
+        forward_of = job.forward or batches.call
 
         def forward(rows: Any) -> Any:
             nonlocal seen
             if job.loss is not None:
-                return called(job.model, rows)
-            seen = Means(elements=True)  # of the model's own loss, as in a step
+                return forward_of(job.model, rows)
+            seen = Means(elements=True)  # for the model's own loss, as in a step
             with labels_of(rows, seen, batches.mapped) as given:
-                return called(job.model, given)
+                return forward_of(job.model, given)
 
-        def judge(output: Any, rows: Any) -> Said:
-            return judged(job.loss, output, rows, seen)
+        def loss_terms(output: Any, rows: Any) -> Terms:
+            return terms_of(job.loss, output, rows, seen)
 
     if count < 2:
         return None
-    spans = [facts["ranges"][0] for facts in many if facts.get("ranges") and facts["ranges"][0]]
+    spans = [facts["ranges"][0] for facts in distributed if facts.get("ranges") and facts["ranges"][0]]
     parts = parts_of(count, [(span[0], span[1]) for span in spans])
-    again = []
+    read_again = []
     if read and read.span and not own_loop:
-        again = [read.batch.read(part.start, part.stop) for part in parts]
-    metric = job.metric or witness.metric
+        read_again = [read.batch.read(part.start, part.stop) for part in parts]
+    metric = job.metric or equivalence.metric
 
     def measured(output: Any, rows: Any) -> Mapping[str, tuple[float, float]]:
         return batches.counted(metric(output, batches.target(metric, rows)), rows) if metric else {}
 
     device = next(iter(job.model.parameters())).device
-    rows, again = tree_map_only(Tensor, lambda each: each.to(device), (rows, again))
+    rows, read_again = tree_map_only(Tensor, lambda each: each.to(device), (rows, read_again))
     return Subject(
         job.model,
         forward,
-        None if own_loop else judge,
+        None if own_loop else loss_terms,
         rows,
         parts,
         seed,
         job.loss is None,
-        again,
+        read_again,
         measured if metric and not own_loop else None,
         job.loss,
     )
 
 
-def judged(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Means) -> Said:
-    """Each term of a loss."""
+def terms_of(loss: Callable[..., Any] | None, output: Any, rows: Any, seen: Means) -> Terms:
+    """The terms of a loss."""
     value, times, weight, terms = batches.judged(loss, output, rows, means=seen)
     if len(terms) < 2 or loss is None:
         return {"": (value, times, weight)}
-    said = loss(output, batches.target(loss, rows))
-    return {str(name): (part, times, weight) for name, part in said.items()}
+    notes = loss(output, batches.target(loss, rows))
+    return {str(name): (part, times, weight) for name, part in notes.items()}
 
 
 def seed(number: int) -> None:
-    """Every generator that has a seed of its own accord."""
+    """Seeds all global random generators."""
     rng.seed(number)
     random.seed(number)
     if numpy := sys.modules.get("numpy"):

@@ -1,6 +1,6 @@
-"""All that a forward pass may change: parameters, buffers, and plain attributes of the modules; put back afterwards.
+"""Saves and restores the state that a forward pass may change: parameters, buffers, and plain attributes of modules.
 
-State that lies elsewhere (globals, closures) is not restored: a repeated pass then gives another result.
+State elsewhere (globals, closures) is not restored, so that a repeated pass then gives another result.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NEAR = 1e-6  # relative: rounding of float32 lies below, every cause of a difference far above
-NOTHING = 1e-12
+NEAR = 1e-6  # relative: above the rounding of float32, far below the effect of any cause
+NEAR_ZERO = 1e-12
 INNER = frozenset(vars(nn.Module())) | {"forward"}
 DEPTH = 3
 PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
-HELD = list, tuple, set, dict, deque
+CONTAINERS = list, tuple, set, dict, deque
 
 
-class Kept:
-    """Of ``roots``, by the name that theirs begin with: modules, and objects with plain values, such as a loss."""
+class SavedState:
+    """The state of ``roots``, keyed by a prefix of its names: modules, and objects with attributes, such as a loss."""
 
     def __init__(self, roots: Mapping[str, Any]):
-        self.places = list(dict.fromkeys(_places(roots)))
-        self.values = [_copied(table.of[key]) for table, key, _, _ in self.places]
+        self.entries = list(dict.fromkeys(_entries(roots)))
+        self.values = [_copied(table.of[key]) for table, key, _, _ in self.entries]
 
     def restore(self) -> None:
-        for (table, key, _, _), value in zip(self.places, self.values, strict=True):
-            now = table.of.get(key)
+        for (table, key, _, _), value in zip(self.entries, self.values, strict=True):
+            current = table.of.get(key)
             if isinstance(value, Tensor):
                 old = table.objects[key]
                 with torch.no_grad():
@@ -39,36 +39,36 @@ class Kept:
                     elif not torch.equal(old, value) or old.is_floating_point():
                         old.data.copy_(value)
                 table.of[key] = old
-            elif isinstance(now, torch.Generator):
-                now.set_state(value)
+            elif isinstance(current, torch.Generator):
+                current.set_state(value)
             else:
                 table.of[key] = copy.deepcopy(value)
 
-    def put(self, values: Mapping[str, Any]) -> None:
-        """Some of what `changed` gave."""
-        for table, key, name, _ in self.places:
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        """Sets some of the values that `changed` returned."""
+        for table, key, name, _ in self.entries:
             if name not in values:
                 continue
-            value, now = values[name], table.of.get(key)
-            if isinstance(now, torch.Generator):
-                now.set_state(value)
-            elif isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
-                now.data.copy_(value)
+            value, current = values[name], table.of.get(key)
+            if isinstance(current, torch.Generator):
+                current.set_state(value)
+            elif isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+                current.data.copy_(value)
             else:
                 table.of[key] = copy.deepcopy(value)
 
     def changed(self) -> dict[str, tuple[str, Any]]:
-        """(trained, frozen, buffer or attribute; what it is now) by name, of what is not as it was."""
+        """Changes since the state was saved, by name: (trained, frozen, buffer or attribute; the current value)."""
         found: dict[str, tuple[str, Any]] = {}
-        for (table, key, name, kind), value in zip(self.places, self.values, strict=True):
-            now = _copied(table.of.get(key))
-            if not _equal(now, value):
-                found[name] = kind, now
+        for (table, key, name, kind), value in zip(self.entries, self.values, strict=True):
+            current = _copied(table.of.get(key))
+            if not _equal(current, value):
+                found[name] = kind, current
         return found
 
 
 class _Table:
-    """A namespace; two of the same one are equal."""
+    """A namespace, equal to another one of the same dictionary."""
 
     def __init__(self, of: dict[str, Any]):
         self.of, self.objects = of, dict(of)
@@ -80,24 +80,24 @@ class _Table:
         return id(self.of)
 
 
-def far(one: Any, other: Any, near: float = NEAR) -> bool:
-    """Whether two values differ by more than rounding."""
+def unequal(one: Any, other: Any, tolerance: float = NEAR) -> bool:
+    """Whether two values differ by more than a relative tolerance."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape:
             return True
         if not (one.is_floating_point() or one.is_complex()):
             return not torch.equal(one, other)
         size = torch.maximum(one.detach().norm(), other.detach().norm())
-        return bool((one.detach() - other.detach()).norm() > near * size + NOTHING)
+        return bool((one.detach() - other.detach()).norm() > tolerance * size + NEAR_ZERO)
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) > near * max(abs(one), abs(other)) + NOTHING
-    if isinstance(one, HELD) and isinstance(other, HELD):
-        ones, others = _flat(one), _flat(other)
-        return len(ones) != len(others) or any(far(a, b, near) for a, b in zip(ones, others, strict=True))
+        return abs(one - other) > tolerance * max(abs(one), abs(other)) + NEAR_ZERO
+    if isinstance(one, CONTAINERS) and isinstance(other, CONTAINERS):
+        ones, others = _leaves(one), _leaves(other)
+        return len(ones) != len(others) or any(unequal(a, b, tolerance) for a, b in zip(ones, others, strict=True))
     return bool(one != other)
 
 
-def _places(roots: Mapping[str, Any]) -> Iterator[tuple[_Table, str, str, str]]:
+def _entries(roots: Mapping[str, Any]) -> Iterator[tuple[_Table, str, str, str]]:
     for prefix, root in roots.items():
         if isinstance(root, nn.Module):
             for where, module in root.named_modules():
@@ -129,7 +129,7 @@ def _of_object(thing: Any, where: str, depth: int) -> Iterator[tuple[_Table, str
 
 
 def _is_object(value: Any) -> bool:
-    """One of the user's own classes, and no function or module."""
+    """Whether a value is an instance of the user's own class, and no function, module or optimizer."""
     module = type(value).__module__ or ""
     if isinstance(value, nn.Module | torch.optim.Optimizer | type) or not hasattr(value, "__dict__"):
         return False
@@ -139,8 +139,8 @@ def _is_object(value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.is_leaf or not value.requires_grad
-    if isinstance(value, HELD):
-        return type(value) in HELD and all(map(_is_plain, _items(value)))
+    if isinstance(value, CONTAINERS):
+        return type(value) in CONTAINERS and all(map(_is_plain, _items(value)))
     return isinstance(value, PLAIN)
 
 
@@ -148,9 +148,9 @@ def _items(value: Any) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, HELD):
-        return [leaf for item in _items(value) for leaf in _flat(item)]
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, CONTAINERS):
+        return [leaf for item in _items(value) for leaf in _leaves(item)]
     return [value]
 
 
@@ -161,14 +161,14 @@ def _copied(value: Any) -> Any:
         return value.get_state()
     try:
         return copy.deepcopy(value)
-    except Exception:  # what cannot be copied cannot be put back
+    except Exception:  # a value that cannot be copied is not restored
         return value
 
 
-def _equal(now: Any, value: Any) -> bool:
-    if isinstance(now, Tensor) and isinstance(value, Tensor):
-        return now.shape == value.shape and torch.equal(now, value)
-    if isinstance(now, HELD) and isinstance(value, HELD):
-        ones, others = _flat(now), _flat(value)
+def _equal(current: Any, value: Any) -> bool:
+    if isinstance(current, Tensor) and isinstance(value, Tensor):
+        return current.shape == value.shape and torch.equal(current, value)
+    if isinstance(current, CONTAINERS) and isinstance(value, CONTAINERS):
+        ones, others = _leaves(current), _leaves(value)
         return len(ones) == len(others) and all(_equal(a, b) for a, b in zip(ones, others, strict=True))
-    return bool(now == value) or (now != now and value != value)
+    return bool(current == value) or (current != current and value != value)

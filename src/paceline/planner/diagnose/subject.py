@@ -1,4 +1,4 @@
-"""A model under diagnosis: its loss, one of its batches and its parts, and forward passes from one saved state."""
+"""A model under diagnosis: its loss, a batch and its parts, and forward passes that start from one saved state."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from paceline.planner.diagnose.layers_in_parts import Part
-from paceline.planner.diagnose.loss_kind import Judge, Said
-from paceline.planner.diagnose.saved_state import Kept
+from paceline.planner.diagnose.loss_kind import LossTerms, Terms
+from paceline.planner.diagnose.saved_state import SavedState
 
 MAX_PARTS = 3
-Counted = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
+Sums = Mapping[str, tuple[float, float]]  # of a metric: (sum, weight) by name
 
 
 @dataclass
 class Subject:
-    """``forward(rows)`` is the model's output. ``judge``: the loss; None in a loop of the user's own.
+    """``forward(rows)``: the model's output. ``loss_terms``: the terms of the loss; None in the user's own loop.
 
-    ``own_loss``: the model computes it. ``read``: the parts as their processes read them, where that is known. ``seed``
-    sets every generator. ``loss``: the object, which may hold state.
+    ``own_loss``: the model computes the loss. ``read``: the parts as their processes read them, if known. ``seed``
+    seeds every generator. ``loss``: the loss object, which may have state.
     """
 
     model: nn.Module
     forward: Callable[[Any], Any]
-    judge: Judge | None
+    loss_terms: LossTerms | None
     rows: Any
     parts: list[Part]
     seed: Callable[[int], None]
     own_loss: bool = False
     read: list[Any] = field(default_factory=list)
-    metric: Callable[[Any, Any], Counted] | None = None
+    metric: Callable[[Any, Any], Sums] | None = None
     loss: Any = None
 
     @property
@@ -48,21 +48,21 @@ class Subject:
     def whole(self) -> Part:
         return Part(0, self.count, self.count)
 
-    def terms(self, output: Any, rows: Any) -> Said:
-        """Of the loss; none in a loop of the user's own."""
-        return self.judge(output, rows) if self.judge else {}
+    def terms(self, output: Any, rows: Any) -> Terms:
+        """The terms of the loss; empty in the user's own training loop."""
+        return self.loss_terms(output, rows) if self.loss_terms else {}
 
 
 class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered: a draw of torch's gives one number throughout, whatever its shape.
+    """While active, random operators of torch return one constant, so that results do not depend on shapes.
 
-    ``draws``: how many there were. ``narrow``: where float64 went in and float32 came out; ``place`` says where one is.
-    ``pins``: whether draws are pinned, or only counted.
+    ``draws``: their number. ``narrow``: how often an operator turned float64 into float32, by the current place, which
+    ``where`` returns. ``pins``: whether to replace random numbers, or only to count.
     """
 
-    def __init__(self, place: Callable[[], str] = lambda: "", pins: bool = True):
+    def __init__(self, where: Callable[[], str] = lambda: "", pins: bool = True):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.place, self.pins = place, pins
+        self.where, self.pins = where, pins
         self.draws = 0
         self.narrow: dict[str, int] = {}
 
@@ -75,13 +75,13 @@ class Pinned(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.pins and isinstance(out, Tensor):
                 _pin(func, out)
         if isinstance(out, Tensor) and out.dtype == torch.float32 and _has_float64((args, kwargs)):
-            where = self.place()
+            where = self.where()
             self.narrow[where] = self.narrow.get(where, 0) + 1
         return out
 
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Attention kernels carry the mark, and draw where they drop out alone."""
+    """Whether an operator with torch's random tag draws: attention kernels only do with dropout."""
     name = func._schema.name
     if "attention" in name:
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
@@ -98,7 +98,7 @@ def _pin(func: Any, out: Tensor) -> None:
     with torch.no_grad():
         if "randperm" in name:
             out.copy_(torch.arange(len(out), dtype=out.dtype))
-        elif "bernoulli" in name:  # a mask that lets everything through
+        elif "bernoulli" in name:  # a mask without zeros
             out.fill_(1)
         elif "dropout" in name:
             return
@@ -110,26 +110,26 @@ def _pin(func: Any, out: Tensor) -> None:
             out.fill_(int(out.min()) if out.numel() else 0)
 
 
-class Passes:
-    """Forward passes of a model that is examined, each from the same state, and everything put back."""
+class ForwardPasses:
+    """Forward passes of a model, each from the same saved state."""
 
     def __init__(self, subject: Subject):
         self.subject, self.model = subject, subject.model
-        self.kept = Kept({"": subject.model, "loss.": subject.loss})
+        self.saved = SavedState({"": subject.model, "loss.": subject.loss})
         self.grads = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         self.modules = dict(self.model.named_modules())
         self.norms: list[str] = []  # layers that normalise over a batch
 
-    def rest(self) -> None:
-        """Everything as it was."""
-        self.kept.restore()
+    def restore(self) -> None:
+        """Restores all state and seeds."""
+        self.saved.restore()
         for parameter, grad in self.grads:
             parameter.grad = grad
         self.subject.seed(0)
 
     @contextlib.contextmanager
     def evaluating(self, names: Sequence[str]) -> Iterator[None]:
-        """Within, these layers compute as in evaluation."""
+        """Within the context, these layers are in evaluation mode."""
         inside = [m for name in names for m in self.modules[name].modules() if m.training]
         for module in inside:
             module.training = False
@@ -140,13 +140,13 @@ class Passes:
                 module.training = True
 
     @contextlib.contextmanager
-    def calm(self) -> Iterator[None]:
-        """Layers that normalise over a batch do so by their running statistics."""
+    def with_running_statistics(self) -> Iterator[None]:
+        """Within the context, batch norm uses its running statistics, and random numbers are constant."""
         with self.evaluating(self.norms), Pinned():
             yield
 
     def run(self, rows: Any, seed: int = 0) -> Any:
-        self.rest()
+        self.restore()
         self.subject.seed(seed)
         return self.subject.forward(rows)
 
@@ -158,7 +158,7 @@ class Passes:
         return run
 
     def results(self, rows: Any, seed: int = 0) -> list[Any]:
-        """What a pass gives: its outputs, and its loss."""
+        """The outputs and loss terms of a pass."""
         with torch.no_grad():
             output = self.run(rows, seed)
             terms = self.subject.terms(output, rows)
@@ -167,7 +167,7 @@ class Passes:
 
 
 def parts_of(count: int, edges: Sequence[tuple[int, int]] = ()) -> list[Part]:
-    """The processes' parts of a batch, several of them as one where there are many; of one process alone two halves."""
+    """The processes' parts of a batch, merged into at most MAX_PARTS; for one process, two halves."""
     known = sorted({(start, stop) for start, stop in edges if start < stop})
     whole = known and known[0][0] == 0 and known[-1][1] == count
     if len(known) < 2 or not whole or any(a[1] != b[0] for a, b in pairwise(known)):

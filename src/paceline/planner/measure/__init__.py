@@ -1,1 +1,1 @@
-"""Measurements of a job and of a network, by trial."""
+"""Measurements of a job and of a network: profiles, trials and benchmarks."""

@@ -1,6 +1,6 @@
 """Forked and pinned copies of this process that do the same work at once: the cost of sharing memory bandwidth.
 
-Forked before torch has started a thread pool, so that they may start their own. They end with this process.
+They are forked before torch starts its thread pool, so that each can start its own. They end with this process.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ Work = Callable[[str, dict[str, Any]], Any]
 
 
 class ForkedCopies:
-    """``work(what, options)`` runs in each copy and returns what JSON can hold. If one fails or is late, all end."""
+    """``work(what, options)`` runs in each copy; its result must be JSON. If a copy fails or is late, all end."""
 
     def __init__(self, count: int, work: Work, cores: list[int], deadline: float):
         self.deadline = deadline
-        self.lines: list[socket.socket] = []
+        self.connections: list[socket.socket] = []
         self.pids: list[int] = []
         for _ in range(count):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: none is needed there
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads: the copies use none of them
                 pid = os.fork()
             if pid == 0:
-                ours.close()
-                for line in self.lines:
-                    line.close()
-                _serve(theirs, work, cores)
-            theirs.close()
-            self.lines.append(ours)
+                parent_end.close()
+                for connection in self.connections:
+                    connection.close()
+                _serve(child_end, work, cores)
+            child_end.close()
+            self.connections.append(parent_end)
             self.pids.append(pid)
 
-    def ask(self, count: int, what: str, **options: Any) -> list[Any]:
-        """All of the first ``count`` copies at once. Raises TimeoutError, or RuntimeError with a copy's error."""
-        for i, line in enumerate(self.lines[:count]):
-            line.send(json.dumps({"what": what, "seat": i, "count": count, **options}).encode())
+    def request(self, count: int, what: str, **options: Any) -> list[Any]:
+        """The replies of the first ``count`` copies. Raises TimeoutError, or RuntimeError with a copy's error."""
+        for i, connection in enumerate(self.connections[:count]):
+            connection.send(json.dumps({"what": what, "seat": i, "count": count, **options}).encode())
         answers = []
-        for line in self.lines[:count]:
-            poll = select.poll()  # `select.select` knows no file above 1,023
-            poll.register(line, select.POLLIN)
+        for connection in self.connections[:count]:
+            poll = select.poll()  # `select.select` fails for file descriptors above 1,023
+            poll.register(connection, select.POLLIN)
             if not poll.poll(1e3 * max(0.0, self.deadline - time.monotonic())):
                 raise TimeoutError(f"a copy of the process did not finish {what!r} in time")
-            reply = json.loads(line.recv(MESSAGE_BYTES) or b'{"error": "a copy of the process died"}')
+            reply = json.loads(connection.recv(MESSAGE_BYTES) or b'{"error": "a copy of the process died"}')
             if "error" in reply:
                 raise RuntimeError(reply["error"])
             answers.append(reply["value"])
         return answers
 
     def close(self) -> None:
-        for line in self.lines:
-            line.close()
+        for connection in self.connections:
+            connection.close()
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-        self.lines, self.pids = [], []
+        self.connections, self.pids = [], []
 
 
-def _serve(line: socket.socket, work: Work, cores: list[int]) -> None:
-    """Until the other end is gone. Never returns: what follows the fork is the parent's."""
+def _serve(connection: socket.socket, work: Work, cores: list[int]) -> None:
+    """Serves requests until the parent closes the connection. Never returns: only the parent continues."""
     try:
-        while message := line.recv(MESSAGE_BYTES):
+        while message := connection.recv(MESSAGE_BYTES):
             request = json.loads(message)
             what, number, count = request.pop("what"), request.pop("seat"), request.pop("count")
             own = cores[number * len(cores) // count : (number + 1) * len(cores) // count]
@@ -77,6 +77,6 @@ def _serve(line: socket.socket, work: Work, cores: list[int]) -> None:
                 value = {"value": work(what, request)}
             except Exception as error:
                 value = {"error": f"{type(error).__name__}: {error}"}
-            line.send(json.dumps(value).encode())
+            connection.send(json.dumps(value).encode())
     finally:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Runs a command in a fresh process with a deadline, keeps its last error line, and ends all that it started."""
+"""Runs a command in a fresh process with a deadline, keeps its last error line, and ends all its child processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """``code`` is None where the deadline came first."""
+    """``code``: the exit code; None if the deadline passed. ``last_line``: the last line on stderr."""
 
     code: int | None
-    last_words: str
+    last_line: str
 
 
 def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ProcessResult:
-    """What it prints is swallowed; the last line of its errors is kept. Ctrl-C here ends it, too."""
+    """Discards stdout and keeps the last line of stderr. The process also ends when this one is interrupted."""
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             command,
@@ -47,7 +47,7 @@ def run_in_process(command: Sequence[str], environment: Mapping[str, str], limit
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Asked first, so that it can end its own; then killed, with whatever it has left."""
+    """Sends SIGTERM first, so that the process can end its children; then kills it and the remaining children."""
     if child.poll() is not None:
         return
     try:

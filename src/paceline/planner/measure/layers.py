@@ -1,7 +1,7 @@
 """Layer timer: forward and backward of every layer by itself, on the inputs that it had in the model.
 
-A layer is a module during whose forward no other module was called. Equal layers with equal inputs are timed once.
-All are visited in turn, pass after pass, so that each finds the caches as the others left them.
+A layer is a module whose forward calls no other module. Equal layers with equal inputs are timed once. Each pass times
+all layers in turn, so that every layer finds the CPU caches as in a training step.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Call:
-    """``count`` equal calls. ``weights``: what backward must give gradients for, besides the inputs."""
+    """``count`` equal calls of a layer. ``weights``: what backward differentiates besides the inputs."""
 
     module: nn.Module
     inputs: list[Any]
     tree: Any
     weights: list[Tensor]
     count: int = 1
-    clones: bool = False  # changes its input in place, which a leaf of the graph does not allow
+    clones: bool = False  # the layer changes its input in place, which autograd forbids for leaves
 
 
 class LayerTimer:
-    """The layer calls of one forward pass. ``absorbed``: weights whose gradient the update makes from factors."""
+    """The layer calls of one forward pass. ``absorbed``: ids of weights whose update uses factors, not gradients."""
 
     def __init__(self, model: nn.Module, forward: Callable[[], Any], words: Sequence[str], absorbed: set[int]):
         self.words, self.absorbed = words, absorbed
         self.calls: list[Call] = []
         self.input_bytes = self.num_calls = 0
-        self.rows: dict[int, int] = {}  # of each fully-connected weight's factors, by its id
+        self.rows: dict[int, int] = {}  # rows of each fully-connected weight's factors, by its id
         self._index: dict[Any, Call] = {}
         self._storages: dict[int, int] = {}
-        self._depth: list[bool] = []  # per module being called: whether it called another
+        self._depth: list[bool] = []  # per active module call: whether it called another module
         handles: list[Any] = []
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -76,46 +76,46 @@ class LayerTimer:
             known.count += 1
             return
         weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad and id(p) not in self.absorbed]
-        kept = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
-        self.calls.append(Call(module, kept, tree, weights, clones=bool(getattr(module, "inplace", False))))
+        detached = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in inputs]
+        self.calls.append(Call(module, detached, tree, weights, clones=bool(getattr(module, "inplace", False))))
         self._index[key] = self.calls[-1]
 
     def time(self) -> list[float]:
-        """One pass: seconds of each call, forward and backward."""
+        """One pass: seconds of each call, forward plus backward."""
         seconds = []
         for call in self.calls:
             try:
-                seconds.append(self._one(call))
+                seconds.append(self._time_call(call))
             except RuntimeError:
                 call.clones = True
-                seconds.append(self._one(call))
+                seconds.append(self._time_call(call))
         return seconds
 
     def total_s(self, passes: Sequence[Sequence[float]]) -> float:
-        """The typical pass of each call, times its count, added up."""
+        """The sum over calls of the lower quartile of the passes, times the call's count."""
         columns = zip(*passes, strict=True)
-        return sum(call.count * typical(column) for call, column in zip(self.calls, columns, strict=True))
+        return sum(call.count * lower_quartile(column) for call, column in zip(self.calls, columns, strict=True))
 
-    def _one(self, call: Call) -> float:
+    def _time_call(self, call: Call) -> float:
         values = [v.clone() if call.clones and isinstance(v, Tensor) else v for v in call.inputs]
         args, kwargs = tree_unflatten(values, call.tree)
         sources = [v for v in values if isinstance(v, Tensor) and v.requires_grad] + call.weights
         with self._without(call.module):
-            start = now(values)
+            start = synced_time(values)
             with autocast(self.words, values):
                 output = call.module(*args, **kwargs)
-            forward_s = now(values) - start
+            forward_s = synced_time(values) - start
             outputs = [v for v in tree_flatten(output)[0] if isinstance(v, Tensor) and v.requires_grad]
             if not outputs or not sources:
                 return forward_s
             slopes = [torch.ones_like(v) for v in outputs]
-            start = now(values)
+            start = synced_time(values)
             torch.autograd.grad(outputs, sources, slopes, allow_unused=True)
-            return forward_s + now(values) - start
+            return forward_s + synced_time(values) - start
 
     @contextlib.contextmanager
     def _without(self, module: nn.Module) -> Iterator[None]:
-        """Absorbed weights take no part in the graph, as in a step."""
+        """Within the context, absorbed weights need no gradient, as in a step."""
         absorbed = [p for p in module.parameters() if id(p) in self.absorbed]
         for weight in absorbed:
             weight.requires_grad_(False)
@@ -126,8 +126,8 @@ class LayerTimer:
                 weight.requires_grad_(True)
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else the machine does only ever adds."""
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """A robust estimate, since other load on the machine only ever adds time."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
@@ -136,21 +136,21 @@ def autocast(words: Sequence[str], values: Sequence[Any]) -> Any:
     return torch.autocast(_device(values), half) if half else contextlib.nullcontext()
 
 
-def now(values: Sequence[Any]) -> float:
-    """A GPU is waited for first."""
+def synced_time(values: Sequence[Any]) -> float:
+    """The clock in seconds, after synchronising the GPU."""
     if _device(values) == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def part(batch: Any, rows: int, words: Sequence[str] = ()) -> Any:
-    """The first rows of everything that is as long as the first tensor; images as the words lay them out."""
+def first_samples(batch: Any, rows: int, words: Sequence[str] = ()) -> Any:
+    """The first ``rows`` of every tensor and list as long as the first tensor; ``words`` may ask for channels_last."""
     whole = next((len(leaf) for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.dim()), 0)
     leaves, tree = tree_flatten(batch, is_leaf=lambda each: _is_list(each, whole))
-    return tree_unflatten([_part(leaf, rows, whole, words) for leaf in leaves], tree)
+    return tree_unflatten([_first_samples(leaf, rows, whole, words) for leaf in leaves], tree)
 
 
-def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
+def _first_samples(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
     if _is_list(leaf, whole):
         return leaf[:rows]
     if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -160,14 +160,14 @@ def _part(leaf: Any, rows: int, whole: int, words: Sequence[str]) -> Any:
     return taken.to(memory_format=torch.channels_last) if images else taken
 
 
-def _is_list(part: Any, length: int) -> bool:
-    """Of one thing per sample that is no tensor, such as words; a collate_fn makes tuples of these."""
-    some = isinstance(part, list) or (isinstance(part, tuple) and all(isinstance(each, str | bytes) for each in part))
-    return some and len(part) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(part)[0])
+def _is_list(value: Any, length: int) -> bool:
+    """Whether a value is a list with one non-tensor per sample, such as strings; a collate_fn may make it a tuple."""
+    some = isinstance(value, list) or (isinstance(value, tuple) and all(isinstance(v, str | bytes) for v in value))
+    return some and len(value) == length and not any(isinstance(leaf, Tensor) for leaf in tree_flatten(value)[0])
 
 
 def shapes(batch: Any, rows: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Of each tensor: its type, and the shape of a row, or of itself where it has none per sample."""
+    """(type, shape) of each tensor: the shape of one sample, or of the tensor if it has no sample dimension."""
     tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
     return [(str(t.dtype), tuple(t.shape[1:] if t.dim() and len(t) == rows else t.shape)) for t in tensors]
 
@@ -177,7 +177,7 @@ def _device(values: Sequence[Any]) -> str:
 
 
 def _kind(module: nn.Module) -> Any:
-    """What makes two modules equal: torch's own by what they print, others only themselves."""
+    """Key by which modules are equal: torch's own by type, repr and weight shapes, others by identity."""
     own = type(module).__module__.startswith("torch.nn")
     return (type(module), repr(module), tuple(_shape(p) for p in module.parameters())) if own else id(module)
 

@@ -1,7 +1,7 @@
 """Measurements of one node of several for a plan: its own step, the network, or a few steps together with the others.
 
-`python -m paceline.planner.measure.node_agent JSON` is started on every host, as a script would be. Its answer is one
-line.
+The launcher starts `python -m paceline.planner.measure.node_agent JSON` on every host, as it would start a script. The
+reply is one line on stdout.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.planner.step_model import StepModel
 from paceline.registry import ENCRYPTED, LINK, THREADS, head, says
 from paceline.report.log import log
 
-# this process's place among the others, which a process that it starts by itself must not inherit
-TOGETHER = (
+# this process's rank and rendezvous, which a single process that it starts must not inherit
+RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PACELINE_ENGINE", "PACELINE_SECRET", "PACELINE_HOST", "PACELINE_SHARES"),
 )
@@ -41,23 +41,23 @@ def measure_node(
     rows: list[str] | None = None,
     made: Plan | None = None,
 ) -> dict[str, Any]:
-    """This machine by itself: its plan (``made``, or kept, or made now), and a step layer by layer."""
-    kept, machine = None, survey()
+    """Measures this machine alone: its plan (``made``, else cached, else made now), and a step layer by layer."""
+    cached_plan, machine = None, survey()
     if not made and not rows:
-        kept, _ = planning.cached(command, fidelity)
+        cached_plan, _ = planning.cached(command, fidelity)
 
     def record(made: Plan) -> tuple[StepModel, StepModel, int, str]:
-        one = one_process(made, machine.cores)
-        return profile.lines(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
+        one = single_process_engine(made, machine.cores)
+        return profile.record_step_models(command, one, fidelity, budget_s or planning.MIN_BUDGET_S, machine)
 
-    made = made or kept or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
+    made = made or cached_plan or planning.make(command, fidelity=fidelity, budget_s=budget_s, rows=rows)
     whole, quarter, batch_size, mark = record(made)
-    if kept and mark != kept.fingerprint:  # the script is the same, and what it trains is not
+    if cached_plan and mark != cached_plan.fingerprint:  # the script is unchanged, but it trains another model
         made = planning.make(command, fidelity=fidelity, budget_s=budget_s)
         whole, quarter, batch_size, _ = record(made)
-    if says("engine", head(made.chosen)[0], "reproduces"):  # its exchange is another than that of what was recorded
-        steady = replace(whole.ways, factors=False, gathers=True)
-        whole, quarter = replace(whole, ways=steady), replace(quarter, ways=steady)
+    if says("engine", head(made.chosen)[0], "reproduces"):  # the recorded step used another exchange
+        traffic = replace(whole.ways, factors=False, gathers=True)
+        whole, quarter = replace(whole, ways=traffic), replace(quarter, ways=traffic)
     return {
         "plan": made.to_dict(),
         "batch_size": batch_size,
@@ -66,21 +66,21 @@ def measure_node(
     }
 
 
-def one_process(made: Plan, cores: int) -> str:
-    """The row that a step is recorded by: the plan's own, or threads with the same words on as many cores."""
-    way = split(made.chosen, cores)
-    own = says("engine", way.engine, "counts") in ("", "thread")
+def single_process_engine(made: Plan, cores: int) -> str:
+    """The configuration that records a step: the plan's own, or threads on the same cores with the same options."""
+    spec = split(made.chosen, cores)
+    own = says("engine", spec.engine, "counts") in ("", "thread")
     engine = made.chosen.partition("+")[0] if own else f"{THREADS}:{cores}"
-    return "+".join([engine, *(word for word in way.words if word != "compile")])
+    return "+".join([engine, *(word for word in spec.words if word != "compile")])
 
 
-def measure_wire() -> dict[str, Any]:
+def measure_network() -> dict[str, Any]:
     from paceline.elastic.membership import connect  # these import torch
     from paceline.planner.measure import network
 
     world = LaunchEnvironment.of_environment()
     name = os.environ.get("PACELINE_COLLECTIVE", "")
-    # as those who train on the CPU choose it
+    # the same choice as for training on the CPU
     kind = ENCRYPTED if os.environ.get("PACELINE_ENCRYPT") == "1" else os.environ.get("PACELINE_LINK") or LINK
     link = connect(kind, world.node, world.num_nodes, world.host, world.port, collective=name).link
     found: dict[str, Any] = replace(network.measure(link), collective=name).to_dict()
@@ -91,7 +91,7 @@ def measure_wire() -> dict[str, Any]:
 def measure_trial(
     command: list[str], rows: list[str], timed_s: float = 2.5, limit_s: float = 120.0, times: int = 1
 ) -> dict[str, Any] | None:
-    """A few steps of all nodes; ``times`` the job's global batch. The first process of all has the answer."""
+    """Times a few steps of all nodes with ``times`` the job's global batch. Only rank 0 returns the result."""
     node = LaunchEnvironment.of_environment().node
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
@@ -102,7 +102,7 @@ def measure_trial(
     if found and found.error:
         raise ValueError(found.error)
     if ended.code != 0:
-        raise ValueError(ended.last_words if ended.code else f"no end within {limit_s:.0f} s")
+        raise ValueError(ended.last_line if ended.code else f"no end within {limit_s:.0f} s")
     return asdict(found) if found else None
 
 
@@ -112,15 +112,15 @@ def main(text: str) -> int:
     trained_alone.note("met")
     try:
         if doing == "node":
-            for name in TOGETHER:
+            for name in RANK_VARIABLES:
                 os.environ.pop(name, None)
-        measures: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_wire, "trial": measure_trial}
-        answer = measures[doing](**request)
+        kinds: dict[str, Callable[..., Any]] = {"node": measure_node, "wire": measure_network, "trial": measure_trial}
+        answer = kinds[doing](**request)
     except (ValueError, ConnectionError) as error:
         log.error(str(error))
         return 1
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        # in one write, after whatever was printed without a line's end
+        # a single write, on a new line even if the script printed no newline
         sys.stdout.write(f"\n{MARK} {json.dumps(answer)}\n")
         sys.stdout.flush()
     return 0

@@ -1,8 +1,8 @@
 """Profile of a job: what it consists of and how long its parts take, measured by the command in a fresh process.
 
-Outside, `take` starts the command with PACELINE_PROFILE naming a file that holds the request. Inside, `pace.step` hands
-model, optimizer and its first batch to `profiler.take_profile`, which puts the answer beside the file and ends the
-process. All configurations are predicted from this one profile.
+The planner calls `run_profile`, which starts the command with PACELINE_PROFILE set to the path of a request file.
+In the command's process, the first `pace.step` passes the job to `profiler.take_profile`, which writes the reply beside
+the request and ends the process. All configurations are predicted from this one profile.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.machine import Machine
 from paceline.planner.candidates import EngineSpec, JobFacts
 from paceline.planner.measure import fresh_process
-from paceline.planner.step_model import StepModel, Ways
+from paceline.planner.step_model import ExchangeTraffic, StepModel
 from paceline.registry import BASELINE
 from paceline.report.record import write_whole
 
 START_LIMIT_S = 60.0  # to import torch, build the model, and fetch the first batch
-PARTS = (1, 4)  # of the batch, that a step is recorded with
+PARTS = (1, 4)  # a step is recorded with the whole batch and with a quarter of it
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How layers are timed: ``copies`` at once, with ``threads`` and ``rows`` each; words of precision and layout."""
+    """How layers are timed: ``copies`` at once, each with ``threads`` and ``rows`` samples; precision and layout."""
 
     threads: int
     rows: int
@@ -38,9 +38,9 @@ class Setting:
     factors: bool = False
 
     @classmethod
-    def of(cls, way: EngineSpec, rows: int, absorbs: bool) -> Setting:
-        words = tuple(word for word in way.words if word in ("bf16", "fp16", "channels_last"))
-        return cls(way.threads, -(-rows // way.copies), way.copies, words, absorbs)
+    def of(cls, spec: EngineSpec, rows: int, absorbs: bool) -> Setting:
+        words = tuple(word for word in spec.words if word in ("bf16", "fp16", "channels_last"))
+        return cls(spec.threads, -(-rows // spec.copies), spec.copies, words, absorbs)
 
     def __str__(self) -> str:
         return "/".join(map(str, (self.threads, self.rows, self.copies, "+".join(self.words), int(self.factors))))
@@ -50,9 +50,9 @@ class Setting:
 class Profile:
     """*Units*: seconds and bytes per step of the whole batch, unless stated otherwise.
 
-    ``layers_s``: per setting, forward and backward of all layers in a micro-batch, each timed by itself. ``whole_s``:
-    the same of the model as it is, at the setting ``base``. ``update_s``: optimizer alone, by "threads",
-    "threads/fused", and "threads/factors".
+    ``layers_s``: per setting, forward plus backward of all layers for a micro-batch, each layer timed by itself.
+    ``whole_s``: forward plus backward of the whole model, at the setting ``base``. ``update_s``: optimizer alone, by
+    "threads", "threads/fused", and "threads/factors".
     """
 
     facts: JobFacts
@@ -81,49 +81,45 @@ class Profile:
 
 
 def _request(
-    command: Sequence[str], row: str, budget_s: float, environment: Mapping[str, str], request: Mapping[str, Any]
+    command: Sequence[str], engine: str, budget_s: float, environment: Mapping[str, str], request: Mapping[str, Any]
 ) -> tuple[str, fresh_process.ProcessResult]:
-    """(What the command's first step answers in a fresh process, empty where nothing; how the process ended.)"""
+    """(the reply of the command's first step in a fresh process, empty if none; how the process ended)."""
     with ScratchFolder() as folder:
-        form = Path(folder) / "profile.json"
-        form.write_text(json.dumps(request))
-        command = [sys.executable, "-m", "paceline", "run", "--engine", row, *command]
-        environment = {"PACELINE_PROFILE": str(form), **environment}
-        ended = fresh_process.run_in_process(command, environment, START_LIMIT_S + 10 * budget_s)
-        answer = form.with_name("answer.json")
-        return answer.read_text() if answer.exists() else "", ended
+        request_path = Path(folder) / "profile.json"
+        request_path.write_text(json.dumps(request))
+        command = [sys.executable, "-m", "paceline", "run", "--engine", engine, *command]
+        environment = {"PACELINE_PROFILE": str(request_path), **environment}
+        result = fresh_process.run_in_process(command, environment, START_LIMIT_S + 10 * budget_s)
+        answer = request_path.with_name("answer.json")
+        return answer.read_text() if answer.exists() else "", result
 
 
-def take(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
-    """Profiles ``command`` (what follows `paceline run`); or None and why there is none.
-
-    Raises ValueError where the command itself fails: no row would fare better.
-    """
+def run_profile(command: Sequence[str], level: str, budget_s: float, machine: Machine) -> tuple[Profile | None, str]:
+    """(the profile of ``command``, which follows `paceline run`, or None; the reason if there is none). Raises
+    ValueError if the command itself fails, since no candidate could run it."""
     request = {"budget_s": budget_s, "cores": machine.cores, "level": level, "begun": time.time()}
-    answer, ended = _request(command, BASELINE, budget_s, {"OMP_NUM_THREADS": "1"}, request)
+    answer, result = _request(command, BASELINE, budget_s, {"OMP_NUM_THREADS": "1"}, request)
     if answer:
         return Profile.of(answer), ""
-    if ended.code:
-        raise ValueError(f"no candidate could be run: {ended.last_words}")
-    if ended.code is None:
+    if result.code:
+        raise ValueError(f"no candidate could be run: {result.last_line}")
+    if result.code is None:
         return None, "the first step was not reached in time"
-    return None, ended.last_words if "not profiled" in ended.last_words else "the script ended without a step"
+    return None, result.last_line if "not profiled" in result.last_line else "the script ended without a step"
 
 
-def lines(
-    command: Sequence[str], row: str, level: str, budget_s: float, machine: Machine
+def record_step_models(
+    command: Sequence[str], engine: str, level: str, budget_s: float, machine: Machine
 ) -> tuple[StepModel, StepModel, int, str]:
-    """(a step with all rows of the batch, one with a quarter of them, the batch size, the fingerprint) of ``command``.
-
-    ``row``: one of one process. Raises ValueError with the command's error where it cannot be recorded.
-    """
+    """(step models of the whole batch and of a quarter of it, batch size, fingerprint) of ``command``.
+    ``engine``: a configuration of one process. Raises ValueError with the command's error if recording fails."""
     request = {"parts": PARTS, "budget_s": budget_s, "level": level, "begun": time.time()}
-    answer, ended = _request(command, row, budget_s, {}, request)
+    answer, result = _request(command, engine, budget_s, {}, request)
     if not answer:
-        own = "a loop of its own cannot be looked into"
-        why = "it took too long" if ended.code is None else ended.last_words if ended.code else own
+        own = "its own training loop cannot be profiled"
+        why = "it took too long" if result.code is None else result.last_line if result.code else own
         raise ValueError(f"the step could not be recorded layer by layer: {why}; predictions need that")
     found = json.loads(answer)
-    ways = Ways(**found["ways"])
+    ways = ExchangeTraffic(**found["ways"])
     whole, quarter = (StepModel.of(line, found["absorbs"], machine.cores, ways) for line in found["lines"])
     return whole, quarter, found["batch_size"], found["fingerprint"]

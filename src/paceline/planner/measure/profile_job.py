@@ -1,4 +1,4 @@
-"""Step observer of a trial or a profile: how much of a batch the training takes, and what is reported of it."""
+"""Step observer of a trial or a profile: limits the batch, times the steps, and starts the profiler."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from paceline.step.run_state import RunState
 
 
 class ProfileJob(StepObserver):
-    """``form``: of a profile, which ends the process once it is filled in. ``stopwatch``: of a trial."""
+    """``request_path``: of a profile, after which the process ends. ``watch``: the stopwatch of a trial."""
 
-    def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, form: Path | None):
-        self.run, self.stopwatch, self.form = run, watch, form
+    def __init__(self, run: RunState, watch: stopwatch.Stopwatch | None, request_path: Path | None):
+        self.run, self.stopwatch, self.request_path = run, watch, request_path
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        """As much of it as the trial wants to see."""
-        if self.form:
-            if own:  # a loop of one's own cannot be looked into
+        """The part of the batch that the trial computes."""
+        if self.request_path:
+            if own:  # the profiler cannot see into the user's own training loop
                 raise SystemExit(0)
-            profiler.take_profile(self.form, _facts(self.run, batch))
+            profiler.take_profile(self.request_path, _facts(self.run, batch))
         if stopwatch.times() > 1 and not batch.assigned:
-            raise ValueError("the script brings batches of its own; larger global batches are not tried with those")
+            raise ValueError("the script builds its own batches; larger global batches are not tried with them")
         rows = batch.weight if own or not self.stopwatch else self.stopwatch.part(int(batch.weight))
         if rows == int(batch.weight):
             return batch
         whole = batch.share(self.run.assignment)
         if _cuts(whole, batch):
-            return Given(layers.part(whole, int(rows)), float(rows))
+            return Given(layers.first_samples(whole, int(rows)), float(rows))
         if isinstance(batch, Batch):
             batch.expect(lambda *_: whole)
         return batch
@@ -54,7 +54,7 @@ class ProfileJob(StepObserver):
 
 
 def _cuts(rows: Any, batch: GlobalBatch) -> bool:
-    """Whether fewer of a batch's rows are fewer of its samples."""
+    """Whether the batch can be divided along its first dimension into smaller batches."""
     try:
         return batches_.divisible(rows, batch.num_local_samples) > 0
     except ValueError:
@@ -87,19 +87,19 @@ def _facts(run: RunState, batch: GlobalBatch) -> profiler.ProfiledStep:
         job.accumulate,
         job.precision,
         job.batch_norm,
-        _ways(run),
+        _exchange_traffic(run),
         _cuts(rows, batch),
     )
 
 
-def _ways(run: RunState) -> dict[str, Any]:
-    """How what is recorded would travel between nodes that compute as this one does."""
+def _exchange_traffic(run: RunState) -> dict[str, Any]:
+    """The communication pattern of this run's exchange and codec between equal nodes."""
     exchange, numel = run.exchange, sum(bucket.numel for bucket in run.engine.buckets)
     period, weights = getattr(exchange, "period", 0), run.engine.weights[0].dtype
     wide = PRECISION[run.engine.precision] or weights
     codec = getattr(exchange, "codec", None)
-    everyones = run.job.batch_norm == "sync"
-    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if everyones]
+    synchronised = run.job.batch_norm == "sync"
+    norms = [getattr(m, "num_features", 0) for m in over_batches(run.job.model).values() if synchronised]
     return {
         "factors": exchange.factors,
         "dense_bytes": codec.payload_bytes(numel, weights) / numel if codec else 0.0,
@@ -108,6 +108,6 @@ def _ways(run: RunState) -> dict[str, Any]:
         "every": period,
         "forward": exchange.overlap == "forward",
         "loses": bool(codec and codec.fidelity == "approximate"),
-        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # forward and backward, and who has rows
+        "norm_sums": 2 * len(norms) * run.job.accumulate + bool(norms),  # and whether nodes have samples
         "norm_numel": 4 * sum(norms) * run.job.accumulate,
     }

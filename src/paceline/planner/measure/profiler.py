@@ -1,7 +1,7 @@
 """The profiler inside the job: at the first step it takes the job's profile instead of training, and ends the process.
 
-Copies are forked first and time the settings that are shared by several; then this process times the others. Whatever
-the time does not suffice for is left out, and predicted from what was measured (`planner.cost_model`).
+Forked copies first time the settings of several copies; then this process times the others. Settings for which the
+budget does not suffice are predicted from the measured ones (`planner.cost_model`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.launch.machine import survey
 from paceline.planner import plan_cache
 from paceline.planner.candidates import JobFacts, candidates, planned, split
 from paceline.planner.measure.forked_copies import ForkedCopies
-from paceline.planner.measure.layers import LayerTimer, autocast, now, part, shapes, typical
+from paceline.planner.measure.layers import LayerTimer, autocast, first_samples, lower_quartile, shapes, synced_time
 from paceline.planner.measure.profile import Profile, Setting
 from paceline.planner.measure.update_timing import Updates, passes
 from paceline.report.log import log
@@ -34,14 +34,14 @@ from paceline.report.record import write_whole
 COPY_BYTES = 32 << 20
 PINGS = 30
 FUSING_PAYS = 0.03  # of a step
-STEPS_OF_ONE = 6  # that recording a line by one pass takes
+STEPS_OF_ONE = 6  # steps that recording a timeline by one pass takes
 MAX_PASSES = 7
-MIN_ROWS = 2  # that batch norm needs
+MIN_ROWS = 2  # samples that batch norm needs
 
 
 @dataclass
 class ProfiledStep:
-    """What a step has at hand. ``compute(batch)`` is the scalar to differentiate; ``input_s`` to fetch a batch."""
+    """The job at its first step. ``compute(batch)``: the loss; ``input_s``: seconds to fetch a batch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -54,40 +54,40 @@ class ProfiledStep:
     clip: float | None = None
     input_s: float = 0.0
     division: str = ""
-    record: Callable[[Any, int], dict[str, Any]] | None = None  # of rows, by so many passes: a timeline
+    record: Callable[[Any, int], dict[str, Any]] | None = None  # (samples, passes) -> a timeline
     accumulate: int = 1
     precision: str | None = None
     batch_norm: str = "local"
-    ways: dict[str, Any] = field(default_factory=dict)  # of an exchange: `step_model.Ways`
-    cuts: bool = True  # samples lie along the first dimension, so that fewer of them can be taken
+    ways: dict[str, Any] = field(default_factory=dict)  # the fields of `step_model.ExchangeTraffic`
+    cuts: bool = True  # whether samples lie along the first dimension, so that the batch can be cut
 
     def few(self, rows: int, most: int) -> int:
-        """About ``rows``, as many as can be computed of a batch: at least two, and all of one that cannot be cut."""
+        """``rows``, but at least two and at most ``most``; ``most`` if the batch cannot be cut."""
         return min(most, max(MIN_ROWS, rows)) if self.cuts else most
 
-    def part(self, rows: int, words: Sequence[str] = ()) -> Any:
-        """So many rows of the batch, or all of one that cannot be cut."""
-        return part(self.batch, rows if self.cuts else sys.maxsize, words)
+    def first_samples(self, rows: int, words: Sequence[str] = ()) -> Any:
+        """The first ``rows`` samples of the batch, or all of a batch that cannot be cut."""
+        return first_samples(self.batch, rows if self.cuts else sys.maxsize, words)
 
 
-def take_profile(form: Path, job: ProfiledStep) -> None:
-    """Writes the profile beside the form, or nothing where the model cannot be taken apart. Raises SystemExit."""
-    request, answer = json.loads(form.read_text()), form.with_name("answer.json")
+def take_profile(request_path: Path, job: ProfiledStep) -> None:
+    """Writes the profile beside the request; nothing if the model cannot be profiled. Raises SystemExit."""
+    request, answer = json.loads(request_path.read_text()), request_path.with_name("answer.json")
     if "parts" in request:
-        write_whole(answer, json.dumps(_lines(job, request["parts"], request["level"], request["budget_s"])))
+        write_whole(answer, json.dumps(_record_timelines(job, request["parts"], request["level"], request["budget_s"])))
         raise SystemExit(0)
     start_s = time.time() - request["begun"]
     torch.set_num_threads(1)
     try:
-        examination = _Examination(job, request["cores"], request["level"], request["budget_s"])
-        examination.profile(start_s).write(answer)
-    except Exception as error:  # whatever a model may raise: trials will show whether it trains
+        profiler = _Profiler(job, request["cores"], request["level"], request["budget_s"])
+        profiler.profile(start_s).write(answer)
+    except Exception as error:  # a model may raise anything; trials show whether it trains
         log.warning(f"not profiled: {type(error).__name__}: {error}")
     raise SystemExit(0)
 
 
-def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
-    """A timeline for each part of the batch, by as many passes as there is time for. Weights stay as they are."""
+def _record_timelines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float) -> dict[str, Any]:
+    """A timeline for each part of the batch, with as many passes as the budget allows. Weights do not change."""
     assert job.record
     mark = plan_cache.fingerprint(job, level, shapes(job.batch, job.rows))
     for group in job.optimizer.param_groups:
@@ -95,19 +95,19 @@ def _lines(job: ProfiledStep, parts: Sequence[int], level: str, budget_s: float)
     lines = []
     for divisor in parts:
         num_rows = job.few(job.rows // divisor, job.rows)
-        rows = job.part(num_rows)
+        rows = job.first_samples(num_rows)
         start = time.perf_counter()
         line = job.record(rows, 1)
         step_s = (time.perf_counter() - start) / STEPS_OF_ONE
         passes = min(MAX_PASSES, int(budget_s / len(parts) / step_s / 2) - 2)
-        # a timeline counts what the loss divides by, which may be tokens
+        # replaced, since a timeline counts what the loss divides by, such as tokens
         lines.append({**(job.record(rows, passes) if passes > 1 else line), "rows": num_rows})
     absorbs = job.engine.optimizer_takes_factors
     return {"lines": lines, "absorbs": absorbs, "batch_size": job.batch_size, "ways": job.ways, "fingerprint": mark}
 
 
 @dataclass
-class _Examination:
+class _Profiler:
     job: ProfiledStep
     cores: int
     level: str
@@ -121,9 +121,9 @@ class _Examination:
         job = self.job
         self.parameters = dict(job.model.named_parameters())
         self.device = next(iter(self.parameters.values())).device.type
-        self.rows = -(-job.rows // max(1, job.accumulate))  # at once: more may not fit
+        self.rows = -(-job.rows // max(1, job.accumulate))  # per micro-batch: more may exceed the memory
         few = job.few(self.rows // 8, self.rows)
-        seen = LayerTimer(job.model, lambda: job.compute(job.part(few)), (), set())
+        seen = LayerTimer(job.model, lambda: job.compute(job.first_samples(few)), (), set())
         self.activation_bytes = 2 * seen.input_bytes * self.rows // few
         rows = {name: seen.rows.get(id(p), 0) * job.rows // few for name, p in self.parameters.items()}
         self.updates = Updates(job.engine, job.optimizer, self.parameters, rows, job.clip)
@@ -141,19 +141,19 @@ class _Examination:
         copies = ForkedCopies(most if most > 1 else 0, self._work, cores, self.start + 10 * self.budget_s)
         whole_s, base = self._base(settings[0].factors)
         for words in dict.fromkeys(one.words for one in settings if one.words):
-            self._alone(replace(base, words=words))  # what words do to layers, should nothing else be timed with them
+            self._alone(replace(base, words=words))  # the ratio of options, if no other setting with them is timed
         copy_per_s = message_s = 0.0
         try:
             if copies.pids:
-                copy_per_s = min(copies.ask(most, "copy"))
+                copy_per_s = min(copies.request(most, "copy"))
                 message_s = self._message_s(copies, most)
                 self._together(copies, [one for one in settings if one.copies > 1])
-        except (RuntimeError, TimeoutError) as error:  # then predictions do without
+        except (RuntimeError, TimeoutError) as error:  # predictions then do without them
             log.warning(f"copies not timed: {error}")
         finally:
             copies.close()
         for one in settings:
-            scaled = one.threads == 1 and not one.words  # from the base, whatever part of the batch that is
+            scaled = one.threads == 1 and not one.words  # `cost_model` scales the base setting to it
             if one.copies == 1 and not scaled and self.spent < 1:
                 self._alone(one)
         num_calls = self.layers.num_calls if self.layers else 0
@@ -198,10 +198,10 @@ class _Examination:
         )
 
     def _settings(self, facts: JobFacts) -> list[Setting]:
-        """Without duplicates; plain ones first, then words on all cores: by how much other predictions need them."""
+        """The distinct settings of all candidates: without options first, then those on all cores, by importance."""
         found: dict[Setting, None] = {}
-        for row in candidates(self.level, survey(), facts, planned()):
-            setting = Setting.of(split(row, self.cores), facts.part_rows, self.optimizer_takes_factors)
+        for candidate in candidates(self.level, survey(), facts, planned()):
+            setting = Setting.of(split(candidate, self.cores), facts.part_rows, self.optimizer_takes_factors)
             if setting.copies == 1 or self.job.cuts:
                 found[setting] = None
         return sorted(found, key=lambda one: (bool(one.words), one.threads * one.copies < self.cores))
@@ -211,7 +211,7 @@ class _Examination:
 
     def _record(self, setting: Setting) -> LayerTimer:
         torch.set_num_threads(setting.threads)
-        batch = self.job.part(setting.rows, setting.words)
+        batch = self.job.first_samples(setting.rows, setting.words)
 
         def forward() -> None:
             with autocast(setting.words, list(self.parameters.values())[:1]):
@@ -227,16 +227,16 @@ class _Examination:
         self.layers_s[str(setting)] = layers.total_s(passes(layers.time, self.budget_s / 12))
 
     def _together(self, copies: ForkedCopies, settings: Sequence[Setting]) -> None:
-        """Every pass starts on all copies at once; the slowest copy is the step's."""
+        """Times settings of several copies: each pass starts on all copies at once, and the slowest copy counts."""
         for one in settings:
             if self.spent > 0.6:
                 return
-            copies.ask(one.copies, "record", setting=vars(one))
-            taken = passes(lambda one=one: copies.ask(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
-            self.layers_s[str(one)] = max(copies.ask(one.copies, "total", last=len(taken)))
+            copies.request(one.copies, "record", setting=vars(one))
+            taken = passes(lambda one=one: copies.request(one.copies, "time"), self.budget_s / 12)  # type: ignore[misc]
+            self.layers_s[str(one)] = max(copies.request(one.copies, "total", last=len(taken)))
 
     def _work(self, what: str, options: dict[str, Any]) -> Any:
-        """In a copy."""
+        """Runs in a forked copy."""
         if what == "record":
             given = options["setting"]
             self._record(Setting(**{**given, "words": tuple(given["words"])}))
@@ -250,42 +250,42 @@ class _Examination:
     def _message_s(self, copies: ForkedCopies, most: int) -> float:
         start = time.perf_counter()
         for _ in range(PINGS):
-            copies.ask(most, "ping")
+            copies.request(most, "ping")
         return (time.perf_counter() - start) / PINGS / 2
 
     def _base(self, factors: bool) -> tuple[float, Setting]:
-        """The model and its layers by turns, at one thread; of part of the batch where all of it takes long."""
-        probe = self.job.few(self.rows // 8, self.rows)
-        self._step(probe, factors)
-        about_s = self._step(probe, factors) * self.rows / probe
+        """Times the whole model and its layers, interleaved, at one thread; on part of the batch if a step is long."""
+        few_rows = self.job.few(self.rows // 8, self.rows)
+        self._step(few_rows, factors)
+        about_s = self._step(few_rows, factors) * self.rows / few_rows
         whole = about_s < self.budget_s / 15 or self.rows < 8 or not self.job.cuts
         base = Setting(1, self.rows if whole else self.rows // 4, factors=factors)
         layers = self._record(base)
         taken = passes(lambda: (self._step(base.rows, factors), layers.time()), self.budget_s / 5)
         self.layers_s[str(base)] = layers.total_s([one for _, one in taken])
-        if not whole:  # a second point, for the line through both
+        if not whole:  # a second size for the extrapolation
             self._alone(Setting(1, self.job.few(base.rows // 2, base.rows), factors=factors))
-        return typical([one for one, _ in taken]), base
+        return lower_quartile([one for one, _ in taken]), base
 
     def _step(self, rows: int, factors: bool) -> float:
-        """Forward and backward at one thread, without the gradients that the update makes from factors."""
+        """Seconds of forward and backward at one thread, without the gradients that the update makes from factors."""
         torch.set_num_threads(1)
         weights = [p for p in self.parameters.values() if p.requires_grad]
         absorbed = self._absorbed(Setting(1, rows, factors=factors))
-        batch = self.job.part(rows)
+        batch = self.job.first_samples(rows)
         for p in weights:
             p.requires_grad_(id(p) not in absorbed)
         try:
-            start = now(weights)
-            kept = [p for p in weights if p.requires_grad]
-            torch.autograd.grad(self.job.compute(batch), kept, allow_unused=True)
-            return now(weights) - start
+            start = synced_time(weights)
+            trainable = [p for p in weights if p.requires_grad]
+            torch.autograd.grad(self.job.compute(batch), trainable, allow_unused=True)
+            return synced_time(weights) - start
         finally:
             for p in weights:
                 p.requires_grad_(True)
 
     def _update_s(self, facts: JobFacts) -> dict[str, float]:
-        rounds = any(key.endswith("/0") for key in self.layers_s)  # what rounds absorbs nothing
+        rounds = any(key.endswith("/0") for key in self.layers_s)  # in reduced precision the optimizer takes no factors
         takes = self.optimizer_takes_factors
         kinds = ["factors"] * takes + [""] * (rounds or not takes) + ["fused"] * facts.can_fuse
         return {
@@ -295,7 +295,7 @@ class _Examination:
         }
 
     def _fusing_pays(self, update_s: dict[str, float]) -> bool:
-        """By more than rows can be told apart, somewhere."""
+        """Whether a fused optimizer saves more than the resolution of measurements for any setting."""
         plain_s = update_s.get(f"{self.cores}/factors", update_s.get(str(self.cores), 0.0))
         return plain_s - update_s[f"{self.cores}/fused"] > FUSING_PAYS * min(self.layers_s.values())
 

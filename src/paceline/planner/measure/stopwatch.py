@@ -1,4 +1,4 @@
-"""Stopwatch inside a process that is timed: warm-up left out, the same last step on every process."""
+"""Stopwatch inside a timed process: excludes warm-up, and ends every process after the same step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paceline.report.record import write_whole
 WARM_UP_STEPS = 3
 FEWEST_STEPS, MIN_STEPS, MAX_STEPS = 2, 8, 200
 TIMED_S = 2.5
-TIMEOUT_FACTOR = 3  # times TIMED_S: then fewer than MIN_STEPS have to do
-SHRINKS = (4, 2)  # the whole batch is extrapolated from these parts of it
-SHRUNK = (2, 3)  # rows that they have at least: batch norm needs two, and a line two sizes
+TIMEOUT_FACTOR = 3  # times TIMED_S: after that, fewer than MIN_STEPS suffice
+SHRINKS = (4, 2)  # divisors of the batch: the time of the whole batch is extrapolated from these two parts
+SHRUNK = (2, 3)  # minimum samples of these parts: batch norm needs two, and extrapolation two sizes
 
 
 class Stopwatch:
-    """Counts agreed seconds, so that every process of the run stops at the same step.
+    """Counts seconds that all processes agreed on, so that every process of the run stops after the same step.
 
-    A script that ends before there are enough steps is reported with those it had. Every process reports the memory it
-    needed, shared pages by its part of them; local rank 0 of the first node reports the times.
+    If the script ends too early, the steps so far are reported. Every process reports its peak memory, without the
+    shared pages that others count; local rank 0 of the first node reports the times.
     """
 
     def __init__(self, report: Path | None, leader: bool = True, timed_s: float = TIMED_S, shrinks: bool = False):
@@ -51,17 +51,17 @@ class Stopwatch:
         return cls(report, leader, timed_s, os.environ.get("PACELINE_TRIAL_SHRINKS") == "1")
 
     def part(self, rows: int) -> int:
-        """Of a batch with ``rows``, those that the next step shall take."""
+        """How many of ``rows`` samples the next step computes."""
         self.rows, turn = max(self.rows, rows), len(self.steps_s) % 2
         return min(rows, max(SHRUNK[turn], rows // SHRINKS[turn])) if self.shrinks else rows
 
     def resume(self) -> None:
-        """The next step is counted from here."""
+        """Starts the time of the next step now."""
         self.last = time.perf_counter()
 
     def tick(self, samples: float, agreed_s: float | None) -> None:
-        """After each step: ``agreed_s`` is the same number on all processes, or None where they do not talk: then the
-        next number is that of each step since, and those count alike. Raises SystemExit when done."""
+        """Called after each step. ``agreed_s``: the same on all processes, or None after a step without communication;
+        the next number then counts for each step since the last one. Raises SystemExit when done."""
         self._unagreed.append((time.perf_counter() - self.last, samples))
         if agreed_s is not None:
             self.agreed_s += agreed_s * len(self._unagreed)
@@ -74,7 +74,7 @@ class Stopwatch:
         self.resume()
 
     def _count(self) -> None:
-        """One of them all may have paid for the communication between."""
+        """Averages the steps since the last agreed number: a single one may contain all their communication."""
         steps, self._unagreed = self._unagreed, []
         self.steps_s += [sum(seconds for seconds, _ in steps) / len(steps)] * len(steps)
         self.samples += [samples for _, samples in steps]
@@ -83,7 +83,7 @@ class Stopwatch:
         late = self.agreed_s >= self.timed_s and steps >= (len(SHRINKS) if self.shrinks else 1)
         if steps >= WARM_UP_STEPS + self.shrinks or late:
             self.warm_up, self.agreed_s = steps, 0.0
-            # all processes are still there: what they share is counted once now, and will be later
+            # all processes still run: their shared pages are measured now, to be counted once in the report
             self._others_bytes = _others_bytes() if self.report else 0
 
     def _enough(self, timed: int) -> bool:
@@ -103,7 +103,7 @@ class Stopwatch:
         report: dict[str, Any] = {"peak_bytes": max(0, _kib("/proc/self/status", "VmHWM") * 1024 - self._others_bytes)}
         if self.leader:
             warm_up = self.warm_up or len(self.steps_s)
-            # too few steps for a warm-up: the first alone is left out
+            # too few steps for a full warm-up: at least the first step is excluded
             warm_up = max(1, min(warm_up, len(self.steps_s) - FEWEST_STEPS * (1 + self.shrinks)))
             report |= {
                 "steps_s": self.steps_s[warm_up:],
@@ -115,14 +115,14 @@ class Stopwatch:
 
 
 def times() -> int:
-    """How many times the job's global batch a trial takes: as many rows per node as one node alone has."""
+    """The factor of a trial's global batch over the job's: for weak scaling, the number of nodes."""
     return int(os.environ.get("PACELINE_TRIAL_TIMES", "1")) if os.environ.get("PACELINE_TRIAL") else 1
 
 
 def _others_bytes() -> int:
-    """What this process shares and others count, less what its own children (loading data) need."""
+    """Shared pages that other processes count, less the memory of this process's children (data loading)."""
     shared = _kib("/proc/self/smaps_rollup", "Rss") - _kib("/proc/self/smaps_rollup", "Pss")
-    import psutil  # of a trial alone
+    import psutil  # imported late: only trials need it
 
     children = psutil.Process().children(recursive=True)
     return (shared - sum(_kib(f"/proc/{child.pid}/smaps_rollup", "Pss") for child in children)) * 1024

@@ -1,7 +1,7 @@
 """Trial of one configuration: the command itself in fresh processes, timed and stopped after a few steps.
 
-Outside, `measure` starts the command with PACELINE_TRIAL naming a file. Inside, a `Stopwatch` in
-`pace.step` leaves out warm-up, times steps until it has enough, writes the file and ends the process.
+The planner calls `measure`, which starts the command with PACELINE_TRIAL set to the path of a report. In the command's
+process, a `Stopwatch` in `pace.step` excludes warm-up, times enough steps, writes the report and ends the process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NOTCH = 1.57  # times the interquartile range over the root of the number of ste
 
 @dataclass(frozen=True)
 class Trial:
-    """*Units*: median seconds per step, and how far off it may be; samples/s; bytes of all processes.
+    """*Units*: median seconds per step, and its uncertainty; samples/s; bytes of all processes.
 
     *Source* of the spread: the notch of McGill, Tukey & Larsen 1978 (The American Statistician 32:12): medians whose
-    notches do not overlap differ. Of fewer than MIN_STEPS steps the whole range counts.
+    notches do not overlap differ. For fewer than MIN_STEPS steps the spread is the range.
     """
 
     engine: str
@@ -37,17 +37,15 @@ class Trial:
     peak_bytes: int = 0
     error: str = ""
     extrapolated: bool = False
-    late: bool = False  # ended by the limit
+    late: bool = False  # the time limit ended it
     steps_s: tuple[float, ...] = field(default=(), repr=False)
 
 
 def measure(
     command: Sequence[str], engine: str, *, timed_s: float = TIMED_S, limit_s: float = LIMIT_S, shrinks: bool = False
 ) -> Trial:
-    """Runs ``command`` (what follows `paceline run`) with an engine. A failure is a Trial with an error.
-
-    ``shrinks``: from parts of each batch, for steps too long to be waited for; one process only.
-    """
+    """Runs ``command`` (what follows `paceline run`) with an engine. After a failure, the Trial has an error.
+    ``shrinks``: extrapolates long steps from parts of each batch; for one process only."""
     with ScratchFolder() as folder:
         report = Path(folder) / "trial.json"
         given = {"PACELINE_TRIAL": str(report), "PACELINE_TRIAL_S": str(timed_s)}
@@ -57,21 +55,21 @@ def measure(
 
 
 def result_of(engine: str, ended: ProcessResult, report: Path, limit_s: float, shrinks: bool = False) -> Trial:
-    """What the stopwatches of a run left behind in the folder of ``report``."""
+    """The trial from the reports that a run's stopwatches wrote to the folder of ``report``."""
     if ended.code is None:
         return Trial(engine, error=f"no {FEWEST_STEPS} steps within {limit_s:.0f} s", late=True)
     if ended.code or not report.exists():
-        return Trial(engine, error=ended.last_words if ended.code else "the script ended without a step")
-    found = json.loads(report.read_text())
+        return Trial(engine, error=ended.last_line if ended.code else "the script ended without a step")
+    times = json.loads(report.read_text())
     peaks = [json.loads(other.read_text())["peak_bytes"] for other in report.parent.glob(f"{report.name}*")]
-    if len(found["steps_s"]) < FEWEST_STEPS:
-        return Trial(engine, error=f"the script ended after {found['num_steps']} steps; 3 are needed to time one")
-    step_s, spread_s, rows = _whole(found) if shrinks else _plain(found)
-    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(found["steps_s"]))
+    if len(times["steps_s"]) < FEWEST_STEPS:
+        return Trial(engine, error=f"the script ended after {times['num_steps']} steps; 3 are needed to time one")
+    step_s, spread_s, rows = _whole(times) if shrinks else _plain(times)
+    return Trial(engine, step_s, spread_s, rows / step_s, sum(peaks), "", shrinks, steps_s=tuple(times["steps_s"]))
 
 
 def merge(trials: Sequence[Trial]) -> Trial:
-    """The same row, timed several times: what differs from process to process is spread, too."""
+    """Several trials of one configuration as one; the spread includes the differences between processes."""
     if len(trials) == 1 or any(trial.error for trial in trials):
         return next((trial for trial in trials if trial.error), trials[0])
     medians = [trial.step_s for trial in trials]
@@ -96,20 +94,20 @@ def _median(steps: Sequence[float]) -> tuple[float, float]:
     return median, NOTCH * (high - low) / len(steps) ** 0.5
 
 
-def _plain(found: dict[str, Any]) -> tuple[float, float, float]:
-    """Of whole batches alone: a short last one says nothing of the others."""
-    whole = max(found["samples"])
-    steps = [seconds for seconds, rows in zip(found["steps_s"], found["samples"], strict=True) if rows == whole]
+def _plain(times: dict[str, Any]) -> tuple[float, float, float]:
+    """(seconds, spread, samples) of full batches only; a shorter last batch is excluded."""
+    whole = max(times["samples"])
+    steps = [seconds for seconds, rows in zip(times["steps_s"], times["samples"], strict=True) if rows == whole]
     return (*_median(steps), whole)
 
 
-def _whole(found: dict[str, Any]) -> tuple[float, float, float]:
-    """A line through the medians of two sizes, at the whole batch: (seconds, spread, rows)."""
-    sizes, steps = sorted(set(found["samples"])), list(zip(found["steps_s"], found["samples"], strict=True))
+def _whole(times: dict[str, Any]) -> tuple[float, float, float]:
+    """(seconds, spread, samples) of the full batch, extrapolated linearly from the medians of two smaller sizes."""
+    sizes, steps = sorted(set(times["samples"])), list(zip(times["steps_s"], times["samples"], strict=True))
     if len(sizes) < 2:
-        return _plain(found)
+        return _plain(times)
     by_size = [[seconds for seconds, rows in steps if rows == size] for size in sizes]
     (low_s, low_spread), (high_s, high_spread) = _median(by_size[0]), _median(by_size[-1])
-    reach = (found["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
+    reach = (times["rows"] - sizes[-1]) / (sizes[-1] - sizes[0])
     step_s = max(high_s, high_s + reach * (high_s - low_s))
-    return step_s, (1 + reach) * high_spread + reach * low_spread, float(found["rows"])
+    return step_s, (1 + reach) * high_spread + reach * low_spread, float(times["rows"])

@@ -1,6 +1,6 @@
-"""Optimizer timing: the engine's own update alone, on made-up gradients.
+"""Optimizer timing: the engine's own update alone, on artificial gradients.
 
-Learning rates are zero meanwhile; nothing of the model is worth keeping afterwards but its shape.
+Learning rates are zero meanwhile, but the update may change other state, so the model is discarded afterwards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from paceline import contract, messages
 from paceline.messages import Gradient, Update, UpdateRule
-from paceline.planner.measure.layers import now, typical
+from paceline.planner.measure.layers import lower_quartile, synced_time
 
 MAX_PASSES = 7
 
 
 class Updates:
-    """Of an engine whose weights are ``parameters``. ``rows``: of each fully-connected weight's factors in a step."""
+    """Updates by ``engine`` of ``parameters``. ``rows``: factor rows of each fully-connected weight per step."""
 
     def __init__(
         self,
@@ -34,26 +34,26 @@ class Updates:
         self.optimizer_takes_factors = bool(getattr(engine, "optimizer_takes_factors", False))
 
     def factored(self) -> set[str]:
-        """Weights that travel as factors, where the optimizer absorbs them."""
+        """Weights that the optimizer updates from factors."""
         if not self.optimizer_takes_factors:
             return set()
         linear = ((bucket, self.rows.get(bucket.names[0], 0)) for bucket in self.engine.buckets if bucket.linear)
         return {bucket.names[0] for bucket, rows in linear if rows and bucket.fits(rows)}
 
     def dense_bytes(self) -> int:
-        """Of the gradients that exist as such all the same."""
+        """Bytes of the gradients that are not factors."""
         factored = self.factored()
         trainable = (p for name, p in self.parameters.items() if p.requires_grad and name not in factored)
         return sum(p.nbytes for p in trainable)
 
     def can_fuse(self) -> bool:
-        """Where the optimizer offers it, does not do it yet, and factors leave it something to do."""
+        """Whether the optimizer has an unused fused kernel and at least half of the weights have dense gradients."""
         groups = self.optimizer.param_groups
         offered = "fused" in groups[0] and not any(group["fused"] for group in groups)
         return offered and 2 * self.dense_bytes() > sum(p.nbytes for p in self.parameters.values() if p.requires_grad)
 
     def seconds(self, threads: int, kind: str, limit_s: float) -> float:
-        """``kind``: "factors", "fused", or "" for dense gradients and the optimizer as it is."""
+        """Seconds of an update. ``kind``: "factors", "fused", or "" for dense gradients and the unchanged optimizer."""
         torch.set_num_threads(threads)
         gradients = [self._gradient(bucket, kind == "factors") for bucket in self.engine.buckets]
         before = [{**group} for group in self.optimizer.param_groups]
@@ -62,7 +62,7 @@ class Updates:
             if kind == "fused":
                 group["fused"], group["foreach"] = True, False
         try:
-            return typical(passes(lambda: self._once(gradients), limit_s))
+            return lower_quartile(passes(lambda: self._once(gradients), limit_s))
         finally:
             for group, old in zip(self.optimizer.param_groups, before, strict=True):
                 group.update(old)
@@ -77,18 +77,18 @@ class Updates:
     def _once(self, gradients: list[Gradient]) -> float:
         used = bytes([1] * len(self.engine.weights))
         weights: list[Any] = [self.engine.weights[0]]
-        start = now(weights)
+        start = synced_time(weights)
         self.engine.apply(Update(gradients, used, UpdateRule(1.0, self.clip)))
-        return now(weights) - start
+        return synced_time(weights) - start
 
 
 def passes(once: Callable[[], Any], limit_s: float) -> list[Any]:
-    """One to warm up, then as many as the time allows, and one at least unless it would take far too long."""
+    """Results of ``once``: one call as warm-up, then as many as ``limit_s`` allows, usually at least one."""
     start = time.perf_counter()
     first = once()
-    found: list[Any] = []
+    results: list[Any] = []
     allowed_s = 4 * limit_s
-    while len(found) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(found) + 1)) < allowed_s:
-        found.append(once())
+    while len(results) < MAX_PASSES and (time.perf_counter() - start) * (1 + 1 / (len(results) + 1)) < allowed_s:
+        results.append(once())
         allowed_s = limit_s
-    return found or [first]
+    return results or [first]
