@@ -24,7 +24,7 @@ from paceline.exchange.local_sgd import Exchange
 from paceline.launch.signals import RESUME_CODE
 from paceline.messages import Decision, StepOutcome, Vote
 from paceline.report.record import read
-from paceline.step.redeal import Redeal
+from paceline.step.redistribution import Redistribution
 from paceline.transport import ViewChange
 
 BATCH, PERIOD, VICTIM = 24, 2, 1
@@ -107,7 +107,7 @@ def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_s
 def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 3)
-    redeal, made = Redeal(run), []
+    redeal, made = Redistribution(run), []
     for number, batch in enumerate(batches(Samples(), BATCH, 2, 0, lambda: run.assignment, again=run.cursor.again)):
         redeal.takes(batch, own=False)
         redeal.votes(Vote())
@@ -127,7 +127,7 @@ def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
 def test_a_step_that_is_computed_again_is_dealt_again_once_and_one_node_remembers_nothing():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 2)
-    redeal, lost = Redeal(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
+    redeal, lost = Redistribution(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
     made = list(batches(Samples(), BATCH, 1, 0, lambda: run.assignment))
     redeal.takes(made[0], own=False)
     redeal.votes(Vote())

@@ -42,7 +42,7 @@ def total(kept, index):
 @pytest.mark.parametrize("before", range(1, 6))
 def test_what_is_owed_is_dealt_and_keeps_its_sum(before, after):
     codec, kept = parse("codec", "feedback/topk:keep=0.1"), remembered(before)
-    dealt = [codec_state.deal(codec, kept, node, after, CPU) for node in range(after)]
+    dealt = [codec_state.redistribute(codec, kept, node, after, CPU) for node in range(after)]
     for index in (0, 3):
         assert torch.equal(total(dealt, index), total(kept, index))
         if after == before:
@@ -61,7 +61,7 @@ def test_every_codec_goes_on_from_what_is_dealt(codec):
         payload, pending = made.encode(torch.randn(COUNT), memory, 0)
         kept.append({0: made.commit(pending, made.decode(payload, COUNT, torch.float32))})
     for node in range(2):
-        memory = codec_state.deal(made, kept, node, 2, CPU)[0]
+        memory = codec_state.redistribute(made, kept, node, 2, CPU)[0]
         payload, _ = made.encode(torch.randn(COUNT), memory, 1)
         assert made.decode(payload, COUNT, torch.float32).isfinite().all()
 
@@ -172,7 +172,7 @@ def test_a_layer_that_owes_goes_on_dense_under_another_plan():
         exchange.open(layers, link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
         begun = list(exchange.forms())
         exchange.load({"step": 7, "owing": [1]})
-        exchange.choice.dealt(0.5)
+        exchange.choice.on_assignment(0.5)
         exchange.close()
         return begun, list(exchange.forms()), exchange.choice.state()["owing"]
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from paceline.elastic import connection_watch as witness_
-from paceline.elastic.connection_watch import ConnectionFailureDetector
+from paceline.elastic.connection_watch import ConnectionWatch
 from paceline.errors import LinkError
 from paceline.link.net.store_client import StoreClient
 from paceline.link.net.store_server import RendezvousStore
@@ -42,7 +42,7 @@ def host():
 
 
 def watch(port):
-    witness = ConnectionFailureDetector(lambda name: StoreClient("127.0.0.1", port, SECRET, 1, 2, 5.0))
+    witness = ConnectionWatch(lambda name: StoreClient("127.0.0.1", port, SECRET, 1, 2, 5.0))
     witness.watch(["other"])
     return witness
 
@@ -97,7 +97,7 @@ def test_of_whom_there_is_no_line_nothing_is_known():
     def reach(name):
         raise LinkError("it could not be reached")
 
-    witness = ConnectionFailureDetector(reach)
+    witness = ConnectionWatch(reach)
     witness.watch(["other"])
     assert not witness.ended("other")
     assert not witness.ended("a third")
@@ -111,7 +111,7 @@ def test_lines_are_handed_on_and_those_of_others_are_closed():
         opened.append(name)
         return StoreClient("127.0.0.1", with_lines[name].port, SECRET, 1, 2, 5.0)
 
-    first, second = ConnectionFailureDetector(reach), ConnectionFailureDetector(reach)
+    first, second = ConnectionWatch(reach), ConnectionWatch(reach)
     first.watch(["one", "two"])
     second.watch(["two", "three"], first)
     assert sorted(opened) == ["one", "three", "two"]

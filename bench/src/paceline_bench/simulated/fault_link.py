@@ -291,6 +291,6 @@ class Hub(memory.Hub):
         if kind == STALL:
             self._stall(who)
         net.sleep(net.dice.uniform(*LATENCY_S))
-        heir: Hub = net.assembly.meet(who, self.ids, admits)
+        heir: Hub = net.assembly.reconfigure(who, self.ids, admits)
         net.hub_of[who] = heir
         return heir, heir.ids.index(who)
