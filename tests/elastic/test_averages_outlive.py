@@ -107,15 +107,15 @@ def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_s
 def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 3)
-    redeal, made = Redistribution(run), []
+    redistribution, made = Redistribution(run), []
     for number, batch in enumerate(batches(Samples(), BATCH, 2, 0, lambda: run.assignment, again=run.cursor.again)):
-        redeal.takes(batch, own=False)
-        redeal.votes(Vote())
+        redistribution.takes(batch, own=False)
+        redistribution.votes(Vote())
         made.append(batch)
         if number == 1:
-            redeal.averaged()
+            redistribution.averaged()
         if number == 3:
-            redeal.note(ViewChange(1, (0, 2), (12, 12), ("gone",), 0.1, "lost"))
+            redistribution.on_view_change(ViewChange(1, (0, 2), (12, 12), ("gone",), 0.1, "lost"))
             run.assignment = Assignment(0, 2)
     lost = [index for step in (2, 3) for index in made[step].indices_of(Assignment(1, 3))]
     assert made[6].indices.tolist() == lost
@@ -127,18 +127,18 @@ def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
 def test_a_step_that_is_computed_again_is_dealt_again_once_and_one_node_remembers_nothing():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 2)
-    redeal, lost = Redistribution(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
+    redistribution, lost = Redistribution(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
     made = list(batches(Samples(), BATCH, 1, 0, lambda: run.assignment))
-    redeal.takes(made[0], own=False)
-    redeal.votes(Vote())
-    redeal.again(0, StepOutcome(Decision.RETRY))
-    redeal.votes(Vote())
-    redeal.note(lost)
+    redistribution.takes(made[0], own=False)
+    redistribution.votes(Vote())
+    redistribution.again(0, StepOutcome(Decision.RETRY))
+    redistribution.votes(Vote())
+    redistribution.on_view_change(lost)
     assert run.cursor.again == made[0].indices_of(Assignment(1, 2))
     run.assignment = Assignment(0, 1)
-    redeal.takes(made[1], own=False)
-    redeal.votes(Vote())
-    assert redeal._used == []
+    redistribution.takes(made[1], own=False)
+    redistribution.votes(Vote())
+    assert redistribution._used == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -166,7 +166,7 @@ def test_below_the_minimum_all_is_kept_for_a_resume(tmp_path):
     assert done.returncode, done.stdout + done.stderr
     assert f"exit code {RESUME_CODE}: resume the run from its newest checkpoint" in done.stderr
     assert "may come back" not in done.stderr
-    assert "its exchange does not agree on every step, and takes nobody in between; saved" in done.stderr
+    assert "its exchange does not synchronise on every step, so it admits no joining node; saved" in done.stderr
     assert checkpoint.read_newest(tmp_path).state["again"]
 
 

@@ -97,7 +97,7 @@ def test_on_like_hardware_a_difference_is_gone_after_a_period(optimizer, tmp_pat
         train(rank, 8 + PERIOD)  # every value has been looked at after 8 steps
         states, kept = rank.state(), [value.clone() for value in remembered(rank)]
         train(rank, QUIET + 2)
-        assert not rank.drift._left
+        assert not rank.drift._steps_left
         return states, kept
 
     (one, kept_one), (other, kept_other), _ = ranks.run(3, work)
@@ -203,7 +203,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         drift._begin(0)
         before = rank.run.link.sent_bytes
         for part in drift.parts:
-            drift._spread(part)
+            drift._broadcast(part)
         assert (drift._divergence > 0.1) == (link.rank == 1)
         return rank.engine.weights, rank.run.link.sent_bytes - before
 

@@ -29,7 +29,7 @@ class Left(Exception):
     pass
 
 
-class Hall(below_minimum.Door):
+class Hall(below_minimum.Waiter):
     """``says``: of each round, the words of this process besides what nobody says."""
 
     def __init__(self, num_nodes, minimum, says):
@@ -40,7 +40,7 @@ class Hall(below_minimum.Door):
     def num_nodes(self):
         return self.number
 
-    def look(self):
+    def report(self):
         self.rounds += 1
         nothing = {"guests": 0, "follows": False, "stop": 0, "hung": False, "over": False}
         return nothing | self.says.get(self.rounds, {})

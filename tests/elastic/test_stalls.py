@@ -143,7 +143,7 @@ def test_a_stopped_process_that_goes_on_in_time_costs_nothing_but_time(start):
 def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_them(start, victim):
     run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=2)
     os.kill(run.pids[f"{victim}.0"], signal.SIGSTOP)
-    run.until(lambda: "2 of 3 nodes go on" in run.said, "they do not go on")
+    run.until(lambda: "2 of 3 nodes continue" in run.said, "they do not go on")
     assert "it is stalled" in run.said
     steps = len([event for event in read(run.folder) if event["event"] == "step"])
     run.until(lambda: len([e for e in read(run.folder) if e["event"] == "step"]) > steps + 20, "they stand still")
@@ -163,7 +163,7 @@ def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start
     """Story: the others were gone, as if they had been killed, so it trained on, and saved over what they had saved."""
     run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=1)
     os.kill(run.pids[f"{victim}.0"], signal.SIGSTOP)
-    run.until(lambda: "2 of 3 nodes go on" in run.said, "they do not go on")
+    run.until(lambda: "2 of 3 nodes continue" in run.said, "they do not go on")
     (run.folder / "enough").touch()
     others = [run.pids[f"{node}.0"] for node in range(3) if node != victim]
     run.until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in others), "they do not end")

@@ -372,7 +372,7 @@ def test_who_enters_takes_part_in_all_that_the_others_do():
         if link.rank == 2:
             surviving.enter()
         else:
-            surviving._meet("a loss", found.append)
+            surviving._rejoin("a failure", found.append)
         everyone = link.all_gather(torch.tensor([link.rank + 1]), "what comes next").wait()
         return surviving.operation_number, surviving.last_result, found, [int(each) for each in everyone]
 

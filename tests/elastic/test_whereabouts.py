@@ -233,9 +233,9 @@ def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatc
     mine = object.__new__(failure_detector.Heartbeat)
     mine.rank, mine.activity, mine.dead, mine.left = 0, Activity(), {}, set()
     mine._peers = {1: SimpleNamespace(arrived=arrived)}
-    mine._heard = {1: time.monotonic() - 100.0}
+    mine._received_s = {1: time.monotonic() - 100.0}
     mine._changed = threading.Condition()
     monkeypatch.setattr(mine._peers[1], "send", lambda *words: None, raising=False)
-    assert mine._judge() == [1]
+    assert mine._declare_silent() == [1]
     assert ("stalled" in mine.dead[1]) == arrived
     assert (mine.activity.doubtful_s > 90.0) == (not arrived)

@@ -154,14 +154,14 @@ def main(folder, *words):
 
         pace.training.saver._put = write
         model.first.bias.register_hook(lambda grad: here("backward"))
-        if pace.training.joiner and pace.training.joiner.late and "take" in words and once(folder, "take"):
-            pace.training.joiner.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        if pace.training.joiner and pace.training.joiner.late and "copy" in words and once(folder, "copy"):
-            pace.training.joiner._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
-        if pace.training.joiner and pace.training.joiner.late and "shut" in words and once(folder, "shut"):
+        if pace.training.joiner and pace.training.joiner.link and "take" in words and once(folder, "take"):
+            pace.training.joiner.link.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.link and "copy" in words and once(folder, "copy"):
+            pace.training.joiner._handle = lambda message: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.link and "shut" in words and once(folder, "shut"):
             rendezvous.ReachabilityServer = Shut
         if f"meet{NODE}" in words and not LATE:
-            pace.training.admission._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            pace.training.admission._admit_ready = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if "halt" in words and NODE == 0 and not LATE:
 
             def halt(pace):

@@ -282,7 +282,7 @@ class Hub(memory.Hub):
 
     # those who are left
 
-    def meet(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[memory.Hub, int]:
+    def reconfigure(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[memory.Hub, int]:
         net, who = self.net, self.ids[rank]
         self.kill(rank, "has left for another generation")
         _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])
