@@ -128,7 +128,7 @@ def test_a_stopped_member_is_left_behind(mute, monkeypatch):
     """Story: its kernel answered, so the others waited for it, for five minutes."""
     monkeypatch.setattr(reconfigure, "CONNECT_S", 0.3)
     monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.6)
-    monkeypatch.setattr(reconfigure, "ATTEMPT_S", 0.6)
+    monkeypatch.setattr(reconfigure, "TRY_S", 0.6)
     points = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2)]
     places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", point.port) for i, point in enumerate(points)]
     members = [Reconfiguration(i, [*places, mute], 0, point, SECRET) for i, point in enumerate(points)]

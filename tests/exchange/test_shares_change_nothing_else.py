@@ -280,7 +280,7 @@ def ranks_of_one():
 
 
 def test_shares_for_another_number_of_nodes_are_told_and_one_node_needs_none():
-    with pytest.raises(ValueError, match=r"shares=\(3\.0, 1\.0\) are for 2 nodes, and 3 are here"):
+    with pytest.raises(ValueError, match=r"shares=\(3\.0, 1\.0\) are for 2 nodes, and the run has 3"):
         place(job(shares=(3.0, 1.0)), LaunchEnvironment(num_nodes=3))
     assert place(job(shares=(3.0, 1.0)), LaunchEnvironment()).shares is None
 

@@ -39,10 +39,8 @@ OWN = "the script assigns its own rows to processes; only pace.batches can assig
 
 
 class Admission(StepObserver, Waiter):
-    """Of every process of every member. ``digests``: those of this process's job (`consistency.digests`).
-
-    ``ends``: ends the training after a signal; ``gives_up``: saves it, to be resumed later. Both raise.
-    """
+    """Of every process of every member. ``digests``: those of this process's job (`consistency.digests`). ``ends``:
+    ends the training after a signal; ``gives_up``: saves it, to be resumed later. Both raise."""
 
     def __init__(
         self, run: RunState, digests: dict[str, str], ends: Callable[[int], None], gives_up: Callable[[str], None]

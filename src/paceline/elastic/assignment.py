@@ -18,9 +18,7 @@ MIN_ROWS = 2  # per process, where batches are normalised
 
 def place(job: Job, world: LaunchEnvironment, virtual: int = 0) -> Assignment:
     """The assignment of this process. ``virtual``: the batch is assigned in so many virtual shards; 0: row by row.
-
-    Raises ValueError for shares of another number of nodes; a single node has all rows.
-    """
+    Raises ValueError for shares of another number of nodes; a single node has all rows."""
     shares = None if world.num_nodes == 1 or isinstance(job.shares, str) else job.shares
     if shares and len(shares) != world.num_nodes:
         raise ValueError(

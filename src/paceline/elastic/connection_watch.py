@@ -1,8 +1,7 @@
 """Watch over idle connections, one to each other process: the kernel closes it when that process ends.
 
 The kernel closes the connection with FIN when a process has ended, for whatever reason. A refused connection proves
-less: a firewall also refuses connections to a process that is alive. A firewall may reset a connection; it cannot close
-it with FIN.
+nothing: a firewall may refuse it, and may also reset an open one, but it cannot close a connection with FIN.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class FaultTolerantControl(transport.Control):
 
     def _barrier(self) -> None:
         zero = torch.zeros(1, dtype=torch.uint8)
-        self.members.link.all_gather(zero, "making sure that all know", even=True).wait()
+        self.members.link.all_gather(zero, "confirming the vote", even=True).wait()
 
     def recover(self, error: LinkError) -> StepOutcome:
         return self._rejoin(str(error), _impossible) or self._retry()
@@ -130,9 +130,7 @@ class FaultTolerantControl(transport.Control):
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """A process that completes it knows that all have the tensors; where a node fails meanwhile, all begin again.
-
-        Rank 0 has sent before the others have received: without a message from each it would be an operation ahead.
-        """
+        Rank 0 has sent before the others have received: without a message from each it would be an operation ahead."""
 
         def once() -> bytes:
             self.control.broadcast(tensors)
@@ -201,7 +199,7 @@ class FaultTolerantControl(transport.Control):
         """Each one's (operations completed, result of the last one, rows)."""
         mine = messages.pack_frames([NUMBERS.pack(number, rows), self.last_result])
         packed = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        parts = self.members.link.all_gather(packed, "comparing how far all are").wait()
+        parts = self.members.link.all_gather(packed, "comparing operation numbers").wait()
         reports = [messages.unpack_frames(bytes(part.numpy())) for part in parts]
         numbers = [NUMBERS.unpack(head) for head, _ in reports]
         return [(number, result, rows) for (number, rows), (_, result) in zip(numbers, reports, strict=True)]

@@ -36,16 +36,7 @@ from paceline.elastic.bulk_channel import BulkChannel, connect_bulk
 from paceline.elastic.catch_up import apply_update
 from paceline.elastic.membership import Joined
 from paceline.elastic.quorum import ALIVE, UNREACHABLE
-from paceline.elastic.reconfigure import (
-    ATTEMPT_S,
-    JOIN_S,
-    MEMBERS,
-    NEW,
-    REQUEST,
-    RESPONSE,
-    MemberAddress,
-    Reconfiguration,
-)
+from paceline.elastic.reconfigure import JOIN_S, MEMBERS, NEW, REQUEST, RESPONSE, TRY_S, MemberAddress, Reconfiguration
 from paceline.environment import wait_s
 from paceline.errors import LinkError
 from paceline.link.gloo import Link
@@ -99,9 +90,7 @@ class JoiningLink:
         self, identity: dict[str, Any], more: dict[str, Any] | None = None, handle: Handler | None = None
     ) -> dict[str, Any]:
         """The leader's response to ``identity``, and then to ``more``. ``handle`` takes the messages before the latter.
-
-        A later leader gets new requests. Raises LinkError where it refuses, or no member is left that could respond.
-        """
+        A later leader gets new requests. Raises LinkError where it refuses, or no member is left that could respond."""
         end, why, over_s = time.monotonic() + TIMEOUT_S, "no response", math.inf
         while time.monotonic() < end:
             try:
@@ -164,7 +153,7 @@ class JoiningLink:
 
     def _members_at(self, member: MemberAddress) -> tuple[StoreClient, list[MemberAddress]]:
         """(a connection to that member, the members that it knows)."""
-        line = StoreClient(member.address, member.port, self._secret, NO_RANK_YET, 0, ATTEMPT_S)
+        line = StoreClient(member.address, member.port, self._secret, NO_RANK_YET, 0, TRY_S)
         with closed_on_error(line):
             return line, [MemberAddress.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
 
@@ -235,7 +224,7 @@ class JoiningLink:
         addresses = [*(MemberAddress.read(each.encode()) for each in members), *(member for member, _ in joiners)]
         rank, generation = names.index(self._name), int(decided["generation"])
         assert self._store
-        store = StoreClient(host.address, host.port, self._secret, rank, len(names), ATTEMPT_S)
+        store = StoreClient(host.address, host.port, self._secret, rank, len(names), TRY_S)
         store.patience_s = JOIN_S
         self._link = self._kind.of(store, generation, detect, activity)
         least = int(self._response["least"])
@@ -274,9 +263,7 @@ class Unhandled(LinkError):
 
 class JoinClient:
     """``link``: of the process that holds it. ``digests``: those of this node's job (`consistency.digests`).
-
-    ``glance``: called while it waits; may raise.
-    """
+    ``glance``: called while it waits; may raise."""
 
     def __init__(self, run: RunState, link: JoiningLink | None, digests: dict[str, str], glance: Callable[[], None]):
         self.run, self.link, self.digests, self.glance = run, link, digests, glance

@@ -71,9 +71,7 @@ def joining(activity: Activity, collective: str, join: Join) -> Members:
 
 class Members(transport.Membership):
     """``link``: that of the first members. ``collective``: the all-reduce algorithm, if it is not the link's own.
-
-    ``join``: of a joining node, waits until it is admitted.
-    """
+    ``join``: of a joining node, waits until it is admitted."""
 
     def __init__(self, link: Link, activity: Activity, collective: str = "", join: Join | None = None):
         self.activity, self._collective, self._join = activity, collective, join

@@ -94,11 +94,10 @@ def decide(statuses: Sequence[MemberStatus], minimum: int = 1, names: Sequence[s
 
 @dataclass(frozen=True)
 class MemberHistory(Generic[Member]):
-    """What the probes of the other members have shown so far: a value, of which `after` gives the next.
+    """What the probes of the other members have shown so far: a value; `after` returns the next one.
 
-    ``suspects``: those that may have continued without this process: they were silent, or this process was suspended,
-    and they have not taken part in a rendezvous since.
-    """
+    ``suspects``: members that may have continued without this process: they were silent, or it was suspended, and they
+    have not been present since."""
 
     suspects: frozenset[Member] = frozenset()
     seen: Mapping[Member, str] = field(default_factory=dict)  # by the last probe

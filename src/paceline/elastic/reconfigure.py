@@ -51,7 +51,7 @@ REQUEST_KEYS = {"turn", "host", "place"}  # what every request holds
 CONNECT_S = 1.2  # for a probe
 JOIN_S = 20.0  # for members that called a moment ago
 SUSPECT_AFTER_S = 1.0  # without an answer, before a member counts as silent: two probes
-ATTEMPT_S = 5.0  # at one member's store, before lower ranks are tried again
+TRY_S = 5.0  # at one member's store, before lower ranks are tried again
 PROBE_EVERY_S = 2.0  # of members that have called and have not connected yet
 QUERY_EVERY_S = 0.5  # of members that have not called: whether they continued without this one
 NOTICE_S = 10.0  # before a log line says for which members the rendezvous waits
@@ -192,7 +192,7 @@ class Reconfiguration(JoinDesk):
 
     def _open(self, host: MemberAddress, rank: int, size: int) -> StoreClient:
         store = self.store if host is self.me else None
-        return StoreClient(host.address, host.port, self.secret, rank, size, ATTEMPT_S, store)
+        return StoreClient(host.address, host.port, self.secret, rank, size, TRY_S, store)
 
     def _call(self, host: MemberAddress, token: str) -> dict[str, Any] | None:
         """The decision of that host; None where it does not answer, or has not decided yet."""
@@ -202,7 +202,7 @@ class Reconfiguration(JoinDesk):
             store = self._open(host, self.rank, len(self.members))
             try:
                 store.set(f"call/{self.me.name}", f"{token} {self.generation}")
-                end = time.monotonic() + ATTEMPT_S
+                end = time.monotonic() + TRY_S
                 query_s = time.monotonic() + QUERY_EVERY_S
                 while time.monotonic() < end:
                     self._log_wait([host])
@@ -372,10 +372,10 @@ class Reconfiguration(JoinDesk):
         self.store.post(RESPONSE + name, json.dumps(message))
 
     def line(self, name: str) -> BulkChannel:
-        end = time.monotonic() + ATTEMPT_S
+        end = time.monotonic() + TRY_S
         while self.bulk_server is None or name not in self.bulk_server.channels:
             if time.monotonic() > end:
-                raise LinkError(f"joining node {name} opened no bulk channel within {ATTEMPT_S:g} s")
+                raise LinkError(f"joining node {name} opened no bulk channel within {TRY_S:g} s")
             time.sleep(POLL_S)
         return self.bulk_server.channels[name]
 

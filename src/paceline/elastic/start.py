@@ -44,10 +44,8 @@ def start(
     world: LaunchEnvironment,
     watched: bool,
 ) -> Start:
-    """``linked``: this process holds the link of its node to others. Every process must call it.
-
-    Raises ValueError, in all processes, for arguments that do not fit together; LinkError.
-    """
+    """``linked``: this process holds the link of its node to others. Every process must call it. Raises ValueError, in
+    all processes, for arguments that do not fit together; LinkError."""
     methods = {"exchange": _kind(exchange), "codec": _kind(codec)}
     several = bool(world.world_size > 1 or engine.num_virtual_shards or getattr(engine, "num_replicas", 1) > 1)
     _open(engine, job, several, bool(world.min_nodes))

@@ -95,8 +95,7 @@ def parts(run: RunState) -> list[list[Rows]]:
 
 def _times(optimizer: Optimizer) -> float:
     """Bytes of the weights and their optimizer state, divided by those of the weights: of this process's parts."""
-    kept = (each for state in optimizer.state.values() for each in state.values())
-    its_bytes = sum(each.nbytes for each in kept if isinstance(each, Tensor))
+    its_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     weights: int = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
     return 1 + its_bytes / max(1, weights)
 
@@ -184,8 +183,7 @@ def load(run: RunState, state: dict[str, Any]) -> None:
 
 
 def adopt(run: RunState, state: dict[str, Any], node: int) -> None:
-    """Loads the leader's `small_state`. Rank ``node`` is this node's, as a member. Every process of the node must call
-    it."""
+    """Loads the leader's `small_state`. ``node``: this node's rank. Every process of the node must call it."""
     for mine, its in zip(run.engine.buffers, state["buffers"], strict=True):
         if mine.shape == its.shape:  # else a cache, which stays each node's own
             mine.copy_(its)

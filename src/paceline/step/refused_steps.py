@@ -1,7 +1,6 @@
 """Steps that all processes refuse, and why: a loss or gradient that is not finite, no gradient, unlike optimizers.
 
-The weights stay those before the step. If replicas do not synchronise on every step, a process refuses a step alone,
-and compares nothing with others.
+The weights stay those before the step. If replicas do not synchronise on every step, a process refuses it alone.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _trains_nothing(vote: Vote, together: bool) -> str:
         )
     if together and not vote.weight:
         return (
-            "the global batch has no weight: every process's weight is 0; look at the masks, the ignored targets "
+            "nothing in the global batch counts: every process's weight is 0; look at the masks, the ignored targets "
             "and the weights of classes, or leave such a batch out on all processes"
         )
     return ""

@@ -62,7 +62,7 @@ class RunState:
     cursor: Cursor = field(default_factory=Cursor)
     facts: dict[str, Any] = field(default_factory=dict)
     last: StepOutcome = field(default_factory=lambda: StepOutcome(Decision.COMMIT))
-    torn: bool = False  # a step began, and was neither committed nor rolled back
+    interrupted: bool = False  # a step began, and was neither committed nor rolled back
     fixed_s: float = 0.0  # of the last step: the part that does not depend on its rows
 
     @property

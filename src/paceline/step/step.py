@@ -64,10 +64,10 @@ def _commit(
 ) -> tuple[StepOutcome, Any]:
     """The outcome that all processes agreed on, and the engine's snapshot before it."""
     engine, exchange, control = run.engine, run.exchange, run.control
-    if run.torn and (control.size > 1 or engine.local_place[1] > 1):
+    if run.interrupted and (control.size > 1 or engine.local_place[1] > 1):
         raise LinkError("the step before was interrupted in this process, and the others still wait in it; join again")
     for _ in range(MAX_RETRIES):
-        run.torn, snapshot, begin = True, engine.snapshot(), time.perf_counter()
+        run.interrupted, snapshot, begin = True, engine.snapshot(), time.perf_counter()
         with run.activity.at(activity.DATA):
             share = batch.share(run.assignment)
             engine.num_local_samples = batch.num_local_samples
@@ -97,12 +97,12 @@ def _commit(
                 outcome = control.recover(error)
         except BaseException as error:
             engine.rollback(snapshot)
-            run.torn = not isinstance(error, NotFinite)  # which all processes raise
+            run.interrupted = not isinstance(error, NotFinite)  # which all processes raise
             raise
         else:
             with run.activity.at(activity.VOTE, waits=True):
                 outcome = control.commit(vote, exchange.finish)
-        run.torn = False
+        run.interrupted = False
         spent["exchange_seconds"] = time.perf_counter() - begin
         if outcome.decision is not Decision.RETRY:
             return outcome, snapshot
