@@ -1,5 +1,5 @@
-"""Nodes that average their weights now and then: who is lost between two averages takes its own steps along, and the
-samples of these are dealt again."""
+"""Local SGD: the steps that a node took since the last average are lost with its failure, and their samples are
+assigned again."""
 
 import collections
 import copy
@@ -32,7 +32,7 @@ DATA = [rows(BATCH, seed) for seed in range(4)]
 
 
 def train(fate):
-    """Per rank its weights and losses' weights; None for those who died."""
+    """Per rank its weights and the number of view changes; None for ranks that failed."""
 
     def work(link):
         engine, exchange, members = Engine(), Exchange(PERIOD), Mortals(link, fate)
@@ -57,7 +57,7 @@ def train(fate):
 
 
 def alone(lost_after, kept):
-    """What nodes that average become, where VICTIM is lost after so many steps, in an average that it is in or not."""
+    """The weights of local SGD where VICTIM fails after so many steps, in an average that includes it or not."""
     models = [build() for _ in range(3)]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     left, samples = [0, 1, 2], collections.Counter()
@@ -86,7 +86,7 @@ def alone(lost_after, kept):
 
 @pytest.mark.parametrize("after", [False, True])
 def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_same_one(after):
-    """An average of plain Plain has eight sums, words before, a vote after: each is the last operation of somebody."""
+    """An average of `Plain` has eight sums, messages before, a vote after: a rank fails at each of these operations."""
     seen = set()
     for number in range(1, 20):
         fate = Fate((0, VICTIM, number), after=after)
@@ -143,7 +143,7 @@ def test_a_step_that_is_computed_again_is_dealt_again_once_and_one_node_remember
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_are_dealt_again_are_as_random_as_whoever_reads_them(workers):
-    """With processes that read, a sample's own randomness is of the seed, the epoch and its number."""
+    """With reader processes, a sample's random numbers depend on the seed, the epoch and its number."""
 
     class Noisy(Samples):
         def __getitem__(self, i):

@@ -1,4 +1,4 @@
-"""A line of its own for much at once: bit by bit, sealed or hidden; strangers at its door get nothing."""
+"""Bulk channel: messages arrive bit for bit, authenticated or encrypted; strangers receive nothing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_flipped_byte_is_refused(at, secret):
 @pytest.mark.dear("False")
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, hurry):
-    """Story: below 4 Mbit/s no node of more than a few megabytes could come."""
+    """Story: below 4 Mbit/s no node with a state of more than a few megabytes could join."""
     monkeypatch.setattr(bulk_channel, "STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""The state of a run in parts: each row goes once, with what the optimizer keeps of it, and comes bit by bit."""
+"""State transfer in parts: each row is sent once, with its optimizer state, and arrives bit for bit."""
 
 import threading
 from collections import Counter
@@ -67,7 +67,7 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
 
 
 class Sends(StepObserver):
-    """Gives each step to who follows."""
+    """Gives each step to the catch-up of a joining node."""
 
     def __init__(self, catch_up):
         self.catch_up = catch_up
@@ -77,7 +77,7 @@ class Sends(StepObserver):
 
 
 class Slow:
-    """Takes nothing before it is told to."""
+    """Sends nothing before ``go`` is set."""
 
     def __init__(self):
         self.go, self.taken = threading.Event(), []
@@ -94,7 +94,7 @@ class Slow:
 
 
 def followed(leader):
-    """Who follows from a moment on, and who it is sent by."""
+    """A catch-up that begins now, and the channel that it sends on."""
     slow = Slow()
     catch_up = CatchUp(leader.run, slow, "late")
     catch_up._allocator.join(30.0)
@@ -107,7 +107,7 @@ def step(pace, seed):
 
 
 def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
-    """Also where the optimizer had no state yet when places were made for it."""
+    """Also where the optimizer had no state yet when the buffers were allocated."""
     monkeypatch.setattr(state_transfer, "PART_BYTES", 4096)
     with trained("momentum", 0, seed=1) as leader:
         catch_up, slow = followed(leader)
@@ -126,7 +126,7 @@ def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
 
 
 def test_what_waits_to_be_sent_is_bounded(monkeypatch):
-    """On a wire that is slower than the steps, long before all parts have gone."""
+    """On a network that is slower than the steps, long before all parts are sent."""
     monkeypatch.setattr(state_transfer, "PART_BYTES", 512)
     with trained("momentum", 1, seed=1) as leader:
         catch_up, slow = followed(leader)

@@ -1,4 +1,4 @@
-"""Who comes late: asks whoever leads, is refused by name, or meets all others; strangers and the dead cost little."""
+"""Joining nodes: the leader refuses each with a reason, or admits it; failed ones cost the members little."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SECRET = b"of this run"
 
 @pytest.fixture
 def team(tmp_path):
-    """Members on this machine, and a ticket to them; what they hold is closed."""
+    """Members on this machine, and a join token for them; closes their sockets at the end."""
     points, made = [], []
 
     def make(size):
@@ -69,7 +69,7 @@ ASKING = []
 
 
 class Asking(threading.Thread):
-    """A late node, which asks once; then ``response`` or ``error``."""
+    """A joining node that sends one request; then ``response`` or ``error``."""
 
     def __init__(self, ticket, node="", **said):
         super().__init__(daemon=True)
@@ -111,7 +111,7 @@ def test_to_a_run_that_is_encrypted_one_comes_encrypted_and_to_another_not(tmp_p
 
 
 def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
-    """Rank 0 has died: the members' own list is newer than the ticket."""
+    """Rank 0 has failed: the members' own list is newer than the join token."""
     members, ticket = team(3)
     members[0].store.close()
     left = [Reconfiguration(rank, members[0].members[1:], 1, members[1 + rank].store, SECRET) for rank in range(2)]
@@ -169,7 +169,7 @@ def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, 
 
 
 def admit(members, joiners):
-    """What each of the members comes to: (generation, ranks, who came) or an error's words."""
+    """The result of each member: (generation, ranks, names of joined nodes), or the error text."""
     found = {}
 
     def one(rank):
@@ -213,7 +213,7 @@ def test_who_has_gone_before_they_meet_is_left_out(team):
 
 
 def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_wants(team):
-    """Its line broke in between: what it had been given went by that."""
+    """Its connection broke in between: the state sent so far is lost with it."""
     members, ticket = team(2)
     asking = Asking(ticket, began=0)
     (name,) = until(members[0].waiting)
@@ -275,7 +275,7 @@ def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypat
 
 
 def test_the_ticket_of_a_run_that_was_killed_is_nobodys(tmp_path, monkeypatch):
-    """A node that fails before there is a run to come to is not sent to one that is no more."""
+    """A node that fails before its run has a token does not get the token of an older run."""
     stale = tmp_path / "ticket.json"
     stale.write_text("{}")
     monkeypatch.setenv("PACELINE_TICKET_FILE", str(stale))
@@ -315,8 +315,8 @@ def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkey
 
 
 def test_a_restarted_process_has_no_vote_until_it_holds_the_state_where_a_part_is_cut_off(team, monkeypatch):
-    """Of four nodes one has failed and was started again. It asks rank 0, which is cut off from the other two that hold
-    the state: with a vote of the fourth its part would be as large as theirs, and train on as well."""
+    """One of four nodes failed and was started again. It asks rank 0, which is cut off from the other two that hold the
+    state: with a vote of the fourth, its part would be as large as theirs, and would continue as well."""
     monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     monkeypatch.setenv("PACELINE_WAIT", "1")
     members, ticket = team(3)
@@ -344,7 +344,7 @@ def test_a_restarted_process_does_not_continue_alone_when_all_that_held_the_stat
 
 
 class Handover(Membership):
-    """A node that is taken in beside two others; to meet again would be to vote."""
+    """A node that is admitted beside two others; a second rendezvous would be a vote."""
 
     def __init__(self, others):
         self.link, self.others, self.asked = memory.world(1)[0], others, 0
@@ -360,7 +360,7 @@ class Handover(Membership):
 
 @pytest.mark.parametrize("heard", [0, 1])
 def test_a_restarted_process_has_no_vote_while_it_is_handed_the_state(heard):
-    """It is a member already when those who hold the state end: before they have compared how far all are, or before
+    """It is a member already when the nodes that hold the state end: before they compare operation numbers, or before
     their last message."""
 
     def end(links):

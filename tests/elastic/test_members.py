@@ -1,4 +1,4 @@
-"""Who may be a member: one process for each rank, of the same package, that answers, and that all others reach."""
+"""Membership: one process for each rank, of the same package, that answers, and that all others reach."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECRET = b"of this run"
 
 
 def together(*works):
-    """What each gives, or the LinkError that it raises; all at the same time."""
+    """The result of each, or the LinkError that it raises; all run at the same time."""
     found = [None] * len(works)
 
     def one(i):
@@ -110,7 +110,7 @@ def test_any_byte_of_any_file_makes_another_package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mute():
-    """Where a kernel answers for a process that does not: as for one that is stopped."""
+    """An address where the kernel answers and the process does not, as for a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield MemberAddress("mute", "host2", "127.0.0.1", server.getsockname()[1])
 
@@ -141,7 +141,7 @@ def test_a_stopped_member_is_left_behind(mute, monkeypatch):
 
 
 def test_who_has_stood_still_does_not_take_the_others_for_killed():
-    """They may have gone on without it, and ended: then two would have trained to the end, to two results."""
+    """They may have continued without it, and ended: then the run would have two results."""
     point, gone = (RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2))
     places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
     member, other = (Reconfiguration(1, places, 0, point, SECRET) for _ in range(2))
@@ -160,7 +160,7 @@ def test_who_has_stood_still_does_not_take_the_others_for_killed():
 
 @pytest.mark.dear
 def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monkeypatch):
-    """Story: all met again and again, found each time that two of them could not train together, and all ended."""
+    """Story: all repeated the rendezvous, found each time that two of them could not train together, and all ended."""
     port = free_port()
 
     def begin(rank):
@@ -205,14 +205,14 @@ def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
 
 
 def run_of(world, assignment, **options):
-    """As much of a training as knows who is in it."""
+    """The part of a training that knows its members."""
     model = build()
     job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
     return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), assignment)
 
 
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
-    """Who comes late has never known another."""
+    """A node that joins later has known no other size."""
     assignment, limits = Assignment(0, 2), Limits((1, 1), (8, 8))
     run = run_of(LaunchEnvironment(0, 1, 0, 3, local_sizes=(1, 1, 2)), assignment, batch_size=8)
     view_change.set_assignment(run, assignment, limits, (1, 1))
@@ -226,7 +226,7 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 
 @pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
 def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
-    """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
+    """Story: of two nodes with unlike limits, one made two rounds of sums, and the other waited for half an hour."""
     run = run_of(LaunchEnvironment(num_nodes=3), Assignment(0, 3), batch_size=96, batch_norm=batch_norm)
     view_change.set_assignment(run, Assignment(0, 2), Limits((1, 1), (40, 50)), (1, 1))
     assert run.engine.accumulate == times

@@ -1,4 +1,4 @@
-"""Real processes, killed: the others end the training that all began, sample by sample."""
+"""Real processes are killed: the survivors finish the training, sample by sample."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def test_where_nobody_is_to_outlive_a_loss_in_an_evaluation_says_who_was_doing_w
 
 @pytest.mark.dear
 def test_batch_norm_over_everyone_outlives_two_nodes_of_two_processes(tmp_path):
-    """Both die in the middle of a step, when batch statistics are being added up; alone, it is the same training."""
+    """Both fail in the middle of a step, while batch statistics are summed; the result is that of one process."""
     alone, nodes = tmp_path / "alone", tmp_path / "nodes"
     for folder, fates, how in (
         (alone, (), {"num_nodes": 1, "least": 0}),

@@ -1,4 +1,4 @@
-"""Who may continue after a failure: every case of up to five members."""
+"""Quorum after a failure: every case of up to five members."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = range(1, 6)
 
 
 def views(side, size):
-    """What the members of ``side`` can know of all others, who are not with them: every assignment."""
+    """All that the members of ``side`` can know of the other members: every assignment of statuses."""
     others = [rank for rank in range(size) if rank not in side]
     for hows in itertools.product((MemberStatus.SILENT, MemberStatus.SUSPECT, MemberStatus.ENDED), repeat=len(others)):
         known = dict(zip(others, hows, strict=True))
@@ -27,7 +27,7 @@ def views(side, size):
 
 
 def parts(size):
-    """Every pair of two parts that do not hear each other; some members are in neither."""
+    """Every pair of parts that do not reach each other; some members are in neither."""
     for sides in itertools.product(range(3), repeat=size):
         one, other = ([rank for rank in range(size) if sides[rank] == side] for side in range(2))
         if one and other:
@@ -36,7 +36,7 @@ def parts(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_two_parts_never_both_have_a_quorum(size):
-    """Nobody takes a living member for one that has certainly ended."""
+    """No member takes a living member for one that has certainly ended."""
     both = 0
     for one, other in parts(size):
         quorate = [
@@ -54,8 +54,8 @@ def test_two_parts_never_both_have_a_quorum(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_part_that_may_be_behind_never_continues_without_a_holder_of_the_newest_commit(size):
-    """A first part has had a quorum and trained on; whatever became of it then, the others do not hear or do not trust
-    it. The story: A and B commit without C, both end, C returns."""
+    """A first part had a quorum and continued; whatever became of it, it is silent or suspect to the others. The story:
+    A and B commit without C, both end, C returns."""
     tried = 0
     for one, other in parts(size):
         for before in views(one, size):
@@ -180,8 +180,8 @@ def test_a_process_that_may_not_continue_says_so_by_its_exit_code(capsys):
 
 @pytest.mark.parametrize("size", range(2, 5))
 def test_a_restarted_process_has_no_vote_until_it_holds_the_state(size):
-    """Whatever rank 0 has seen of the others: where new lives of those that ended come to its rendezvous, it finds of
-    each member what it finds without them. They are members once they were taken in, in the generation after."""
+    """Whatever rank 0 has seen of the others: if restarted processes of ended members come to its rendezvous, it finds
+    the same status for each member as without them. They are members once admitted, in the next generation."""
     members, decisions = [f"{rank}-first" for rank in range(size)], set()
     for hows in itertools.product((ALIVE, UNREACHABLE, DEAD), repeat=size - 1):
         seen = dict(zip(members[1:], hows, strict=True))
@@ -203,7 +203,7 @@ def test_a_restarted_process_has_no_vote_until_it_holds_the_state(size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("minimum", SIZES)
 def test_where_no_member_has_come_nobody_continues(size, minimum):
-    """All who held the state have ended, or are silent: whoever is there was started again, and asks."""
+    """All members that held the state have ended, or are silent: only restarted processes are left, and ask to join."""
     for hows in itertools.product([how for how in MemberStatus if how is not PRESENT], repeat=size):
         decision = decide(hows, minimum)
         assert not decision.quorum

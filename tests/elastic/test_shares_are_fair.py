@@ -1,4 +1,4 @@
-"""Rows are dealt whole and in proportion; measured shares follow a node's speed, and noise does not move them."""
+"""Rows are assigned whole and in proportion; measured shares follow a node's speed, and ignore noise."""
 
 import itertools
 import random
@@ -88,7 +88,7 @@ class Nodes:
         ]
 
     def steps(self, count, slow=lambda node: 1.0):
-        """How many until the shares changed, or None."""
+        """The number of steps until the shares changed, or None."""
         for step in range(1, count + 1):
             paces = []
             for node, busy in enumerate(self.times(slow)):
@@ -146,7 +146,7 @@ def test_without_noise_it_takes_nine_steps_and_four_to_be_sure_and_the_rows_are_
 
 
 def test_what_hides_in_the_time_of_rows_makes_changes_too_small_never_too_large():
-    """Half of the time does not depend on rows, and nobody was told."""
+    """Half of the time does not depend on rows, and no vote reports that."""
     nodes = Nodes([0.02, 0.05], update=0.0, hidden=0.8)
     while nodes.steps(200):
         one, other = nodes.times()

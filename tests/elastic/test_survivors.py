@@ -1,4 +1,4 @@
-"""Who goes on after a loss: all who are left agree on it, and two parts of a run never both do."""
+"""Reconfiguration after a failure: all survivors agree on the members, and two parts of a run never both continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITHOUT = decide([MemberStatus.AHEAD]).why
 
 @pytest.fixture
 def team():
-    """Makes members on this machine, and closes what they hold."""
+    """Makes members on this machine, and closes their stores."""
     points = []
 
     def make(size, least=1, generations=()):
@@ -41,7 +41,7 @@ def team():
 
 
 def reconfigure_all(members, ranks, late=()):
-    """What each of ``ranks`` comes to: (generation, ranks), or its error's words. ``late``: comes a second later."""
+    """The result of each of ``ranks``: (generation, ranks), or the error text. ``late``: they begin a second later."""
     found = {}
 
     def one(rank):
@@ -93,7 +93,7 @@ def test_people_are_told_for_whom_a_meeting_waits(team, monkeypatch):
 
 
 def test_the_lowest_that_has_stood_still_is_told_that_the_others_went_on(team):
-    """Story: they were alive and well in another generation, so it waited for them, for five minutes."""
+    """Story: they were alive in another generation, so it waited for them, for five minutes."""
     members = team(3)
     successors = [members[rank].successor([1, 2], 1) for rank in (1, 2)]
     start = time.monotonic()
@@ -160,7 +160,7 @@ def test_one_that_dies_once_it_was_met_is_not_waited_for(team):
 
 
 def test_a_number_is_never_used_again(team):
-    """Rank 2 has not heard of a generation that broke while it was made."""
+    """Rank 2 does not know of a generation that failed while it was formed."""
     members = team(3, generations=[4, 4, 3])
     members[1].store.close()
     assert reconfigure_all(members, [0, 2]) == dict.fromkeys([0, 2], (5, [0, 2]))
@@ -168,7 +168,7 @@ def test_a_number_is_never_used_again(team):
 
 
 def test_fewer_than_the_minimum_form_a_generation_that_nodes_can_come_to(team):
-    """Story: they ended, and those that were started again found nobody."""
+    """Story: they ended, and the restarted nodes found no member."""
     members = team(3, least=2)
     for rank in (0, 1):
         members[rank].store.close()
@@ -176,7 +176,7 @@ def test_fewer_than_the_minimum_form_a_generation_that_nodes_can_come_to(team):
 
 
 class Apart(MemberAddress):
-    """Places that only those on the same side of a broken cable reach."""
+    """An address that only members on the same side of a broken cable reach."""
 
     how = UNREACHABLE
 
@@ -185,7 +185,7 @@ class Apart(MemberAddress):
 
 
 class Refused(Apart):
-    """As a firewall does it that rejects what it does not let through."""
+    """As with a firewall that rejects connections."""
 
     how = REFUSED
 
@@ -245,7 +245,7 @@ def test_what_can_be_told_of_a_place(team):
 
 
 def cut(members, sides):
-    """Places of another side do not answer, until what this gives is called."""
+    """Members of another side do not answer until the returned function is called."""
     parted = [True]
 
     class Cut(MemberAddress):

@@ -1,4 +1,4 @@
-"""Who leads takes late nodes in: what each is given, and whoever cannot come costs the others nothing."""
+"""Admission by the leader: what a joining node receives; a node that cannot join costs the members nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from waiting import until
 
 
 class Doorkeeper:
-    """One node asks to follow; the responses are kept."""
+    """A join desk with one request; it keeps the responses."""
 
     def __init__(self, pace):
         said = {"turn": 1, "host": "late", "said": {}, "began": pace.run.cursor.began, "size": 1, "least": 1, "most": 8}
@@ -49,7 +49,7 @@ def test_where_no_memory_is_left_for_a_copy_the_node_is_refused_and_training_goe
 
 
 def test_who_has_other_samples_is_refused(monkeypatch):
-    """Story: its labels meant something else, and it was taken in."""
+    """Story: its labels meant something else, and it was admitted."""
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
@@ -66,7 +66,7 @@ def admission(pace, said):
 
 
 class Noted:
-    """A line that keeps what is sent."""
+    """A channel that counts the messages sent."""
 
     def __init__(self):
         self.messages, self.closed, self.breaks = 0, False, False
@@ -92,7 +92,7 @@ def welcoming(pace, monkeypatch):
 
 
 def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
-    """Story: every step was kept, to be sent, for one that was refused and took its time to end."""
+    """Story: every step was kept in memory for a node that had been refused and did not end yet."""
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
@@ -115,7 +115,7 @@ def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
 
 
 def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
-    """What the kernel took for the line before, and lost, counted as sent."""
+    """Data that the kernel accepted for the old connection, and lost, counted as sent."""
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
@@ -143,7 +143,7 @@ def test_who_comes_by_another_line_is_given_all_anew(monkeypatch):
 
 
 def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_asks_anew(monkeypatch):
-    """What would be sent to nobody has no end. The node is not refused: its line is told, and it comes by another."""
+    """The queue would grow without limit. The node is not refused: it sees the closed connection, and opens another."""
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:

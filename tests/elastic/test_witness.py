@@ -1,4 +1,4 @@
-"""Who has ended is known at once, and for certain; who only cannot be reached is not taken for it."""
+"""Connection watch: a process that has ended is known at once and for certain; an unreachable one has not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def watching(port):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_has_ended_though_its_child_lives(host, how):
-    """Story: a loader's workers live for five seconds longer than who forked them, and held its lines open."""
+    """Story: a loader's workers live five seconds longer than their parent, and held its connections open."""
     watch = watching(int(host.stdout.readline()))
     print(file=host.stdin, flush=True)
     child = int(host.stdout.readline())
@@ -72,7 +72,7 @@ def test_a_process_that_stands_still_has_not_ended(host):
 
 
 def test_a_line_that_breaks_is_no_end_however_often_one_looks_and_is_opened_again(monkeypatch):
-    """Story: after a reset was read once, the kernel says of the line what it says of one that was ended in peace."""
+    """Story: once a reset was read, the kernel reports the connection like one that was closed with FIN."""
     monkeypatch.setattr(connection_watch, "RETRY_S", 0.2)
     point = RendezvousStore("127.0.0.1", 0, SECRET)
     watch = watching(point.port)
