@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.elastic import consistency, state_transfer
-from paceline.elastic.admission import IN_VAIN, MAX_VAIN, OWN, Admission
+from paceline.elastic.admission import ATTEMPTS_FAILED, MAX_ATTEMPTS, OWN_ROWS, Admission
 from paceline.errors import LinkError
 from waiting import until
 
@@ -105,11 +105,11 @@ def test_who_was_met_in_vain_is_followed_no_more(monkeypatch):
                 catch_up.part(state_transfer.state_part(pace.run, catch_up.next))
             return welcome._ready
 
-        for _ in range(MAX_VAIN):
+        for _ in range(MAX_ATTEMPTS):
             until(level)
             welcome.admit()
         welcome._handle_requests()
-        assert door.responses["late"]["refused"] == IN_VAIN
+        assert door.responses["late"]["refused"] == ATTEMPTS_FAILED
         assert not welcome._catch_ups
         monkeypatch.undo()
 
@@ -234,7 +234,7 @@ def test_who_may_not_come_is_told_why(monkeypatch, capsys, own, said, nodes, why
         door.asked["late"]["said"] = {"files of paceline": "mine"} | said
         monkeypatch.setattr(type(pace.run.members), "join_desk", door)
         welcome = admission(pace, {"files of paceline": "mine"})
-        welcome._refuses = OWN if own else ""
+        welcome._refuses = OWN_ROWS if own else ""
         until(lambda: welcome._handle_requests() or door.responses)
         monkeypatch.undo()
     assert door.responses["late"]["refused"].startswith(why)

@@ -32,10 +32,10 @@ from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
 from paceline.transport import JoinDesk, Joiner, ViewChange
 
-MAX_VAIN = 2  # rendezvous to admit the same node
-IN_VAIN = f"all members waited for it at {MAX_VAIN} rendezvous, in vain; look at the network, and start it again"
+MAX_ATTEMPTS = 2  # rendezvous to admit the same node
+ATTEMPTS_FAILED = f"all members waited for it at {MAX_ATTEMPTS} rendezvous, in vain; look at the network and restart it"
 SELDOM = "its exchange does not synchronise on every step, so it admits no joining node"
-OWN = "the script assigns its own rows to processes; only pace.batches can assign rows to a joining node"
+OWN_ROWS = "the script assigns its own rows to processes; only pace.batches can assign rows to a joining node"
 
 
 class Admission(StepObserver, Waiter):
@@ -51,7 +51,7 @@ class Admission(StepObserver, Waiter):
         self._flags = 0, False  # of its vote: the generation that admits the ready nodes; whether state is streamed
         self._answered: dict[str, int] = {}
         self._catch_ups: dict[str, CatchUp] = {}  # in the leader
-        self._vain: dict[str, int] = {}
+        self._failed_attempts: dict[str, int] = {}
         self._began = -1
         self._refuses = ""  # why no node can be admitted
         self._missing: list[str] = []  # hosts that failed, and have not come back
@@ -61,7 +61,7 @@ class Admission(StepObserver, Waiter):
     def before(self, batch: GlobalBatch, own: bool) -> None:
         """Every process must call it before each step. ``own``: of a loop of the user's own."""
         run = self.run
-        self._refuses = OWN if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
+        self._refuses = OWN_ROWS if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
         # a joining node enters the same call of `batches`, so that it ends with the others
         if run.last.vote.join_generation > run.control.generation and run.cursor.began == self._began and not own:
             self.admit()
@@ -192,12 +192,12 @@ class Admission(StepObserver, Waiter):
         if why := self._refuses or self._refusal(request):
             log.warning(f"{request['host']} asked to join and was refused: {why}")
             return {"refused": why}
-        in_vain = self._vain.get(name, 0) >= MAX_VAIN
+        in_vain = self._failed_attempts.get(name, 0) >= MAX_ATTEMPTS
         if in_vain or "began" not in request:
             if old := self._catch_ups.pop(name, None):
                 old.stop()  # its connection has closed, or is not to be used
             position = [run.cursor.epoch, run.cursor.next_step, run.cursor.began]
-            return {"refused": IN_VAIN} if in_vain else {"position": position}
+            return {"refused": ATTEMPTS_FAILED} if in_vain else {"position": position}
         if request["began"] < run.cursor.began:
             return {"over": True}
         if request["began"] > run.cursor.began:
@@ -251,7 +251,7 @@ class Admission(StepObserver, Waiter):
         run, begin = self.run, time.perf_counter()
         joined = self._admit_ready()
         for joiner in self._ready if not joined else ():
-            self._vain[joiner.name] = self._vain.get(joiner.name, 0) + 1
+            self._failed_attempts[joiner.name] = self._failed_attempts.get(joiner.name, 0) + 1
         if not joined or run.world.node:
             return
         catch_ups = {joiner.name: self._catch_ups.pop(joiner.name, None) for joiner in joined}

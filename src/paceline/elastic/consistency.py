@@ -91,7 +91,7 @@ def unlike(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
         if name == PARTS:
             return (
                 "the processes were given different parts of the dataset, so that one would train on what another "
-                "tests: draw them alike everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
+                "tests: split it alike everywhere, as by random_split(..., generator=torch.Generator().manual_seed(0))"
             )
         counts = f" ({', '.join(sorted(found, key=int))})" if name == SAMPLES else ""
         return (

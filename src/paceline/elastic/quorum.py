@@ -17,8 +17,8 @@ each of them holds the newest, unless another part formed a generation without i
 hear this process for a second at least. This process notices that too, and from then on suspects each member of the
 other part that ends (`MemberHistory`).
 
-*Invariants* (`tests/test_quorum.py`, exhaustive up to five members): two parts never both have a quorum; a part never
-continues if another part may have continued without it; if no member is silent or suspect, the survivors never end.
+*Invariants* (`tests/elastic/test_quorum.py`, exhaustive up to five members): two parts never both have a quorum; a part
+never continues if another may have continued without it; if no member is silent or suspect, the survivors never end.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class MemberAddress:
 
 
 class Reconfiguration(JoinDesk):
-    """``members``: all, by rank; ``store``: this one's own. ``min_nodes``: the number that may train."""
+    """``members``: all, by rank; ``store``: this one's own. ``min_nodes``: the fewest that may train."""
 
     def __init__(
         self,

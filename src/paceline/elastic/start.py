@@ -74,7 +74,7 @@ def start(
             engine.optimizer_takes_factors,
         )
     apart = world.num_nodes > 1 or bool(world.join_ticket)
-    seen, control = engine.local_exchange(exchange, own, not apart, members.activity)
+    local_exchange, control = engine.local_exchange(exchange, own, not apart, members.activity)
     changes = list[ViewChange]()
     control.on_view_change = changes.append
     if job.batch_norm == "sync":
@@ -85,7 +85,7 @@ def start(
         job,
         world,
         engine,
-        seen,
+        local_exchange,
         control,
         codec,
         members,

@@ -30,7 +30,7 @@ STATISTICS = ("mean", "var", "std")
 
 
 class ForwardStateSync(StepObserver):
-    """``broadcast``: all processes take rank 0's. ``answered``: with batch_norm="sync", the global statistics.
+    """``broadcast``: all take the first rank's values. ``answered``: with batch_norm="sync", the global statistics.
     ``passes``: forward passes of one process in a step."""
 
     key = "moved"
@@ -55,8 +55,8 @@ class ForwardStateSync(StepObserver):
         return batch
 
     def votes(self, vote: Vote) -> None:
-        self._rank, self._had = self.run.world.rank, vote.weight > 0
-        vote.idle, vote.source = not self._had, self._rank if self._had else Vote.NOBODY
+        self._rank, self._had_samples = self.run.world.rank, vote.weight > 0
+        vote.idle, vote.source = not self._had_samples, self._rank if self._had_samples else Vote.NOBODY
         vote.moves = len(self._to_sync())
 
     def updated(self, outcome: StepOutcome) -> None:
@@ -120,9 +120,9 @@ class ForwardStateSync(StepObserver):
         buffers = [name for name in names if name not in self.moving.frozen]
         if differ and not self.broadcast:
             self._hint(
-                f"forward changes {_listed(differ)} by the samples of each process or replica, each keeps its own, and "
-                f"the first one's are saved; join(buffers='broadcast') gives everyone the first one's after each step, "
-                f"as DistributedDataParallel does"
+                f"forward changes {_listed(differ)} based on the samples of each process or replica; each keeps its "
+                f"own, and the first one's are saved; join(buffers='broadcast') copies these to all processes after "
+                f"each step, as DistributedDataParallel does"
             )
         elif self.passes > 1 and buffers:
             self._hint(
@@ -138,7 +138,7 @@ class ForwardStateSync(StepObserver):
     def _share(self, mine: bool, idle: bool) -> None:
         """The first rank's values, to all or to those without samples; the next rank's if the first one fails."""
         while True:
-            packed = self._pack(idle) if mine else PRESENT if self._had else b""
+            packed = self._pack(idle) if mine else PRESENT if self._had_samples else b""
             gathered = self.control.all_gather(packed)
             if sent := next((each for each in gathered if len(each) > 1), b""):
                 if not mine:
@@ -166,7 +166,7 @@ class ForwardStateSync(StepObserver):
         tensors = self.moving.tensors()
         for (name, shape, kind, for_all), part in zip(json.loads(table), parts, strict=True):
             self.moving.found.add(name)
-            if self._had and not for_all:
+            if self._had_samples and not for_all:
                 continue
             new = torch.frombuffer(bytearray(part), dtype=getattr(torch, kind)) if part else torch.zeros(0)
             self._put(name, tensors.get(name), new.view(shape))
