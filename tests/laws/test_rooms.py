@@ -212,7 +212,7 @@ OURS = {
     *("pace", "run", "engine", "exchange", "link", "codec", "job", "record", "world", "assignment", "late", "control"),
     *("join_desk", "witness", "stopwatch", "news", "outcome", "vote", "gradient", "bucket", "observer", "admission"),
     *("update", "tally", "detector", "members", "view", "relay", "local_group"),
-    *("membership", "saver", "joiner", "activity", "limits", "balance", "cursor"),
+    *("membership", "saver", "joiner", "activity", "limits", "balance", "cursor", "change"),
 }
 
 

@@ -74,18 +74,18 @@ def once(folder, what):
 
 
 def hold(pace, turns):
-    """Where nodes are missing, who leads waits for the next question of one that comes back."""
+    """If nodes are missing, the leader waits for the next request of one that comes back."""
     end = time.monotonic() + TIMEOUT_S
     while (
         pace.leader and pace.world.num_nodes < NODES and not pace.training.admission._ready and time.monotonic() < end
     ):
-        following = pace.training.admission._following.values()
-        all_ask = len(following) + pace.world.num_nodes == NODES
-        if all_ask and all(each.caught_up or each.lost or each.placed for each in following):
+        catch_ups = pace.training.admission._catch_ups.values()
+        all_ask = len(catch_ups) + pace.world.num_nodes == NODES
+        if all_ask and all(each.caught_up or each.failed or each.has_buffer for each in catch_ups):
             return
-        asked = {name: said["turn"] for name, said in pace.run.members.join_desk.waiting().items()}
-        if asked.items() - turns.items():
-            turns.update(asked)
+        requests = {name: request["turn"] for name, request in pace.run.members.join_desk.waiting().items()}
+        if requests.items() - turns.items():
+            turns.update(requests)
             return
         time.sleep(0.01)
 
