@@ -75,7 +75,7 @@ def test_much_at_once_arrives_bit_by_bit_and_where_it_is_hidden_nobody_reads_it(
                 caught.extend(part)
                 return len(part)
 
-        sends._line = Wire()
+        sends._connection = Wire()
         for message in (sent, b"", sent):
             sends.send([memoryview(message)], len(message))
         assert (b"nobody should see" in caught) == (not isinstance(secret, EncryptionKey))
@@ -100,7 +100,7 @@ def test_a_flipped_byte_is_refused(at, secret):
                 caught.extend(part)
                 return len(part)
 
-        sends._line = Wire()
+        sends._connection = Wire()
         sends.send([sent], len(sent))
         caught[at if at >= 0 else len(caught) + at] ^= 1
         writer = threading.Thread(target=_write, args=(ours, caught), daemon=True)

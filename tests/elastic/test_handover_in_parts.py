@@ -82,7 +82,7 @@ class Slow:
     def __init__(self):
         self.go, self.taken = threading.Event(), []
 
-    def line(self, name):
+    def channel(self, name):
         return self
 
     def hurry(self):

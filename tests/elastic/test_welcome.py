@@ -86,7 +86,7 @@ class Noted:
 def welcoming(pace, monkeypatch):
     door = Doorkeeper(pace)
     door.lines = []
-    door.line = lambda name: door.lines.append(Noted()) or door.lines[-1]
+    door.channel = lambda name: door.lines.append(Noted()) or door.lines[-1]
     monkeypatch.setattr(type(pace.run.members), "join_desk", door)
     return door, admission(pace, {})
 
@@ -149,7 +149,7 @@ def test_a_line_that_breaks_is_closed_and_nothing_waits_for_it_until_the_node_as
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
         door, welcome = welcoming(pace, monkeypatch)
         line = Noted()
-        line.breaks, door.line = True, lambda name: line
+        line.breaks, door.channel = True, lambda name: line
 
         def broken():
             welcome._handle_requests()

@@ -266,9 +266,9 @@ class Admission(StepObserver, Waiter):
             ahead = catch_ups[joiner.name]
             try:
                 assert run.members.join_desk
-                line = (ahead and ahead.line) or run.members.join_desk.line(joiner.name)
-                line.hurry()
-                line.send(message.parts(), message.num_bytes)
+                channel = (ahead and ahead.channel) or run.members.join_desk.channel(joiner.name)
+                channel.hurry()
+                channel.send(message.parts(), message.num_bytes)
             except LinkError as error:  # the next operation detects the failure, as for any other member
                 log.warning(f"{joiner.host}: {error}")
             run.record.write(

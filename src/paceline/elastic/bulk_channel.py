@@ -40,15 +40,15 @@ DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
 class BulkChannel:
     """An authenticated connection. Raises LinkError where the other end has failed, or a MAC is wrong."""
 
-    def __init__(self, line: socket.socket, secret: bytes, rank: int, nonces: bytes, directions: tuple[bytes, bytes]):
-        self._line = line
-        self._send_key, self._receive_key = (mac(secret, each, rank, nonces) for each in directions)
-        keys = (mac(secret, b"veil of " + each, rank, nonces) for each in directions)
+    def __init__(self, connection: socket.socket, secret: bytes, rank: int, nonces: bytes, labels: tuple[bytes, bytes]):
+        self._connection = connection
+        self._send_key, self._receive_key = (mac(secret, each, rank, nonces) for each in labels)
+        keys = (mac(secret, b"veil of " + each, rank, nonces) for each in labels)
         self._send_cipher, self._receive_cipher = (StreamCipher(secret, key) for key in keys)
         self._num_sent = self._num_received = 0
         self._deadline_from_s = math.inf
-        line.settimeout(STALL_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(STALL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
         """One message, of which at most a part is in memory twice."""
@@ -73,7 +73,7 @@ class BulkChannel:
     def waits(self, limit_s: float) -> bool:
         """Whether data arrives within so many seconds."""
         poll = select.poll()  # `select.select` takes no file descriptor above 1,023
-        poll.register(self._line, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(1e3 * limit_s))
 
     def hurry(self) -> None:
@@ -83,7 +83,7 @@ class BulkChannel:
     def _push(self, part: bytes | memoryview) -> None:
         begin, view = time.monotonic(), memoryview(part)
         while view:
-            view = view[self._line.send(view) :]  # a deadline for each call: a slow network is no failure
+            view = view[self._connection.send(view) :]  # a deadline for each call: a slow network is no failure
             if time.monotonic() - max(begin, self._deadline_from_s) > STALL_S:
                 raise TimeoutError("it receives its state too slowly")
 
@@ -95,17 +95,17 @@ class BulkChannel:
         self._num_sent += 1
 
     def _take(self, into: bytearray | memoryview) -> memoryview:
-        (length,) = LENGTH.unpack(exactly(self._line, LENGTH.size))
+        (length,) = LENGTH.unpack(exactly(self._connection, LENGTH.size))
         view, tag = memoryview(into), TAG if self._receive_cipher.hides else 0
         if not tag <= length <= len(view) + tag:
             raise ValueError(f"a part of {length} bytes, where {len(view)} were expected")
         received, at = memoryview(bytearray(length)) if tag else view[:length], 0
         while at < length:
-            count = self._line.recv_into(received[at:])
+            count = self._connection.recv_into(received[at:])
             if not count:
                 raise ConnectionResetError("it closed the connection")
             at += count
-        if not same(exactly(self._line, SIZE), self._mac(self._receive_key, self._num_received, received)):
+        if not same(exactly(self._connection, SIZE), self._mac(self._receive_key, self._num_received, received)):
             raise ValueError("a part with a wrong MAC")
         if tag:
             view[: length - tag] = self._receive_cipher.show(received, self._num_received)
@@ -120,8 +120,8 @@ class BulkChannel:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # ends a send in another thread
-            self._line.shutdown(socket.SHUT_RDWR)
-        self._line.close()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 class BulkServer:
@@ -144,7 +144,7 @@ class BulkServer:
     def _run(self) -> None:
         while not self._closed:
             try:
-                line, _ = self._server.accept()
+                connection, _ = self._server.accept()
             except OSError:  # the server was closed; or too many files are open, which passes
                 time.sleep(RETRY_DELAY_S)
             else:
@@ -154,14 +154,14 @@ class BulkServer:
                         del self._strangers[oldest]
                         with contextlib.suppress(OSError):
                             oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                    self._strangers[alone(line)] = None
-                threading.Thread(target=self._admit, args=(line,), name="paceline bulk", daemon=True).start()
+                    self._strangers[alone(connection)] = None
+                threading.Thread(target=self._admit, args=(connection,), name="paceline bulk", daemon=True).start()
 
-    def _admit(self, line: socket.socket) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         try:
-            name, bulk = self._authenticate(line)
+            name, bulk = self._authenticate(connection)
         except (OSError, ValueError, LinkError):
-            line.close()
+            connection.close()
         else:
             with self._lock:  # a new connection replaces the one before
                 previous = self.channels.get(name)
@@ -172,19 +172,19 @@ class BulkServer:
                     old.close()
         finally:
             with self._lock:
-                self._strangers.pop(line, None)
+                self._strangers.pop(connection, None)
 
-    def _authenticate(self, line: socket.socket) -> tuple[str, BulkChannel]:
-        line.settimeout(HANDSHAKE_S)
+    def _authenticate(self, connection: socket.socket) -> tuple[str, BulkChannel]:
+        connection.settimeout(HANDSHAKE_S)
         nonce = secrets.token_bytes(SIZE)
-        line.sendall(HEADER + nonce)
-        header, rank, its_nonce, proof = HELLO.unpack(exactly(line, HELLO.size))
+        connection.sendall(HEADER + nonce)
+        header, rank, its_nonce, proof = HELLO.unpack(exactly(connection, HELLO.size))
         nonces = nonce + its_nonce
         if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonces)):
-            line.sendall(REFUSED)
+            connection.sendall(REFUSED)
             raise ValueError("it did not authenticate")
-        line.sendall(mac(self._secret, SERVER, rank, nonces))
-        bulk = BulkChannel(line, self._secret, rank, nonces, (DOWN, UP))
+        connection.sendall(mac(self._secret, SERVER, rank, nonces))
+        bulk = BulkChannel(connection, self._secret, rank, nonces, (DOWN, UP))
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
@@ -202,23 +202,23 @@ class BulkServer:
 def connect_bulk(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
     """The joining node's end, under its name. Raises LinkError."""
     try:
-        line = connect(address, port, HANDSHAKE_S)
-        with closed_on_error(line):
-            return _handshake(line, secret, name)
+        connection = connect(address, port, HANDSHAKE_S)
+        with closed_on_error(connection):
+            return _handshake(connection, secret, name)
     except OSError as error:
         raise LinkError(f"the node at {address}:{port} that was to send its state has failed ({error})") from error
 
 
-def _handshake(line: socket.socket, secret: bytes, name: str) -> BulkChannel:
-    line.settimeout(HANDSHAKE_S)
-    header, nonce = exactly(line, len(HEADER)), secrets.token_bytes(SIZE)
+def _handshake(connection: socket.socket, secret: bytes, name: str) -> BulkChannel:
+    connection.settimeout(HANDSHAKE_S)
+    header, nonce = exactly(connection, len(HEADER)), secrets.token_bytes(SIZE)
     if header != HEADER:
         raise LinkError("the process there runs another version of paceline; install the same on every node")
-    nonces = exactly(line, SIZE) + nonce
-    line.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
-    if not same(exactly(line, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
+    nonces = exactly(connection, SIZE) + nonce
+    connection.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
+    if not same(exactly(connection, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
         raise LinkError("the node that was to send its state did not prove that it belongs to this run")
-    bulk = BulkChannel(line, secret, NO_RANK_YET, nonces, (UP, DOWN))
+    bulk = BulkChannel(connection, secret, NO_RANK_YET, nonces, (UP, DOWN))
     encoded = name.encode()
     bulk.send([encoded], len(encoded))
     return bulk

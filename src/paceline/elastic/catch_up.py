@@ -39,7 +39,7 @@ class CatchUp:
 
     def __init__(self, run: RunState, desk: JoinDesk, name: str):
         self._desk, self._name, self.failed = desk, name, ""
-        self.line: Channel | None = None
+        self.channel: Channel | None = None
         self.broken = False
         self._optimizer = run.job.optimizer
         self._copy_bytes, self._state_bytes = state_transfer.copy_bytes(run), 0
@@ -107,15 +107,15 @@ class CatchUp:
         try:
             while (message := self._messages.get()) is not None:
                 # a lost message cannot be sent again on another connection
-                self.line = self.line or self._desk.line(self._name)
-                self.line.send(message.parts(), message.num_bytes)
+                self.channel = self.channel or self._desk.channel(self._name)
+                self.channel.send(message.parts(), message.num_bytes)
                 self._sent_bytes += message.num_bytes
                 self._num_sent += 1
         except LinkError:
             self.broken = True
             self.stop()
-            if self.line:
-                self.line.close()  # the joining node notices that
+            if self.channel:
+                self.channel.close()  # the joining node notices that
 
     @property
     def caught_up(self) -> bool:
@@ -147,8 +147,8 @@ class CatchUp:
 
     def end(self, send_all: bool) -> bool:
         """Waits until nothing is being sent any more. Whether everything was sent."""
-        if self.line:
-            self.line.hurry()
+        if self.channel:
+            self.channel.hurry()
         if send_all:
             self._messages.put(None)
         else:

@@ -109,37 +109,37 @@ class Heartbeat:
                 for key, _ in ready:
                     with contextlib.suppress(BlockingIOError, ConnectionError):
                         if key.fileobj is server:
-                            line, _ = server.accept()
-                            line.setblocking(False)
-                            selector.register(line, selectors.EVENT_READ)
-                            strangers[line] = b""
+                            connection, _ = server.accept()
+                            connection.setblocking(False)
+                            selector.register(connection, selectors.EVENT_READ)
+                            strangers[connection] = b""
                         else:
-                            line = cast(socket.socket, key.fileobj)
-                            if line in strangers and self._identify(line, strangers, nonce, missing):
-                                selector.unregister(line)
+                            connection = cast(socket.socket, key.fileobj)
+                            if connection in strangers and self._identify(connection, strangers, nonce, missing):
+                                selector.unregister(connection)
                     while len(strangers) > MAX_STRANGERS:
                         selector.unregister(oldest := next(iter(strangers)))
                         strangers.pop(oldest)
                         oldest.close()
 
     def _identify(
-        self, line: socket.socket, strangers: dict[socket.socket, bytes], nonce: bytes, missing: set[int]
+        self, connection: socket.socket, strangers: dict[socket.socket, bytes], nonce: bytes, missing: set[int]
     ) -> bool:
         """Reads its handshake. True once it is complete: a peer from now on, or closed."""
         data = b""
         with contextlib.suppress(ConnectionError, TimeoutError):
-            data = line.recv(SIZE + 2 - len(strangers[line]))
-        strangers[line] += data
-        hello = strangers[line]
+            data = connection.recv(SIZE + 2 - len(strangers[connection]))
+        strangers[connection] += data
+        hello = strangers[connection]
         if data and len(hello) < SIZE + 2:
             return False
-        del strangers[line]
+        del strangers[connection]
         rank = int.from_bytes(hello[SIZE:], "little")
         if rank in missing and same(hello[:SIZE], mac(self._secret, BEAT, rank, nonce)):
-            self._peers[rank] = MessageSocket(line, self._authenticator(SERVER, rank, nonce))
+            self._peers[rank] = MessageSocket(connection, self._authenticator(SERVER, rank, nonce))
             missing.discard(rank)
         else:
-            line.close()
+            connection.close()
         return True
 
     def _connect(self, store: Any) -> None:
@@ -160,9 +160,9 @@ class Heartbeat:
     def _run(self) -> None:
         self._received_s = dict.fromkeys(self._peers, time.monotonic())
         with selectors.DefaultSelector() as selector:
-            for peer, line in self._peers.items():
-                line.line.setblocking(False)
-                selector.register(line.line, selectors.EVENT_READ, peer)
+            for peer, connection in self._peers.items():
+                connection.line.setblocking(False)
+                selector.register(connection.line, selectors.EVENT_READ, peer)
             next_beat, self._turn_s = time.monotonic(), boottime_s()
             while not self._closing.is_set() and selector.get_map():
                 ready = selector.select(min(POLL_S, max(0.0, next_beat - time.monotonic())))
@@ -249,8 +249,8 @@ class Heartbeat:
             self.dead[peer] = how
             self._changed.notify_all()
         if self.rank == 0:
-            for line in self._peers.values():
-                line.send(b"x", RANK.pack(peer) + how.encode())
+            for connection in self._peers.values():
+                connection.send(b"x", RANK.pack(peer) + how.encode())
 
     def verdict(self, grace_s: float) -> int | None:
         """The first rank known to be dead, waiting up to ``grace_s`` to learn of one."""
@@ -301,8 +301,8 @@ class Heartbeat:
     def _request_stack(self, rank: int) -> None:
         if rank == self.rank:
             self._take_stack(rank, self.activity.stacks().encode(errors="replace"))
-        elif line := self._peers.get(rank if self.rank == 0 else 0):
-            line.send(b"?", RANK.pack(rank))
+        elif connection := self._peers.get(rank if self.rank == 0 else 0):
+            connection.send(b"?", RANK.pack(rank))
 
     def _send_stack(self, peer: int, rank: int) -> None:
         if rank == self.rank:
@@ -360,15 +360,15 @@ class Heartbeat:
             return
         self._closing.set()
         self._thread.join(2 * BEAT_S)
-        for line in self._peers.values():
-            line.send(b"q")
+        for connection in self._peers.values():
+            connection.send(b"q")
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for line in self._peers.values():
-            line.line.close()
+        for connection in self._peers.values():
+            connection.line.close()
 
 
-def _close(lines: Iterable[socket.socket]) -> None:
-    for line in lines:
-        line.close()
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

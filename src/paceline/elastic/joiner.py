@@ -138,14 +138,14 @@ class JoiningLink:
                 unreachable |= how == UNREACHABLE
                 continue
             try:
-                line, members = self._members_at(member)
+                connection, members = self._members_at(member)
             except LinkError as error:
                 why = str(error)
                 continue
             unreachable, self._members = True, members
             if members[0].name == member.name:
-                return line
-            line.close()
+                return connection
+            connection.close()
             self._queue.append(members[0])
         if unreachable:
             raise LinkError("the leader of the run cannot be reached")
@@ -153,9 +153,9 @@ class JoiningLink:
 
     def _members_at(self, member: MemberAddress) -> tuple[StoreClient, list[MemberAddress]]:
         """(a connection to that member, the members that it knows)."""
-        line = StoreClient(member.address, member.port, self._secret, NO_RANK_YET, 0, TRY_S)
-        with closed_on_error(line):
-            return line, [MemberAddress.read(each.encode()) for each in json.loads(line.get(MEMBERS))]
+        connection = StoreClient(member.address, member.port, self._secret, NO_RANK_YET, 0, TRY_S)
+        with closed_on_error(connection):
+            return connection, [MemberAddress.read(each.encode()) for each in json.loads(connection.get(MEMBERS))]
 
     def _candidates(self) -> Iterator[MemberAddress]:
         """Where to look for the leader: the one that a member names comes next."""

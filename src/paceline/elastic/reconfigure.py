@@ -82,8 +82,8 @@ class MemberAddress:
         """Whether its process answers. The kernel accepts a connection also for a stopped process, which then sends no
         greeting. A refused connection may mean that the process has ended, or that a firewall refuses it."""
         try:
-            with connect(self.address, self.port, CONNECT_S) as line:
-                return ALIVE if line.recv(1) else REFUSED  # closed at once: its process is ending
+            with connect(self.address, self.port, CONNECT_S) as connection:
+                return ALIVE if connection.recv(1) else REFUSED  # closed at once: its process is ending
         except (ConnectionRefusedError, ConnectionResetError):
             return REFUSED
         except OSError:
@@ -371,7 +371,7 @@ class Reconfiguration(JoinDesk):
         message = {**response, "turn": request["turn"], "hatch": [self.bulk_server.address, self.bulk_server.port]}
         self.store.post(RESPONSE + name, json.dumps(message))
 
-    def line(self, name: str) -> BulkChannel:
+    def channel(self, name: str) -> BulkChannel:
         end = time.monotonic() + TRY_S
         while self.bulk_server is None or name not in self.bulk_server.channels:
             if time.monotonic() > end:
