@@ -42,7 +42,7 @@ class Share(Protocol):
 
     def rows(self, count: int) -> range: ...
 
-    def dealt(self, count: int) -> tuple[int, ...]: ...
+    def rows_per_node(self, count: int) -> tuple[int, ...]: ...
 
 
 class GlobalBatch:
@@ -334,7 +334,7 @@ class Exchange(ExchangeTraits):
     def averaged(self) -> None:
         """All ranks have what `average` gave: it is about to be applied."""
 
-    def dealt(self, largest: float) -> None:
+    def on_assignment(self, largest: float) -> None:
         """From the next step on the busiest node has this part of all rows. Every process calls it between steps."""
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:

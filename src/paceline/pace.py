@@ -259,7 +259,7 @@ class Pace:
         with self.training.among_all("evaluating"):
             average(self.run)
             for _ in range(MAX_LOSSES):
-                buffer_broadcast.spread(self.job.model, self.engine, self.control)
+                buffer_broadcast.broadcast_buffers(self.job.model, self.engine, self.control)
                 how = self.run.assignment, dataset, metric, rows, self._seen
                 found = evaluate(self.job.model, self.engine, self.control, *how)
                 if found is not None:
@@ -324,7 +324,7 @@ class Pace:
         self.settle()
         with self.training.among_all("exporting"):
             average(self.run)
-            buffer_broadcast.spread(self.job.model, self.engine, self.control)
+            buffer_broadcast.broadcast_buffers(self.job.model, self.engine, self.control)
             alone(self.control, lambda: self.leader, lambda: export(Path(path), self.engine.state(), self.facts))
 
     def _run_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> Path:

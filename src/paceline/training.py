@@ -19,8 +19,8 @@ from paceline.elastic.admission import Admission
 from paceline.elastic.joiner import JoinClient
 from paceline.elastic.membership import Members
 from paceline.elastic.membership import alone as alone_members
-from paceline.elastic.roles import Roles
 from paceline.elastic.start import start
+from paceline.elastic.view_change import ViewChangeHandler
 from paceline.engine.checks.own_steps import OwnSteps
 from paceline.engine.compute.precision import Scaler
 from paceline.environment import LaunchEnvironment
@@ -43,7 +43,7 @@ from paceline.step.average import average
 from paceline.step.forward_state_sync import ForwardStateSync
 from paceline.step.hints import Hints
 from paceline.step.rebalance import Rebalance
-from paceline.step.redeal import Redeal
+from paceline.step.redistribution import Redistribution
 from paceline.step.replica_sync import ReplicaSync
 from paceline.step.run_state import RunState
 from paceline.step.step import ComputeGradient, step
@@ -83,8 +83,8 @@ class Training:
         form = os.environ.get("PACELINE_PROFILE")
         # a trial, a profile or a comparison: the user's run is neither read nor written
         watched = bool(form or self.witness or os.environ.get("PACELINE_TRIAL"))
-        met = start(job, engine, exchange, codec, self.members, self.linked, world, watched)
-        run, self._met = met.run, met.met
+        started = start(job, engine, exchange, codec, self.members, self.linked, world, watched)
+        run, self._changes = started.run, started.changes
         self.run, run.folder = run, folder
         if self.witness and run.leader:
             self.witness.begin(engine.state())
@@ -97,16 +97,17 @@ class Training:
         if engine.precision == "fp16":
             run.scaler = Scaler(moves=True)
         self.saver = Saver(run, keep)
-        self._roles = Roles(run, self.home)
-        self.admission = Admission(run, met.said, self.end, self._give_up) if met.surviving else None
-        self._roles.told += [self.admission] if self.admission else []
-        if met.surviving:
-            met.surviving.rows = lambda: run.shares[run.world.node]
-        self.joiner = JoinClient(run, late, met.said, self._glance) if world.join_ticket else None
+        self._view_changes = ViewChangeHandler(run, self.home)
+        control = started.fault_tolerant
+        self.admission = Admission(run, started.digests, self.end, self._give_up) if control else None
+        self._view_changes.observers += [self.admission] if self.admission else []
+        if control:
+            control.rows = lambda: run.shares[run.world.node]
+        self.joiner = JoinClient(run, late, started.digests, self._glance) if world.join_ticket else None
         measured = job.shares == "measured"
         self._stragglers = Stragglers(run.record, run.members.peer_status, measured) if members else None
         self.steps = StepRecord(run.record, engine, run.exchange, run.control)
-        run.observers = self._observers(met.several, Path(form) if form else None)
+        run.observers = self._observers(started.several, Path(form) if form else None)
         self._report()
         self._interrupt = self._listen()
         self.heed()
@@ -120,15 +121,15 @@ class Training:
             if run.exchange.overlap == "forward":
                 atexit.register(self._settle_at_exit)
         if self.joiner:
-            self.joiner.hello()
-        for news in self._met:
-            self._roles.move(news)
-        run.control.on_view_change = self._roles.on_view_change
+            self.joiner.request_position()
+        for change in self._changes:
+            self._view_changes.assume_role(change)
+        run.control.on_view_change = self._view_changes.on_view_change
 
     def announce_met(self) -> None:
         """Logs the nodes that failed while all joined, once the record has those that did."""
-        for news in self._met:
-            self._roles.announce(news)
+        for change in self._changes:
+            self._view_changes.announce(change)
 
     def _warn(self, codec: contract.Codec) -> None:
         run = self.run
@@ -149,8 +150,8 @@ class Training:
         if self.admission:
             found.append(self.admission)
         if self.admission and not together:
-            found.append(redeal := Redeal(run))
-            self._roles.told.append(redeal)
+            found.append(redistribution := Redistribution(run))
+            self._view_changes.observers.append(redistribution)
         if apart and together and not run.watched:
             found.append(ReplicaSync(run))
         if together and (several or job.accumulate > 1) and isinstance(engine, module("engine", BASELINE).Engine):
@@ -208,7 +209,7 @@ class Training:
             run.exchange.close()
             raise
         except (NotFinite, NoGradient, UnlikeOptions) as error:
-            error.told = getattr(error, "told", not run.speaks)  # type: ignore[union-attr]
+            error.reported = getattr(error, "reported", not run.speaks)  # type: ignore[union-attr]
             raise
         if batch.step is not None:
             cursor.epoch, cursor.next_step = (epoch + 1, 0) if batch.ends_epoch else (epoch, batch.step + 1)
@@ -308,7 +309,7 @@ class Training:
             raise unwritten
         if text := self._log_unstepped():
             never = NeverStepped(text)
-            never.told = not self.run.leader  # type: ignore[attr-defined]
+            never.reported = not self.run.leader  # type: ignore[attr-defined]
             raise never
         if late and reason == "finished":
             raise Stopped(late)  # heard after the last step: all is done, and whoever asked should know why it ended

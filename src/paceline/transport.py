@@ -66,7 +66,7 @@ class JoinDesk:
     def answer(self, name: str, response: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def line(self, name: str) -> Channel:
+    def channel(self, name: str) -> Channel:
         """Its newest connection. Raises LinkError where there is none."""
         raise NotImplementedError
 

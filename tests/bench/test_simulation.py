@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.elastic.quorum import Found, decide
+from paceline.elastic.quorum import MemberStatus, decide
 from paceline.errors import LinkError
 from paceline.link.memory import Members
 from paceline_bench.simulated.__main__ import main
@@ -148,7 +148,7 @@ def met(net, size):
 def test_who_comes_too_late_to_a_meeting_is_told():
     net = Net(5, {})
     net.stall(1, 100.0)
-    assert met(net, 2) == {0: 1, 1: f"rank 1: end: {decide([Found.AHEAD]).why}"}
+    assert met(net, 2) == {0: 1, 1: f"rank 1: end: {decide([MemberStatus.AHEAD]).why}"}
 
 
 def test_the_smaller_part_waits_and_is_told_that_it_is():

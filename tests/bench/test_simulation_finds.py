@@ -7,7 +7,7 @@ import pytest
 
 from paceline.elastic import assignment
 from paceline.elastic.fault_tolerant import FaultTolerantControl
-from paceline.elastic.quorum import Found, QuorumDecision, QuorumVerdict, Roll
+from paceline.elastic.quorum import MemberHistory, MemberStatus, QuorumDecision, QuorumVerdict
 from paceline.errors import LinkError
 from paceline.exchange import allreduce
 from paceline.exchange.flow.control import Control, counted
@@ -71,7 +71,7 @@ def test_a_vote_that_is_told_in_a_meeting_and_applied_before_all_were_told(monke
 
 def test_a_refused_step_that_is_not_taken_back(monkeypatch):
     """Planted: those who are left go on with the next batch."""
-    monkeypatch.setattr(FaultTolerantControl, "_redo", lambda self: StepOutcome(Outcome.SKIP))
+    monkeypatch.setattr(FaultTolerantControl, "_retry", lambda self: StepOutcome(Outcome.SKIP))
     assert found(struck(DEATH))
 
 
@@ -125,8 +125,8 @@ def test_both_parts_of_a_run_go_on(monkeypatch):
     """Planted: whoever does not hear the others goes on without them."""
 
     def anyhow(found, minimum=1, names=()):
-        settled = Found.EXPECTED not in found
-        return QuorumDecision(QuorumVerdict.GO_ON if settled else QuorumVerdict.WAIT, quorum=settled)
+        settled = MemberStatus.EXPECTED not in found
+        return QuorumDecision(QuorumVerdict.CONTINUE if settled else QuorumVerdict.WAIT, quorum=settled)
 
     monkeypatch.setattr(assembly, "decide", anyhow)
     assert found(struck(PARTITION))
@@ -134,9 +134,12 @@ def test_both_parts_of_a_run_go_on(monkeypatch):
 
 def test_a_part_trusts_that_those_it_did_not_hear_have_ended_before_they_continued(monkeypatch):
     """Planted: what was silent once and has ended counts as if it had ended at once."""
-    after, schedules = Roll.after, struck(PARTITION, num_seeds=60, size=2) + struck(STALL, num_seeds=60, size=2)
+    after, schedules = (
+        MemberHistory.after,
+        struck(PARTITION, num_seeds=60, size=2) + struck(STALL, num_seeds=60, size=2),
+    )
     assert not found(schedules)
-    monkeypatch.setattr(Roll, "after", lambda self, *given: replace(after(self, *given), suspects=frozenset()))
+    monkeypatch.setattr(MemberHistory, "after", lambda self, *given: replace(after(self, *given), suspects=frozenset()))
     assert found(schedules)
 
 
@@ -151,7 +154,7 @@ def test_rank_0_goes_ahead_of_a_broadcast(monkeypatch):
                 self.control.broadcast(tensors)
             except LinkError as error:
                 self.num_view_changes += 1
-                if self._meet(str(error), bytes) is not None:
+                if self._rejoin(str(error), bytes) is not None:
                     return
             else:
                 self._end(b"")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.elastic import below_minimum
-from paceline.elastic.quorum import Roll
+from paceline.elastic.quorum import MemberHistory
 from paceline_bench.simulated.__main__ import main
 from paceline_bench.simulated.fault_link import Net
 from paceline_bench.simulated.rank import Rank
@@ -76,14 +76,14 @@ def _as(hall, admit, older, keep):
 
 def test_a_part_that_continues_from_older_weights_is_found(monkeypatch):
     """Planted: one that did not hear the others trusts that they ended before they committed anything without it."""
-    after = Roll.after
+    after = MemberHistory.after
 
     def trusting(self, *given):
-        roll = after(self, *given)
-        return Roll(frozenset(), roll.seen, roll.silent_s)
+        history = after(self, *given)
+        return MemberHistory(frozenset(), history.seen, history.silent_s)
 
     monkeypatch.setattr(Net, "doubts", lambda self, one: False)
-    monkeypatch.setattr(Roll, "after", trusting)
+    monkeypatch.setattr(MemberHistory, "after", trusting)
     assert found(range(5, 600, 6))
 
 

@@ -1,5 +1,5 @@
-"""Nodes that average their weights now and then: who is lost between two averages takes its own steps along, and the
-samples of these are dealt again."""
+"""Local SGD: the steps that a node took since the last average are lost with its failure, and their samples are
+assigned again."""
 
 import collections
 import copy
@@ -24,7 +24,7 @@ from paceline.exchange.local_sgd import Exchange
 from paceline.launch.signals import RESUME_CODE
 from paceline.messages import Decision, StepOutcome, Vote
 from paceline.report.record import read
-from paceline.step.redeal import Redeal
+from paceline.step.redistribution import Redistribution
 from paceline.transport import ViewChange
 
 BATCH, PERIOD, VICTIM = 24, 2, 1
@@ -32,7 +32,7 @@ DATA = [rows(BATCH, seed) for seed in range(4)]
 
 
 def train(fate):
-    """Per rank its weights and losses' weights; None for those who died."""
+    """Per rank its weights and the number of view changes; None for ranks that failed."""
 
     def work(link):
         engine, exchange, members = Engine(), Exchange(PERIOD), Mortals(link, fate)
@@ -57,7 +57,7 @@ def train(fate):
 
 
 def alone(lost_after, kept):
-    """What nodes that average become, where VICTIM is lost after so many steps, in an average that it is in or not."""
+    """The weights of local SGD where VICTIM fails after so many steps, in an average that includes it or not."""
     models = [build() for _ in range(3)]
     optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
     left, samples = [0, 1, 2], collections.Counter()
@@ -86,7 +86,7 @@ def alone(lost_after, kept):
 
 @pytest.mark.parametrize("after", [False, True])
 def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_same_one(after):
-    """An average of plain Plain has eight sums, words before, a vote after: each is the last operation of somebody."""
+    """An average of `Plain` has eight sums, messages before, a vote after: a rank fails at each of these operations."""
     seen = set()
     for number in range(1, 20):
         fate = Fate((0, VICTIM, number), after=after)
@@ -107,15 +107,15 @@ def test_whoever_dies_in_whichever_operation_of_an_average_the_others_have_the_s
 def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 3)
-    redeal, made = Redeal(run), []
+    redistribution, made = Redistribution(run), []
     for number, batch in enumerate(batches(Samples(), BATCH, 2, 0, lambda: run.assignment, again=run.cursor.again)):
-        redeal.takes(batch, own=False)
-        redeal.votes(Vote())
+        redistribution.takes(batch, own=False)
+        redistribution.votes(Vote())
         made.append(batch)
         if number == 1:
-            redeal.averaged()
+            redistribution.averaged()
         if number == 3:
-            redeal.note(ViewChange(1, (0, 2), (12, 12), ("gone",), 0.1, "lost"))
+            redistribution.on_view_change(ViewChange(1, (0, 2), (12, 12), ("gone",), 0.1, "lost"))
             run.assignment = Assignment(0, 2)
     lost = [index for step in (2, 3) for index in made[step].indices_of(Assignment(1, 3))]
     assert made[6].indices.tolist() == lost
@@ -127,23 +127,23 @@ def test_what_is_dealt_again_is_what_the_lost_node_had_since_the_last_average():
 def test_a_step_that_is_computed_again_is_dealt_again_once_and_one_node_remembers_nothing():
     (run,) = ranks.run(1, lambda link: Rank(link, build()).run)
     run.assignment = Assignment(0, 2)
-    redeal, lost = Redeal(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
+    redistribution, lost = Redistribution(run), ViewChange(1, (0,), (24,), ("gone",), 0.1, "lost")
     made = list(batches(Samples(), BATCH, 1, 0, lambda: run.assignment))
-    redeal.takes(made[0], own=False)
-    redeal.votes(Vote())
-    redeal.again(0, StepOutcome(Decision.RETRY))
-    redeal.votes(Vote())
-    redeal.note(lost)
+    redistribution.takes(made[0], own=False)
+    redistribution.votes(Vote())
+    redistribution.again(0, StepOutcome(Decision.RETRY))
+    redistribution.votes(Vote())
+    redistribution.on_view_change(lost)
     assert run.cursor.again == made[0].indices_of(Assignment(1, 2))
     run.assignment = Assignment(0, 1)
-    redeal.takes(made[1], own=False)
-    redeal.votes(Vote())
-    assert redeal._used == []
+    redistribution.takes(made[1], own=False)
+    redistribution.votes(Vote())
+    assert redistribution._used == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_are_dealt_again_are_as_random_as_whoever_reads_them(workers):
-    """With processes that read, a sample's own randomness is of the seed, the epoch and its number."""
+    """With reader processes, a sample's random numbers depend on the seed, the epoch and its number."""
 
     class Noisy(Samples):
         def __getitem__(self, i):
@@ -166,7 +166,7 @@ def test_below_the_minimum_all_is_kept_for_a_resume(tmp_path):
     assert done.returncode, done.stdout + done.stderr
     assert f"exit code {RESUME_CODE}: resume the run from its newest checkpoint" in done.stderr
     assert "may come back" not in done.stderr
-    assert "its exchange does not agree on every step, and takes nobody in between; saved" in done.stderr
+    assert "its exchange does not synchronise on every step, so it admits no joining node; saved" in done.stderr
     assert checkpoint.read_newest(tmp_path).state["again"]
 
 

@@ -1,4 +1,4 @@
-"""A line of its own for much at once: bit by bit, sealed or hidden; strangers at its door get nothing."""
+"""Bulk channel: messages arrive bit for bit, authenticated or encrypted; strangers receive nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.elastic import bulk_channel, state_transfer
-from paceline.elastic.bulk_channel import MAX_STRANGERS, BulkServer, reach
+from paceline.elastic.bulk_channel import MAX_STRANGERS, BulkServer, connect_bulk
 from paceline.errors import LinkError
 from paceline.link.net.auth import EncryptionKey
 from waiting import until
@@ -20,7 +20,7 @@ SECRET = b"of this run"
 
 
 def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
-    hatch = BulkServer("127.0.0.1", SECRET)
+    server = BulkServer("127.0.0.1", SECRET)
     said = {
         "weights": {
             "a": torch.arange(7.0).double(),
@@ -34,10 +34,10 @@ def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
         "flags": torch.tensor([True, False]),
     }
     try:
-        line = reach(hatch.address, hatch.port, SECRET, "2-name")
-        until(lambda: hatch.here)
+        line = connect_bulk(server.address, server.port, SECRET, "2-name")
+        until(lambda: server.channels)
         message = state_transfer.Message(said)
-        hatch.here["2-name"].send(message.parts(), message.num_bytes)
+        server.channels["2-name"].send(message.parts(), message.num_bytes)
         got = line.receive()
         assert len(got) == message.num_bytes
         found = state_transfer.read(got)
@@ -50,7 +50,7 @@ def test_a_message_arrives_bit_by_bit_on_a_line_of_its_own():
             assert found["weights"][name].dtype == value.dtype
         line.close()
     finally:
-        hatch.close()
+        server.close()
 
 
 def ends(ours, theirs, secret):
@@ -75,7 +75,7 @@ def test_much_at_once_arrives_bit_by_bit_and_where_it_is_hidden_nobody_reads_it(
                 caught.extend(part)
                 return len(part)
 
-        sends._line = Wire()
+        sends._connection = Wire()
         for message in (sent, b"", sent):
             sends.send([memoryview(message)], len(message))
         assert (b"nobody should see" in caught) == (not isinstance(secret, EncryptionKey))
@@ -100,12 +100,12 @@ def test_a_flipped_byte_is_refused(at, secret):
                 caught.extend(part)
                 return len(part)
 
-        sends._line = Wire()
+        sends._connection = Wire()
         sends.send([sent], len(sent))
         caught[at if at >= 0 else len(caught) + at] ^= 1
         writer = threading.Thread(target=_write, args=(ours, caught), daemon=True)
         writer.start()
-        with pytest.raises(LinkError, match=r"wrong seal|were to come"):
+        with pytest.raises(LinkError, match=r"wrong MAC|were expected"):
             receives.receive()
         theirs.close()
         writer.join(10.0)
@@ -114,7 +114,7 @@ def test_a_flipped_byte_is_refused(at, secret):
 @pytest.mark.dear("False")
 @pytest.mark.parametrize("hurry", [False, True])
 def test_a_slow_wire_is_not_a_broken_one_but_while_all_others_wait(monkeypatch, hurry):
-    """Story: below 4 Mbit/s no node of more than a few megabytes could come."""
+    """Story: below 4 Mbit/s no node with a state of more than a few megabytes could join."""
     monkeypatch.setattr(bulk_channel, "STALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -156,60 +156,60 @@ def _write(line, data):
 
 
 def test_a_stranger_at_the_hatch_is_given_nothing():
-    hatch = BulkServer("127.0.0.1", SECRET)
+    server = BulkServer("127.0.0.1", SECRET)
     try:
         with pytest.raises(LinkError, match="did not prove"):
-            reach(hatch.address, hatch.port, b"another", "2-name")
-        with socket.create_connection((hatch.address, hatch.port), timeout=5.0) as line:
+            connect_bulk(server.address, server.port, b"another", "2-name")
+        with socket.create_connection((server.address, server.port), timeout=5.0) as line:
             line.sendall(b"GET / HTTP/1.1\r\n" * 10)
             heard = b""
             while words := line.recv(4096):
                 heard += words
         assert len(heard) <= 41 + 32
-        assert not hatch.here
+        assert not server.channels
     except ConnectionResetError:
         pass
     finally:
-        hatch.close()
+        server.close()
 
 
 def test_strangers_who_say_nothing_keep_nobody_out():
-    hatch, silent = BulkServer("127.0.0.1", SECRET), []
+    server, silent = BulkServer("127.0.0.1", SECRET), []
     try:
         for _ in range(2 * MAX_STRANGERS):
-            silent.append(socket.create_connection((hatch.address, hatch.port), timeout=5.0))
-        with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")):
-            until(lambda: "2-name" in hatch.here)
-        assert len(hatch._strangers) <= MAX_STRANGERS
+            silent.append(socket.create_connection((server.address, server.port), timeout=5.0))
+        with contextlib.closing(connect_bulk(server.address, server.port, SECRET, "2-name")):
+            until(lambda: "2-name" in server.channels)
+        assert len(server._strangers) <= MAX_STRANGERS
     finally:
         for line in silent:
             line.close()
-        hatch.close()
+        server.close()
 
 
 def test_who_is_admitted_while_the_hatch_closes_is_hung_up_on():
-    hatch, closed = BulkServer("127.0.0.1", SECRET), threading.Event()
-    hear = hatch._hear
-    hatch._hear = lambda line: (hear(line), closed.wait(20.0))[0]
-    with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as line:
-        hatch.close()
+    server, closed = BulkServer("127.0.0.1", SECRET), threading.Event()
+    hear = server._authenticate
+    server._authenticate = lambda line: (hear(line), closed.wait(20.0))[0]
+    with contextlib.closing(connect_bulk(server.address, server.port, SECRET, "2-name")) as line:
+        server.close()
         closed.set()
         with pytest.raises(LinkError, match="has failed"):
             line.receive()
-    assert not hatch.here
+    assert not server.channels
 
 
 def test_who_comes_by_another_line_has_that_one_alone():
-    hatch = BulkServer("127.0.0.1", SECRET)
+    server = BulkServer("127.0.0.1", SECRET)
     try:
-        with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as first:
-            until(lambda: "2-name" in hatch.here)
-            before = hatch.here["2-name"]
-            with contextlib.closing(reach(hatch.address, hatch.port, SECRET, "2-name")) as second:
-                until(lambda: hatch.here.get("2-name") not in (None, before))
+        with contextlib.closing(connect_bulk(server.address, server.port, SECRET, "2-name")) as first:
+            until(lambda: "2-name" in server.channels)
+            before = server.channels["2-name"]
+            with contextlib.closing(connect_bulk(server.address, server.port, SECRET, "2-name")) as second:
+                until(lambda: server.channels.get("2-name") not in (None, before))
                 with pytest.raises(LinkError, match="has failed"):
                     first.receive()
-                hatch.here["2-name"].send([b"state"], 5)
+                server.channels["2-name"].send([b"state"], 5)
                 assert second.receive() == b"state"
     finally:
-        hatch.close()
+        server.close()

@@ -1,4 +1,4 @@
-"""What a firewall keeps apart is told by name within seconds: before training, and when a lane is made later."""
+"""Nodes that a firewall separates are named in an error within seconds: before training, and for a later lane."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_calls_in_one_direction_alone_are_told_to_both_before_training(tmp_path)
 
 @pytest.mark.dear
 def test_a_lane_that_cannot_be_connected_any_more_is_told_within_ten_seconds(tmp_path):
-    """Heartbeats go on; only new connections are let in no more."""
+    """Heartbeats continue; only new connections are refused."""
     with Cluster(2) as cluster:
         nodes = begin(cluster, "lane.py", tmp_path)
         end = time.monotonic() + 90

@@ -1,4 +1,4 @@
-"""The state of a run in parts: each row goes once, with what the optimizer keeps of it, and comes bit by bit."""
+"""State transfer in parts: each row is sent once, with its optimizer state, and arrives bit for bit."""
 
 import threading
 from collections import Counter
@@ -49,7 +49,7 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
         for part in parts:
             message = state_transfer.Message(state_transfer.state_part(leader.run, part))
             assert kind == "adafactor" or message.num_bytes < 3 * state_transfer.PART_BYTES
-            state_transfer.take_part(
+            state_transfer.load_part(
                 joiner, state_transfer.read(bytearray(b"".join(bytes(each) for each in message.parts())))
             )
         assert all(torch.equal(value, joiner.engine.state()[name]) for name, value in weights.items())
@@ -66,23 +66,23 @@ def test_all_parts_are_the_whole(kind, steps, monkeypatch):
                 assert same, (number, key)
 
 
-class Told(StepObserver):
-    """Gives each step to who follows."""
+class Sends(StepObserver):
+    """Gives each step to the catch-up of a joining node."""
 
-    def __init__(self, following):
-        self.following = following
+    def __init__(self, catch_up):
+        self.catch_up = catch_up
 
     def applies(self, outcome, rule):
-        return self.following.before(outcome, rule)
+        return self.catch_up.before_update(outcome, rule)
 
 
 class Slow:
-    """Takes nothing before it is told to."""
+    """Sends nothing before ``go`` is set."""
 
     def __init__(self):
         self.go, self.taken = threading.Event(), []
 
-    def line(self, name):
+    def channel(self, name):
         return self
 
     def hurry(self):
@@ -94,11 +94,11 @@ class Slow:
 
 
 def followed(leader):
-    """Who follows from a moment on, and who it is sent by."""
+    """A catch-up that begins now, and the channel that it sends on."""
     slow = Slow()
-    following = CatchUp(leader.run, slow, "late")
-    following._maker.join(30.0)
-    return following, slow
+    catch_up = CatchUp(leader.run, slow, "late")
+    catch_up._allocator.join(30.0)
+    return catch_up, slow
 
 
 def step(pace, seed):
@@ -107,17 +107,17 @@ def step(pace, seed):
 
 
 def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
-    """Also where the optimizer had no state yet when places were made for it."""
+    """Also where the optimizer had no state yet when the buffers were allocated."""
     monkeypatch.setattr(state_transfer, "PART_BYTES", 4096)
     with trained("momentum", 0, seed=1) as leader:
-        following, slow = followed(leader)
+        catch_up, slow = followed(leader)
         step(leader, 1)
-        want = state_transfer.state_part(leader.run, following.next)
+        want = state_transfer.state_part(leader.run, catch_up.next)
         want = state_transfer.read(bytearray(b"".join(bytes(each) for each in state_transfer.Message(want).parts())))
-        following.part(state_transfer.state_part(leader.run, following.next))
+        catch_up.part(state_transfer.state_part(leader.run, catch_up.next))
         step(leader, 2)
         slow.go.set()
-        following.end(True)
+        catch_up.end(True)
         found = state_transfer.read(slow.taken[0])
         assert found["states"].keys() == want["states"].keys() != set()
         for name, state in want["states"].items():
@@ -126,20 +126,20 @@ def test_a_part_is_of_the_moment_in_which_it_was_copied(monkeypatch):
 
 
 def test_what_waits_to_be_sent_is_bounded(monkeypatch):
-    """On a wire that is slower than the steps, long before all parts have gone."""
+    """On a network that is slower than the steps, long before all parts are sent."""
     monkeypatch.setattr(state_transfer, "PART_BYTES", 512)
     with trained("momentum", 1, seed=1) as leader:
-        following, slow = followed(leader)
-        assert len(following._left) > 20
-        leader.run.observers.append(Told(following))
+        catch_up, slow = followed(leader)
+        assert len(catch_up._pending) > 20
+        leader.run.observers.append(Sends(catch_up))
         for turn in range(20):
-            following.part(state_transfer.state_part(leader.run, following.next))
+            catch_up.part(state_transfer.state_part(leader.run, catch_up.next))
             step(leader, turn)
-            if following.diverging:
+            if catch_up.diverging:
                 break
-        assert following.diverging
-        assert not following.caught_up
-        most = following.num_bytes
+        assert catch_up.diverging
+        assert not catch_up.caught_up
+        most = catch_up.num_bytes
         assert most < 5 * state_transfer.copy_bytes(leader.run) + 100_000  # of which trees are some
         slow.go.set()
-        assert following.end(False) is False
+        assert catch_up.end(False) is False

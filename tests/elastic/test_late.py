@@ -1,4 +1,4 @@
-"""Who comes late: asks whoever leads, is refused by name, or meets all others; strangers and the dead cost little."""
+"""Joining nodes: the leader refuses each with a reason, or admits it; failed ones cost the members little."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SECRET = b"of this run"
 
 @pytest.fixture
 def team(tmp_path):
-    """Members on this machine, and a ticket to them; what they hold is closed."""
+    """Members on this machine, and a join token for them; closes their sockets at the end."""
     points, made = [], []
 
     def make(size):
@@ -55,8 +55,8 @@ def team(tmp_path):
     yield make
     for each in ASKING:
         each.late.leave()
-        if each.late._point:
-            each.late._point.close()
+        if each.late._store:
+            each.late._store.close()
     ASKING.clear()
     for each in made:
         if each.bulk_server:
@@ -69,17 +69,17 @@ ASKING = []
 
 
 class Asking(threading.Thread):
-    """A late node, which asks once; then ``told`` or ``error``."""
+    """A joining node that sends one request; then ``response`` or ``error``."""
 
     def __init__(self, ticket, node="", **said):
         super().__init__(daemon=True)
-        self.late, self.said, self.told, self.error = JoiningLink(ticket, node), said, None, ""
+        self.late, self.said, self.response, self.error = JoiningLink(ticket, node), said, None, ""
         ASKING.append(self)
         self.start()
 
     def run(self):
         try:
-            self.told = self.late.request(self.said)
+            self.response = self.late.request(self.said)
         except LinkError as error:
             self.error = str(error)
 
@@ -111,10 +111,10 @@ def test_to_a_run_that_is_encrypted_one_comes_encrypted_and_to_another_not(tmp_p
 
 
 def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
-    """Rank 0 has died: the members' own list is newer than the ticket."""
+    """Rank 0 has failed: the members' own list is newer than the join token."""
     members, ticket = team(3)
-    members[0].point.close()
-    left = [Reconfiguration(rank, members[0].places[1:], 1, members[1 + rank].point, SECRET) for rank in range(2)]
+    members[0].store.close()
+    left = [Reconfiguration(rank, members[0].members[1:], 1, members[1 + rank].store, SECRET) for rank in range(2)]
     asking = Asking(ticket, began=3)
     (name, said), *more = until(left[0].waiting).items()
     assert not more
@@ -122,8 +122,8 @@ def test_a_question_reaches_who_leads_now_and_is_gone_with_who_asked(team):
     assert not left[1].waiting()
     left[0].answer(name, {"position": [1, 2, 0]})
     asking.join(20.0)
-    assert asking.told["position"] == [1, 2, 0]
-    until(lambda: left[0].bulk_server and left[0].bulk_server.here)
+    assert asking.response["position"] == [1, 2, 0]
+    until(lambda: left[0].bulk_server and left[0].bulk_server.channels)
     where = left[0].bulk_server.address, left[0].bulk_server.port
     asking.late.leave()
     # once nobody asks, nobody listens for who does
@@ -146,10 +146,10 @@ def test_of_two_that_come_as_the_same_node_the_second_is_refused(team):
     until(members[0].waiting)
     second = Asking(ticket, node="4")
     until(lambda: members[0].waiting() and second.error)
-    assert "which waits to be taken in; end that one first" in second.error
+    assert "which waits to be admitted; end that one first" in second.error
     members[0].answer(next(iter(members[0].waiting())), {"over": True})
     first.join(20.0)
-    assert first.told["over"]
+    assert first.response["over"]
 
 
 def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, monkeypatch):
@@ -161,7 +161,7 @@ def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, 
     for path in (other, ticket):
         if path == ticket:
             for each in members:
-                each.point.close()
+                each.store.close()
         asking = Asking(path)
         asking.join(30.0)
         assert "the run has ended" in asking.error
@@ -169,16 +169,16 @@ def test_with_another_secret_or_after_the_end_there_is_nothing_to_come_to(team, 
 
 
 def admit(members, joiners):
-    """What each of the members comes to: (generation, ranks, who came) or an error's words."""
+    """The result of each member: (generation, ranks, names of joined nodes), or the error text."""
     found = {}
 
     def one(rank):
         try:
-            meeting, generation, ranks = members[rank].reconfigure(joiners if rank == 0 else ())
-            found[rank] = generation, ranks, [guest.name for _, guest in members[rank].came]
-            with contextlib.closing(meeting):
-                if members[rank].came:
-                    meeting.wait(["never"])  # as they do who wait for the new one
+            store, generation, ranks = members[rank].reconfigure(joiners if rank == 0 else ())
+            found[rank] = generation, ranks, [guest.name for _, guest in members[rank].joined]
+            with contextlib.closing(store):
+                if members[rank].joined:
+                    store.wait(["never"])  # as they do who wait for the new one
         except LinkError as error:
             found[rank] = str(error)
 
@@ -195,16 +195,16 @@ def test_who_dies_when_it_is_to_be_taken_in_is_missed_at_once(team):
     members, ticket = team(2)
     asking = Asking(ticket, began=0)
     (name,) = until(members[0].waiting)
-    until(lambda: asking.late._point)
-    asking.late._point.close()
+    until(lambda: asking.late._store)
+    asking.late._store.close()
     begin = time.monotonic()
     found = admit(members, [Joiner(name, "late host", turn=members[0].waiting()[name]["turn"])])
     assert time.monotonic() - begin < 15.0  # and not as long as one waits for a member
     for rank in range(2):
         assert "the joining node late host has failed" in found[rank]
     asking.join(20.0)
-    assert asking.told["decided"]["names"] == ["0-name", "1-name"]
-    assert asking.told["decided"]["generation"] == 1
+    assert asking.response["decided"]["names"] == ["0-name", "1-name"]
+    assert asking.response["decided"]["generation"] == 1
 
 
 def test_who_has_gone_before_they_meet_is_left_out(team):
@@ -213,7 +213,7 @@ def test_who_has_gone_before_they_meet_is_left_out(team):
 
 
 def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_wants(team):
-    """Its line broke in between: what it had been given went by that."""
+    """Its connection broke in between: the state sent so far is lost with it."""
     members, ticket = team(2)
     asking = Asking(ticket, began=0)
     (name,) = until(members[0].waiting)
@@ -222,7 +222,7 @@ def test_who_has_asked_again_before_they_meet_is_left_out_and_asked_what_it_want
     assert found == dict.fromkeys(range(2), (1, [0, 1], []))
     members[0].answer(name, {"position": [0, 1, 0]})
     asking.join(20.0)
-    assert asking.told["position"] == [0, 1, 0]
+    assert asking.response["position"] == [0, 1, 0]
 
 
 NODE = """
@@ -275,7 +275,7 @@ def test_who_has_lived_in_peace_may_come_back_as_often_again(tmp_path, monkeypat
 
 
 def test_the_ticket_of_a_run_that_was_killed_is_nobodys(tmp_path, monkeypatch):
-    """A node that fails before there is a run to come to is not sent to one that is no more."""
+    """A node that fails before its run has a token does not get the token of an older run."""
     stale = tmp_path / "ticket.json"
     stale.write_text("{}")
     monkeypatch.setenv("PACELINE_TICKET_FILE", str(stale))
@@ -290,11 +290,11 @@ def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch
     monkeypatch.setenv("PACELINE_TICKET_FILE", str(path))
     monkeypatch.setenv("PACELINE_SECRET", SECRET.decode())
     monkeypatch.setenv("PACELINE_NODES", "1:2")
-    Reconfiguration(0, members[0].places[1:], 1, members[1].point, SECRET)
+    Reconfiguration(0, members[0].members[1:], 1, members[1].store, SECRET)
     found = JoinTicket.read(path)
     assert (found.secret, found.nodes) == (SECRET.decode(), "1:2")
     assert [MemberAddress.read(each.encode()).name for each in found.members] == ["1-name"]
-    assert json.loads(members[1].point.posted("members")[""]) == list(found.members)
+    assert json.loads(members[1].store.posted("members")[""]) == list(found.members)
 
 
 @pytest.mark.parametrize("name", ["PACELINE_JOIN_TICKET", "PACELINE_JOIN"])  # as it is called, and as it once was
@@ -315,8 +315,8 @@ def test_a_late_node_is_alone_at_first_whatever_the_run_was_when_it_began(monkey
 
 
 def test_a_restarted_process_has_no_vote_until_it_holds_the_state_where_a_part_is_cut_off(team, monkeypatch):
-    """Of four nodes one has failed and was started again. It asks rank 0, which is cut off from the other two that hold
-    the state: with a vote of the fourth its part would be as large as theirs, and train on as well."""
+    """One of four nodes failed and was started again. It asks rank 0, which is cut off from the other two that hold the
+    state: with a vote of the fourth, its part would be as large as theirs, and would continue as well."""
     monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.5)
     monkeypatch.setenv("PACELINE_WAIT", "1")
     members, ticket = team(3)
@@ -327,7 +327,7 @@ def test_a_restarted_process_has_no_vote_until_it_holds_the_state_where_a_part_i
     found = admit(members, [who])
     assert "the larger part of a run continues" in found[0]
     assert found[1] == found[2] == (1, [1, 2], [])
-    assert asking.told is None
+    assert asking.response is None
     assert not asking.error
 
 
@@ -337,14 +337,14 @@ def test_a_restarted_process_does_not_continue_alone_when_all_that_held_the_stat
     asking = Asking(ticket, node="2", began=0)
     until(members[0].waiting)
     for each in members:
-        each.point.close()
+        each.store.close()
     asking.join(30.0)
-    assert asking.told is None
-    assert "none of those who trained answers any more; the run has ended" in asking.error
+    assert asking.response is None
+    assert "no member of the run answers any more; the run has ended" in asking.error
 
 
 class Handover(Membership):
-    """A node that is taken in beside two others; to meet again would be to vote."""
+    """A node that is admitted beside two others; a second rendezvous would be a vote."""
 
     def __init__(self, others):
         self.link, self.others, self.asked = memory.world(1)[0], others, 0
@@ -360,7 +360,7 @@ class Handover(Membership):
 
 @pytest.mark.parametrize("heard", [0, 1])
 def test_a_restarted_process_has_no_vote_while_it_is_handed_the_state(heard):
-    """It is a member already when those who hold the state end: before they have compared how far all are, or before
+    """It is a member already when the nodes that hold the state end: before they compare operation numbers, or before
     their last message."""
 
     def end(links):

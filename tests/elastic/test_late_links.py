@@ -1,4 +1,4 @@
-"""A late link is late by what was asked, both ways; it loses nothing, keeps its rate, and goes with its maker."""
+"""A link with emulated delay: exact delay both ways, no loss, the given rate; it is removed with its process."""
 
 import contextlib
 import json
@@ -80,7 +80,7 @@ def _hold(pipe):
 
 
 def _runs(pid):
-    """One that has ended, and was not waited for, has no command line."""
+    """A process that has ended, and was not waited for, has no command line."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
     return False

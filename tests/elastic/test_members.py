@@ -1,4 +1,4 @@
-"""Who may be a member: one process for each rank, of the same package, that answers, and that all others reach."""
+"""Membership: one process for each rank, of the same package, that answers, and that all others reach."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.checkpoint.run_folder import RunFolder
 from paceline.contract import Codec
 from paceline.data.load_balance import Limits
 from paceline.data.sampler import Assignment
-from paceline.elastic import consistency, reconfigure, roles
+from paceline.elastic import consistency, reconfigure, view_change
 from paceline.elastic.membership import Members, alone, connect
 from paceline.elastic.quorum import ALIVE, UNREACHABLE
 from paceline.elastic.reconfigure import MemberAddress, Reconfiguration
@@ -40,7 +40,7 @@ SECRET = b"of this run"
 
 
 def together(*works):
-    """What each gives, or the LinkError that it raises; all at the same time."""
+    """The result of each, or the LinkError that it raises; all run at the same time."""
     found = [None] * len(works)
 
     def one(i):
@@ -110,13 +110,13 @@ def test_any_byte_of_any_file_makes_another_package(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mute():
-    """Where a kernel answers for a process that does not: as for one that is stopped."""
+    """An address where the kernel answers and the process does not, as for a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield MemberAddress("mute", "host2", "127.0.0.1", server.getsockname()[1])
 
 
 def test_who_does_not_greet_is_silent(mute, monkeypatch):
-    monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
+    monkeypatch.setattr(reconfigure, "CONNECT_S", 0.3)
     point = RendezvousStore("127.0.0.1", 0, SECRET)
     assert MemberAddress("one", "host0", "127.0.0.1", point.port).probe() == ALIVE
     point.close()
@@ -126,9 +126,9 @@ def test_who_does_not_greet_is_silent(mute, monkeypatch):
 @pytest.mark.dear
 def test_a_stopped_member_is_left_behind(mute, monkeypatch):
     """Story: its kernel answered, so the others waited for it, for five minutes."""
-    monkeypatch.setattr(reconfigure, "KNOCK_S", 0.3)
+    monkeypatch.setattr(reconfigure, "CONNECT_S", 0.3)
     monkeypatch.setattr(reconfigure, "SUSPECT_AFTER_S", 0.6)
-    monkeypatch.setattr(reconfigure, "TURN_S", 0.6)
+    monkeypatch.setattr(reconfigure, "TRY_S", 0.6)
     points = [RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2)]
     places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", point.port) for i, point in enumerate(points)]
     members = [Reconfiguration(i, [*places, mute], 0, point, SECRET) for i, point in enumerate(points)]
@@ -141,7 +141,7 @@ def test_a_stopped_member_is_left_behind(mute, monkeypatch):
 
 
 def test_who_has_stood_still_does_not_take_the_others_for_killed():
-    """They may have gone on without it, and ended: then two would have trained to the end, to two results."""
+    """They may have continued without it, and ended: then the run would have two results."""
     point, gone = (RendezvousStore("127.0.0.1", 0, SECRET) for _ in range(2))
     places = [MemberAddress(f"name{i}", f"host{i}", "127.0.0.1", each.port) for i, each in enumerate((gone, point))]
     member, other = (Reconfiguration(1, places, 0, point, SECRET) for _ in range(2))
@@ -160,7 +160,7 @@ def test_who_has_stood_still_does_not_take_the_others_for_killed():
 
 @pytest.mark.dear
 def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monkeypatch):
-    """Story: all met again and again, found each time that two of them could not train together, and all ended."""
+    """Story: all repeated the rendezvous, found each time that two of them could not train together, and all ended."""
     port = free_port()
 
     def begin(rank):
@@ -182,7 +182,7 @@ def test_of_two_that_do_not_reach_each_other_any_more_the_later_one_leaves(monke
         try:
             return members.reconfigure()
         except LinkError:
-            members.join_desk.point.close()  # as at the end of its process
+            members.join_desk.store.close()  # as at the end of its process
             raise
 
     first, second, third = together(*(lambda members=members: again(members) for members in all_members))
@@ -205,19 +205,19 @@ def test_a_link_that_ends_with_the_first_loss_says_so_before_training():
 
 
 def run_of(world, assignment, **options):
-    """As much of a training as knows who is in it."""
+    """The part of a training that knows its members."""
     model = build()
     job = Job(model, torch.optim.SGD(model.parameters(), 0.1), None, **options)
     return RunState(job, world, Engine(), Exchange(), Control(), Codec(), Membership(), assignment)
 
 
 def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is_divided():
-    """Who comes late has never known another."""
+    """A node that joins later has known no other size."""
     assignment, limits = Assignment(0, 2), Limits((1, 1), (8, 8))
     run = run_of(LaunchEnvironment(0, 1, 0, 3, local_sizes=(1, 1, 2)), assignment, batch_size=8)
-    roles.assume(run, assignment, limits, (1, 1))
+    view_change.set_assignment(run, assignment, limits, (1, 1))
     assert run.world.sizes == (1, 1)
-    roles.assume(run, assignment, limits, (1, 2))
+    view_change.set_assignment(run, assignment, limits, (1, 2))
     assert run.world.sizes == (1, 2)
 
 
@@ -226,17 +226,17 @@ def test_where_the_last_node_of_several_processes_has_left_all_know_that_none_is
 
 @pytest.mark.parametrize(("batch_norm", "times"), [("local", 2), ("sync", 1)])
 def test_more_rows_than_a_node_takes_are_divided_or_where_they_are_normalised_together_told(batch_norm, times, capsys):
-    """Story: of two nodes with unlike limits one made two rounds of sums, and the other waited for half an hour."""
+    """Story: of two nodes with unlike limits, one made two rounds of sums, and the other waited for half an hour."""
     run = run_of(LaunchEnvironment(num_nodes=3), Assignment(0, 3), batch_size=96, batch_norm=batch_norm)
-    roles.assume(run, Assignment(0, 2), Limits((1, 1), (40, 50)), (1, 1))
+    view_change.set_assignment(run, Assignment(0, 2), Limits((1, 1), (40, 50)), (1, 1))
     assert run.engine.accumulate == times
     run.leader, run.num_steps = True, 7
-    members = roles.Roles(run, RunFolder(None, run.record))
-    members.announce(
+    handler = view_change.ViewChangeHandler(run, RunFolder(None, run.record))
+    handler.announce(
         ViewChange(previous_ranks=(0, 1), lost=("three",), generation=1, why="silent", seconds=1.0, rows=(48, 48))
     )
     said = capsys.readouterr().err
-    assert "lost three at step 7" in said
+    assert "three failed at step 7" in said
     told = "node 0 computes 48 rows at once, and its most_rows is 40: batch_norm='sync' divides no batch" in said
     assert told == (batch_norm == "sync")
     assert "node 1" not in said

@@ -1,4 +1,4 @@
-"""What codecs owe is kept for every node, given back bit for bit to as many, and in sum to any other number."""
+"""Codec residuals are saved for every node, restored bit for bit for as many nodes, and in sum for any other number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def remembered(num_nodes, seed=0):
-    """Whole numbers, whose sums are exact; the second node owes nothing yet."""
+    """Whole numbers, whose sums are exact; the second node has no residual yet."""
     dice = torch.Generator().manual_seed(seed)
     residuals = [torch.randint(-999, 1000, (COUNT,), generator=dice).double() for _ in range(num_nodes)]
     kept = [{0: (residual, None), 3: (residual, None)} for residual in residuals]
@@ -42,7 +42,7 @@ def total(kept, index):
 @pytest.mark.parametrize("before", range(1, 6))
 def test_what_is_owed_is_dealt_and_keeps_its_sum(before, after):
     codec, kept = parse("codec", "feedback/topk:keep=0.1"), remembered(before)
-    dealt = [codec_state.deal(codec, kept, node, after, CPU) for node in range(after)]
+    dealt = [codec_state.redistribute(codec, kept, node, after, CPU) for node in range(after)]
     for index in (0, 3):
         assert torch.equal(total(dealt, index), total(kept, index))
         if after == before:
@@ -61,7 +61,7 @@ def test_every_codec_goes_on_from_what_is_dealt(codec):
         payload, pending = made.encode(torch.randn(COUNT), memory, 0)
         kept.append({0: made.commit(pending, made.decode(payload, COUNT, torch.float32))})
     for node in range(2):
-        memory = codec_state.deal(made, kept, node, 2, CPU)[0]
+        memory = codec_state.redistribute(made, kept, node, 2, CPU)[0]
         payload, _ = made.encode(torch.randn(COUNT), memory, 1)
         assert made.decode(payload, COUNT, torch.float32).isfinite().all()
 
@@ -105,7 +105,7 @@ def test_two_nodes_go_on_bit_for_bit(two_nodes):
 
 @pytest.mark.dear
 def test_another_number_of_nodes_owes_as_much(two_nodes):
-    """One node goes on from what two have kept, and keeps it in turn."""
+    """One node resumes from what two have saved, and saves it in turn."""
     kept = read_newest(two_nodes / "run")
     assert len(kept.state["memories"]) == 2
     with owed.join() as pace:
@@ -124,7 +124,7 @@ def test_another_number_of_nodes_owes_as_much(two_nodes):
 @pytest.mark.dear("processes:2")
 @pytest.mark.parametrize(("codec", "other"), [("none", "'none'"), ("half", "'half'"), ("feedback/topk:keep=0.3", "")])
 def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, codec, other):
-    """How much of the gradient a codec sends may change: what it owes stays."""
+    """The fraction of the gradient that a codec sends may change: the residual stays."""
     with owed.join(codec) as pace:
         assert pace.restore(two_nodes / "run")
         assert pace.num_steps == owed.MIDDLE
@@ -139,7 +139,7 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
 
 
 def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
-    """Story: one that is gathered cannot be cut apart as a sum is, and each resume ended in an AttributeError."""
+    """Story: a gathered message cannot be split as a sum can, and each resume ended in an AttributeError."""
     said = {
         "plan": "sequential",
         "exchange": {"groups": [[0, 1]], "step": 7},
@@ -164,7 +164,7 @@ def test_how_messages_were_put_together_is_not_taken_over_by_another_codec():
 
 
 def test_a_layer_that_owes_goes_on_dense_under_another_plan():
-    """Story: forms were chosen anew, and as factors it would never have sent what it owed."""
+    """Story: forms were chosen again, and as factors the layer would never have sent its residual."""
     layers = [Bucket(i, (f"fc{i}.weight",), ((500, 500),), linear=True) for i in range(2)]
 
     def work(link):
@@ -172,7 +172,7 @@ def test_a_layer_that_owes_goes_on_dense_under_another_plan():
         exchange.open(layers, link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
         begun = list(exchange.forms())
         exchange.load({"step": 7, "owing": [1]})
-        exchange.choice.dealt(0.5)
+        exchange.choice.on_assignment(0.5)
         exchange.close()
         return begun, list(exchange.forms()), exchange.choice.state()["owing"]
 

@@ -1,4 +1,4 @@
-"""Two parts of a run that cannot reach each other: one goes on at most, also where a firewall answers for the other."""
+"""Network partition: at most one part of a run continues, also where a firewall answers for the other."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TOLD = "the larger part of a run continues"
 
 @contextlib.contextmanager
 def refused(cluster, one, other):
-    """As where a firewall rejects: ``one`` has each connection to ``other`` broken, and each new one refused. Its own
-    kernel answers for the address, where nobody listens."""
+    """As with a firewall that rejects: each connection of ``one`` to ``other`` breaks, and each new one is refused. Its
+    own kernel answers for the address, where no process listens."""
     do("ip", "-n", cluster.name(one), "addr", "add", f"{cluster.address(other)}/32", "dev", "lo")
     try:
         yield

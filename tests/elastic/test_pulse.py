@@ -1,4 +1,4 @@
-"""What a heartbeat that never began leaves behind: nothing; and what is asked over one ends nobody."""
+"""A heartbeat that never began leaves no connection behind, and a malformed stack ends no process."""
 
 import contextlib
 import socket
@@ -38,7 +38,7 @@ def test_where_waiting_has_become_pointless_all_that_came_are_hung_up_on():
 
 
 def test_a_stack_that_is_no_utf_8_is_told_and_ends_nobody():
-    """As that of a script below a folder with such a name."""
+    """As the stack of a script in a folder with such a name."""
     told, odd = Told(), Activity()
     odd.siblings = lambda: "\udcff"
     with ThreadPoolExecutor(1) as pool:

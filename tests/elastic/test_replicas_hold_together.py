@@ -1,4 +1,4 @@
-"""Replicas that differ are seen, brought together and held together, for as many bytes as are said."""
+"""Replica divergence is detected, ended and bounded, at the documented cost in bytes."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_parts_hold_every_value_once(numels, each):
 
 
 class Careless(Engine):
-    """Its arithmetic is off by ``error`` in every update, as that of another processor is by the last bit."""
+    """Its arithmetic is off by ``error`` in every update, as another processor's may be by the last bit."""
 
     def __init__(self, error):
         super().__init__()
@@ -72,7 +72,7 @@ def train(rank, num_steps):
 
 
 def remembered(rank):
-    """All that the optimizer keeps."""
+    """The optimizer's state."""
     return [
         value
         for parameter in rank.model.parameters()
@@ -83,7 +83,7 @@ def remembered(rank):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_on_like_hardware_a_difference_is_gone_after_a_period(optimizer, tmp_path, capsys):
-    """One weight, and what the optimizer remembers of another; also where an update looks at a whole tensor."""
+    """One weight, and the optimizer state of another; also where an update depends on a whole tensor."""
 
     def work(link):
         rank = together(link, tmp_path, optimizer)
@@ -97,7 +97,7 @@ def test_on_like_hardware_a_difference_is_gone_after_a_period(optimizer, tmp_pat
         train(rank, 8 + PERIOD)  # every value has been looked at after 8 steps
         states, kept = rank.state(), [value.clone() for value in remembered(rank)]
         train(rank, QUIET + 2)
-        assert not rank.drift._left
+        assert not rank.drift._steps_left
         return states, kept
 
     (one, kept_one), (other, kept_other), _ = ranks.run(3, work)
@@ -120,7 +120,7 @@ def test_on_like_hardware_a_difference_is_gone_after_a_period(optimizer, tmp_pat
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 1), ("momentum", 2), ("adamw", 3)])
 def test_bytes_are_the_cost_of_broadcasts(optimizer, copies, tmp_path):
-    """Of the weights and all that the optimizer keeps of each; in memory a broadcast sends (N - 1) n bytes."""
+    """Of the weights and their optimizer state; the memory link's broadcast sends (N - 1) n bytes."""
     size = 3
 
     def work(link):
@@ -189,7 +189,7 @@ def test_nodes_of_several_processes_come_together(tmp_path):
 
 
 def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
-    """Whatever their layout: what is sent is the same everywhere, and lands in its place."""
+    """Whatever their memory layout: the same values are sent, and written to the same place."""
 
     def work(link):
         rank = together(link, tmp_path, "momentum")
@@ -203,7 +203,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
         drift._begin(0)
         before = rank.run.link.sent_bytes
         for part in drift.parts:
-            drift._spread(part)
+            drift._broadcast(part)
         assert (drift._divergence > 0.1) == (link.rank == 1)
         return rank.engine.weights, rank.run.link.sent_bytes - before
 
@@ -214,7 +214,7 @@ def test_weights_alone_go_round_where_a_node_has_several_processes(tmp_path):
 
 @pytest.mark.dear
 def test_a_node_of_one_process_and_one_of_two_come_together(tmp_path):
-    """Story: the one sent weights with what the optimizer remembers, the other weights alone, in one broadcast."""
+    """Story: one node sent weights and optimizer state, the other weights alone, in one broadcast."""
     start = "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], '', 2, sizes=(1, 2)))"
     script = [sys.executable, "-W", "error", str(HERE / "scripts" / "mixed.py"), str(tmp_path), "planted"]
     command = [sys.executable, "-c", start, *script]
@@ -229,7 +229,7 @@ def test_a_node_of_one_process_and_one_of_two_come_together(tmp_path):
 @pytest.mark.dear
 @pytest.mark.parametrize("what", ["instructions", "threads"])
 def test_nodes_that_compute_differently_are_held_together(what, tmp_path):
-    """By other instructions of the processor, or by another number of threads: sums are added up in other parts."""
+    """By other processor instructions, or by another number of threads: sums are divided differently."""
     if what == "instructions" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         want(processor="this one has no instructions that could be held back")
     done = launch("mixed.py", tmp_path, what, engine="", num_nodes=2)

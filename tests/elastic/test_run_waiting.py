@@ -1,4 +1,4 @@
-"""Below the minimum of nodes survivors wait with everything in memory, and continue with whoever returns."""
+"""Below the minimum of nodes, survivors wait with everything in memory, and continue with the nodes that return."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Left(Exception):
     pass
 
 
-class Hall(below_minimum.Door):
-    """``says``: of each round, the words of this process besides what nobody says."""
+class Hall(below_minimum.Waiter):
+    """``says``: for each round, the entries of this process's report that differ from the default."""
 
     def __init__(self, num_nodes, minimum, says):
         self.number, self.minimum, self.says, self.rounds, self.ends = num_nodes, minimum, says, 0, None
@@ -40,7 +40,7 @@ class Hall(below_minimum.Door):
     def num_nodes(self):
         return self.number
 
-    def look(self):
+    def report(self):
         self.rounds += 1
         nothing = {"guests": 0, "follows": False, "stop": 0, "hung": False, "over": False}
         return nothing | self.says.get(self.rounds, {})
@@ -58,7 +58,7 @@ class Hall(below_minimum.Door):
 
 
 class Words(Control):
-    """Everyone's words over a memory link."""
+    """`all_gather` over a memory link."""
 
     def __init__(self, link):
         self.link, self.generation = link, link.generation
@@ -69,7 +69,7 @@ class Words(Control):
 
 
 def doors(says, minimum=5, size=3, generation=0):
-    """What becomes of ``size`` processes, of which each says ``says`` of its rank."""
+    """The waiters of ``size`` processes, each of which reports ``says`` of its rank."""
 
     def work(link):
         link.generation = generation
@@ -146,7 +146,7 @@ def outlive(run, **how):
 
 
 def test_two_of_three_die_in_one_step_and_it_is_computed_again_once_both_are_back(tmp_path):
-    """Story: the survivor ended, and both that were started again found nobody. One of them was rank 0."""
+    """Story: the survivor ended, and the two restarted nodes found no member. One of them was rank 0."""
     run = Run(tmp_path, ["0:2:backward", "2:2:backward", "sync", "clip"], minimum=3)
     said, events = outlive(run, exact=False)
     normed(tmp_path)

@@ -1,4 +1,4 @@
-"""Real processes on a real link: a slow node gives rows away, every sample counts once, and nothing else changes."""
+"""Real processes on a real link: a slow node gets fewer rows, every sample counts once, and nothing else changes."""
 
 import itertools
 import json

@@ -1,4 +1,5 @@
-"""Who stands still is named, with where and for how long, by everyone who waits, and a stopped one ends no run late."""
+"""A stalled process is named by every process that waits for it, with stack and duration; a stopped one is declared
+failed in time."""
 
 import contextlib
 import os
@@ -23,7 +24,7 @@ OUTLIVED = (
 
 
 class Run:
-    """A launcher, what it has said on stderr so far, and its processes by their names."""
+    """A launcher, its stderr so far, and its processes by their names."""
 
     def __init__(self, words, folder, names, **more):
         self.folder, self.errors = folder, folder / "errors"
@@ -77,7 +78,7 @@ def doctor(run, *more):
 @pytest.mark.dear
 @pytest.mark.parametrize("who", [0, 1])
 def test_every_node_that_waits_tells_it_within_fifteen_seconds(start, who):
-    """Also where rank 0 hangs, through whom all others hear of each other."""
+    """Also where rank 0 hangs, which forwards the reports of all others."""
     run = start(who, 30, names=["0.0", "1.0", "2.0"], num_nodes=3, DEADLINES="real")
     run.until((run.folder / "asleep").exists, "not asleep")
     begin = time.monotonic()
@@ -143,7 +144,7 @@ def test_a_stopped_process_that_goes_on_in_time_costs_nothing_but_time(start):
 def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_them(start, victim):
     run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=2)
     os.kill(run.pids[f"{victim}.0"], signal.SIGSTOP)
-    run.until(lambda: "2 of 3 nodes go on" in run.said, "they do not go on")
+    run.until(lambda: "2 of 3 nodes continue" in run.said, "they do not go on")
     assert "it is stalled" in run.said
     steps = len([event for event in read(run.folder) if event["event"] == "step"])
     run.until(lambda: len([e for e in read(run.folder) if e["event"] == "step"]) > steps + 20, "they stand still")
@@ -160,10 +161,10 @@ def test_the_others_go_on_without_a_stalled_node_and_it_does_not_go_on_without_t
 @pytest.mark.dear
 @pytest.mark.parametrize("victim", [0, 1])
 def test_who_stands_still_until_all_others_have_ended_does_not_go_on_alone(start, victim):
-    """Story: the others were gone, as if they had been killed, so it trained on, and saved over what they had saved."""
+    """Story: the others had ended, as if they had been killed, so it continued, and saved over their checkpoint."""
     run = start(names=[f"{node}.0" for node in range(3)], num_nodes=3, least=1)
     os.kill(run.pids[f"{victim}.0"], signal.SIGSTOP)
-    run.until(lambda: "2 of 3 nodes go on" in run.said, "they do not go on")
+    run.until(lambda: "2 of 3 nodes continue" in run.said, "they do not go on")
     (run.folder / "enough").touch()
     others = [run.pids[f"{node}.0"] for node in range(3) if node != victim]
     run.until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in others), "they do not end")
@@ -183,7 +184,7 @@ def test_an_undisturbed_run_says_nothing(start):
 
 @pytest.mark.dear
 def test_a_hang_inside_a_node_is_told_with_the_stack_of_who_hangs(start):
-    """Local rank 1 computes for ever; nothing is ended by that."""
+    """Local rank 1 computes for ever; this ends no process."""
     run = start(0, 30, 1, names=["0.0", "0.1"], engine="processes:2", LEAST_S="1.5")
     run.until(lambda: "in asleep" in run.said, "not told")
     words = r"paceline: local rank 0 on \S+ at step 30 has waited \d+ s, computing the step, for local rank 1 \(pid "
@@ -204,7 +205,6 @@ def test_a_hang_inside_a_node_is_told_with_the_stack_of_who_hangs(start):
     ids=["never stopped", "not long enough", "given up"],
 )
 def test_who_stood_still_makes_sure_that_it_is_still_one_of_all(tmp_path, seconds, what, says):
-    """Story: a node that was stopped found everyone's votes when it woke, and applied a step that the others had made
-    without it."""
+    """Story: a stopped node found all votes when it resumed, and applied a step that the others had computed again."""
     launch("certain.py", tmp_path, seconds, what, engine="sequential", num_nodes=2)
     assert re.match(says, (tmp_path / "said").read_text())

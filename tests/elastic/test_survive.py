@@ -1,4 +1,4 @@
-"""A node that dies at any moment costs the others a step at most: they go on, and end as if it had never been there."""
+"""A node failure at any moment costs the survivors one step at most, and does not change the result."""
 
 import threading
 
@@ -29,7 +29,7 @@ class Killed(BaseException):
 
 
 class Fate:
-    """Who dies when: (generation, rank, operation), before its part of the operation has left or after.
+    """Planned failures: (generation, rank, operation), before its part of the operation is sent or after.
 
     ``deaf``: a rank that hears nothing more of the link on which somebody has died, not even what came through.
     """
@@ -45,7 +45,7 @@ class Fate:
 
 
 class Mortal(transport.Link):
-    """A memory link whose ranks die as ``fate`` says."""
+    """A memory link whose ranks fail as ``fate`` says."""
 
     def __init__(self, link, fate):
         self.link, self.fate = link, fate
@@ -120,7 +120,7 @@ class Heard(transport.Handle):
 
 
 def train(size, fate, model, optimizer="momentum", codec="none", shares=None, batch_norm="local", forms="measured"):
-    """Per rank what it ended with: losses, weights, records of losses; None for those who died."""
+    """Per rank its losses, weights and view changes; None for ranks that failed."""
 
     def work(link):
         engine, news = Engine(), []
@@ -144,7 +144,7 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
             news.append(what)
             rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.rows = lambda: rank.run.assignment.rows_per_node(24)[rank.run.assignment.node]
         control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
@@ -176,7 +176,7 @@ def check(results, fate, model, optimizer="momentum"):
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("after", [False, True])
 def test_any_rank_may_die_at_any_operation(victim, after):
-    """Two steps have about ten operations: each of them is the last one of somebody."""
+    """Two steps have about ten operations: a rank fails at each of them."""
     model = build(Plain)
     for number in range(1, 11):
         fate = Fate((0, victim, number), after=after)
@@ -186,7 +186,7 @@ def test_any_rank_may_die_at_any_operation(victim, after):
 @pytest.mark.dear("2")
 @pytest.mark.parametrize("deaf", [0, 2])
 def test_a_vote_that_came_through_for_one_came_through_for_all(deaf):
-    """Rank 1 dies once its part has left; one of the others hears nothing of it any more, the other does."""
+    """Rank 1 fails once its part is sent; one of the others receives it, the other does not."""
     model, late = build(Plain), 0
     for number in range(1, 11):
         fate = Fate((0, 1, number), after=True, deaf=deaf)
@@ -214,7 +214,7 @@ def test_however_it_trains(how):
 
 @pytest.mark.parametrize("codec", ["half", "feedback/topk:keep=0.2"])
 def test_with_a_codec_the_replicas_stay_equal(codec):
-    """What the lost one had not sent yet is lost with it."""
+    """The residual of the failed rank is lost with it."""
     model = build(Plain)
     for number in (3, 6, 8):
         fate = Fate((0, 2, number), deaf=0, after=True)
@@ -277,7 +277,7 @@ class Numbered(torch.utils.data.Dataset):
 
 
 def whatever(size, fate, does):
-    """What ``does(control, rank)`` gives to those who are left."""
+    """The results of ``does(control, rank)`` on the survivors."""
 
     def work(link):
         engine, exchange, members = Engine(), allreduce.Exchange(), Mortals(link, fate)
@@ -288,7 +288,7 @@ def whatever(size, fate, does):
         def regrouped(what):
             rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.rows = lambda: rank.run.assignment.rows_per_node(24)[rank.run.assignment.node]
         control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)
         try:
@@ -322,7 +322,7 @@ def test_wherever_one_dies_all_others_count_every_sample_once(victim, deaf):
 
 @pytest.mark.parametrize("victim", range(3))
 def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_together(tmp_path, monkeypatch, victim):
-    """They begin again, also where some were told of the loss before, and began as those who are left."""
+    """They begin again, also where some learned of the failure before, and began as the survivors."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1000)
     run, fired, ends = write(tmp_path, 7, {"w": torch.arange(500.0)}, {"facts": {}}), 0, {}
 
@@ -356,7 +356,7 @@ def test_wherever_one_dies_while_a_checkpoint_is_sent_the_others_leave_off_toget
 
 
 def test_who_enters_takes_part_in_all_that_the_others_do():
-    """Also where one of these has not heard the end of the operation before: all others make sure that it has now."""
+    """Also where a member has missed the end of the previous operation: it then receives the result from the others."""
 
     class Same(transport.Membership):
         def __init__(self, link):
@@ -372,7 +372,7 @@ def test_who_enters_takes_part_in_all_that_the_others_do():
         if link.rank == 2:
             surviving.enter()
         else:
-            surviving._meet("a loss", found.append)
+            surviving._rejoin("a failure", found.append)
         everyone = link.all_gather(torch.tensor([link.rank + 1]), "what comes next").wait()
         return surviving.operation_number, surviving.last_result, found, [int(each) for each in everyone]
 

@@ -1,4 +1,4 @@
-"""What a process is at is what its training thread said last, and how long it may wait follows its own steps."""
+"""Activity: what the training thread reported last; how long it may wait follows its own step times."""
 
 import subprocess
 import sys
@@ -160,7 +160,7 @@ def test_a_child_that_is_forked_meanwhile_collects_its_garbage():
 
 
 def test_it_costs_next_to_nothing():
-    """A step says some ten times what it is at; a hundred times cost less than a millisecond."""
+    """A step reports its activity about ten times; a hundred times cost less than a millisecond."""
     mine = Activity()
     best_s = float("inf")
     for _ in range(50):
@@ -211,7 +211,7 @@ def test_where_all_wait_in_different_places_the_script_may_be_to_blame():
 
 
 def test_who_has_stood_still_is_in_doubt_of_the_others_until_a_step_that_began_afterwards_has_ended():
-    """What they had sent before may end the step that it woke in."""
+    """Messages that they sent before may complete the step in which it resumed."""
     where = Activity()
     where.begin(7)
     assert where.doubtful_s == 0.0
@@ -229,13 +229,13 @@ def test_notices_go_to_the_screen_in_one_piece(capsys):
 
 @pytest.mark.parametrize("arrived", [False, True], ids=["its machine is silent", "its machine answers"])
 def test_who_gives_a_silent_machine_up_may_be_the_one_that_is_cut_off(monkeypatch, arrived):
-    """And so does not take the others for killed, should they have ended by the time it meets them."""
+    """So it does not take the others for killed if they have ended before the rendezvous."""
     mine = object.__new__(failure_detector.Heartbeat)
     mine.rank, mine.activity, mine.dead, mine.left = 0, Activity(), {}, set()
     mine._peers = {1: SimpleNamespace(arrived=arrived)}
-    mine._heard = {1: time.monotonic() - 100.0}
+    mine._received_s = {1: time.monotonic() - 100.0}
     mine._changed = threading.Condition()
     monkeypatch.setattr(mine._peers[1], "send", lambda *words: None, raising=False)
-    assert mine._judge() == [1]
+    assert mine._declare_silent() == [1]
     assert ("stalled" in mine.dead[1]) == arrived
     assert (mine.activity.doubtful_s > 90.0) == (not arrived)

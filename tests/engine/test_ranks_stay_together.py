@@ -41,7 +41,7 @@ def test_a_step_that_one_rank_did_not_make_is_not_made_up_with_another_batch():
         rank.train(BATCHES[:1])
         with pytest.raises(KeyError if link.rank else LinkError):
             rank.step(Broken(BATCHES[1]))
-        with pytest.raises(LinkError, match="interrupted here, and the others are still in it; join again"):
+        with pytest.raises(LinkError, match="interrupted in this process, and the others still wait in it; join again"):
             rank.step(Whole(BATCHES[2]))
         link.hub.kill(link.rank)
         return rank.run.num_steps

@@ -73,7 +73,7 @@ def test_everyone_has_rank_0s(size):
             model.edges = adjacency(5, 0)  # none at all
         engine = type("Engine", (), {"local_place": (0, 1)})
         kept = model.edges
-        buffer_broadcast.spread_sparse(model, engine, Control(memory.Members(link)))
+        buffer_broadcast.broadcast_sparse(model, engine, Control(memory.Members(link)))
         assert model.edges is kept
         return model
 

@@ -277,7 +277,9 @@ def test_own_buffers_are_reported_once():
     assert not torch.equal(first["codes"], second["codes"])
     assert not others
     assert len(said) == 1
-    assert re.search(r"forward changes 'codes' by the samples.*buffers='broadcast'.*DistributedDataParallel", said[0])
+    assert re.search(
+        r"forward changes 'codes' based on the samples.*buffers='broadcast'.*DistributedDataParallel", said[0]
+    )
 
 
 def test_own_buffers_of_replicas_and_micro_batches_are_reported_once():

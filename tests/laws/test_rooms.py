@@ -223,7 +223,7 @@ OURS = {
         "admission",
     ),
     *("update", "tally", "detector", "members", "view", "relay", "local_group"),
-    *("membership", "saver", "joiner", "activity", "limits", "balance", "cursor"),
+    *("membership", "saver", "joiner", "activity", "limits", "balance", "cursor", "change"),
 }
 
 

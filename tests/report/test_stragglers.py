@@ -94,7 +94,7 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
     watch.stragglers.balanced = True
     watch.run(15, (0.2, 0.5), step_s=0.1)
     assert watch.found() == []
-    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(15, (8, 8), (12, 4), (40.0, 16.0))
     watch.run(20, (0.3, 0.3), step_s=1.0)
     (told,) = watch.found()
     assert (told["old"], told["new"]) == ([8, 8], [12, 4])
@@ -103,16 +103,16 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
 
 def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
     watch.run(5, (0.2, 0.2), step_s=0.1)
-    watch.stragglers.dealt(5, (8, 8), (9, 7), (40.0, 35.0))
-    watch.stragglers.dealt(6, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(5, (8, 8), (9, 7), (40.0, 35.0))
+    watch.stragglers.on_assignment(6, (8, 8), (12, 4), (40.0, 16.0))
     watch.stragglers.close()
     assert [(told["node"], told["new"]) for told in watch.found()] == [(1, [12, 4])]
 
 
 def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
-    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(15, (8, 8), (12, 4), (40.0, 16.0))
     watch.run(40, (0.3, 0.1), rows=(12, 4))
-    watch.stragglers.dealt(40, (12, 4), (8, 8), (40.0, 40.0))
+    watch.stragglers.on_assignment(40, (12, 4), (8, 8), (40.0, 40.0))
     watch.stragglers.close()
     assert [told["node"] for told in watch.found()] == [1]
 

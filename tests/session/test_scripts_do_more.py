@@ -214,7 +214,7 @@ def test_a_layer_that_owes_does_not_become_factors():
         rank.step(Whole(rows(150, 0)))
         before = rank.exchange.forms()[index], index in owed(rank)
         choice.total, choice.most = [24] * len(choice.buckets), [12] * len(choice.buckets)
-        rank.exchange.dealt(0.5)
+        rank.exchange.on_assignment(0.5)
         return before, rank.exchange.forms()[index]
 
     assert ranks.run(2, work) == [(("dense", True), "dense")] * 2
@@ -240,7 +240,7 @@ def test_a_cache_of_another_size_is_each_nodes_own_unless_it_is_saved():
             rank.model.cache = torch.full((3 + link.rank,), 1.0 * link.rank)
             rank.model.still = torch.full((2,), 1.0 + link.rank)
             try:
-                buffer_broadcast.spread(rank.model, rank.engine, rank.control)
+                buffer_broadcast.broadcast_buffers(rank.model, rank.engine, rank.control)
             except ValueError as error:
                 found.append(str(error))
             else:

@@ -77,7 +77,9 @@ def owes(memories: Sequence[Any]) -> bool:
     return any(bool(tensor.any()) for tensor in tensors.values())
 
 
-def deal(codec: Codec, memories: Sequence[dict[int, Any]], node: int, num_nodes: int, device: torch.device) -> Any:
+def redistribute(
+    codec: Codec, memories: Sequence[dict[int, Any]], node: int, num_nodes: int, device: torch.device
+) -> Any:
     """This node's part, by spec."""
     return {
         index: mapped(

@@ -81,7 +81,7 @@ def restore(run: RunState, kept: Checkpoint) -> None:
     if run.balance and run.balance.allows(shares):
         run.assignment = dataclasses.replace(run.assignment, shares=shares)
     run.control.broadcast(run.engine.weights)
-    buffer_broadcast.spread(job.model, run.engine, run.control)
+    buffer_broadcast.broadcast_buffers(job.model, run.engine, run.control)
 
 
 def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _exchange(run: RunState, said: dict[str, Any]) -> dict[str, Any]:
         exchange.pop("owing", None)
     if alike and remembered[0] and exchange:
         device = run.engine.weights[0].device
-        exchange["memory"] = codec_state.deal(run.codec, remembered, world.node, world.num_nodes, device)
+        exchange["memory"] = codec_state.redistribute(run.codec, remembered, world.node, world.num_nodes, device)
     return exchange
 
 

@@ -45,7 +45,7 @@ class Saver:
         run, begin = self.run, time.perf_counter()
         run.settle()
         average(run)
-        buffer_broadcast.spread(run.job.model, run.engine, run.control)
+        buffer_broadcast.broadcast_buffers(run.job.model, run.engine, run.control)
         state = run_state.state(run)
         return alone(run.control, lambda: run.leader, lambda: self._put(folder, state, wait, begin))
 

@@ -19,12 +19,12 @@ Indices = NDArray[np.int64]
 
 
 @lru_cache(maxsize=1024)
-def deal(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+def apportion(count: int, shares: tuple[float, ...]) -> tuple[int, ...]:
     """``count`` rows among nodes in proportion to ``shares``, to within a row: what is left over goes to the largest
     remainders, and among equals to the lowest ranks.
 
     *Laws*: no row is lost; a larger share has no fewer rows; a share of 0 has none; shares that are themselves rows
-    of ``count`` are dealt as they are. The same on every machine: nothing is rounded on the way.
+    of ``count`` are assigned as they are. The same on every machine: nothing is rounded on the way.
     """
     total = sum(map(Fraction, shares))
     if not total > 0:
@@ -42,8 +42,8 @@ class Assignment:
     """One process's place: a node among nodes, with their shares of the work, and a part of the node's rows.
 
     ``shares``: numbers that the nodes' rows are in proportion to; None: all alike. ``virtual``: so many shares of the
-    batch, always cut alike, are dealt whole; 0: it is dealt row by row. ``least``: rows that nobody has fewer of, but
-    none, in a batch of less than ``whole``: batch norm may have nothing to normalise in one.
+    batch, always cut alike, are assigned whole; 0: it is assigned row by row. ``least``: in a batch of less than
+    ``whole`` rows, no process has fewer than these, except none: batch norm may have nothing to normalise in one row.
     """
 
     node: int = 0
@@ -57,31 +57,31 @@ class Assignment:
 
     def rows(self, count: int) -> range:
         """The rows of a batch of ``count`` that are this process's: contiguous, disjoint, complete, in rank order."""
-        nodes = self.dealt(count)
+        nodes = self.rows_per_node(count)
         start, size = sum(nodes[: self.node]), nodes[self.node]
         parts = max(1, min(self.local_size, size // self.least)) if count < self.whole else self.local_size
         first, last = (start + min(rank, parts) * size // parts for rank in (self.local_rank, self.local_rank + 1))
         return range(first, last)
 
-    def dealt(self, count: int) -> tuple[int, ...]:
+    def rows_per_node(self, count: int) -> tuple[int, ...]:
         """How many of them each node has."""
         if not self.virtual:
             return self._enough(count)
-        cut = deal(count, (1,) * self.virtual)
+        cut = apportion(count, (1,) * self.virtual)
         return tuple(sum(cut[first:last]) for first, last in self._spans())
 
     def _enough(self, count: int) -> tuple[int, ...]:
-        """Dealt to as many of the nodes, the largest shares first, as have ``least`` rows then."""
+        """Assigned to as many of the nodes, the largest shares first, as have ``least`` rows then."""
         shares = self._shares
         if count >= self.whole or self.least == 1:
-            return deal(count, shares)
+            return apportion(count, shares)
         order = sorted(range(self.num_nodes), key=lambda node: (-shares[node], node))
         for number in range(self.num_nodes, 0, -1):
             those = set(order[:number])
-            dealt = deal(count, tuple(share if node in those else 0 for node, share in enumerate(shares)))
-            if not any(0 < rows < self.least for rows in dealt):
+            rows = apportion(count, tuple(share if node in those else 0 for node, share in enumerate(shares)))
+            if not any(0 < each < self.least for each in rows):
                 break
-        return dealt
+        return rows
 
     @property
     def span(self) -> tuple[int, int]:
@@ -93,7 +93,7 @@ class Assignment:
         return self.shares or (1,) * self.num_nodes
 
     def _spans(self) -> list[tuple[int, int]]:
-        ends = list(accumulate(deal(self.virtual, self._shares)))
+        ends = list(accumulate(apportion(self.virtual, self._shares)))
         return list(zip([0, *ends], ends, strict=False))
 
 

@@ -1,14 +1,14 @@
 """Admission of a joining node between two steps, by the members of the run.
 
-    it asks                 the leader, at its own meeting point, and is told where training is
-    meanwhile               it is given a copy of the weights, and every update since, until it is level
-    a vote                  says to all that somebody waits, and in which generation it is to be a member
-    before the next step    all meet, the new one as the last rank; the leader gives it the rest
-    that step               is everyone's
+    request                 the node asks the leader, at the leader's store, for the position of the training
+    meanwhile               it receives a copy of the weights, and every update since, until it has caught up
+    a vote                  tells all members that nodes wait, and in which generation they become members
+    before the next step    all rendezvous, the new node as the last rank; the leader sends it the remaining state
+    that step               is computed by all
     below the minimum       no step is taken before joining nodes are enough (`below_minimum`)
 
-*Laws*: who has another script, model or version, or is here already, is refused by name, and nobody stands still for
-it; who dies while it is taken in costs the others a step at most.
+*Invariants*: a node with another script, model or version, or one that is a member already, is refused with the reason,
+and training does not stop for it; a node that fails while it is admitted costs the others one step at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.contract import GlobalBatch
 from paceline.elastic import state_transfer
-from paceline.elastic.below_minimum import Door, enough, wait
+from paceline.elastic.below_minimum import Waiter, enough, wait
 from paceline.elastic.catch_up import CatchUp
 from paceline.elastic.consistency import unlike
 from paceline.environment import wait_s
@@ -32,72 +32,69 @@ from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
 from paceline.transport import JoinDesk, Joiner, ViewChange
 
-MAX_VAIN = 2  # times that all meet to take the same one in
-IN_VAIN = f"all met to take it in, {MAX_VAIN} times, and it did not come; look at the network, and start it again"
-SELDOM = "its exchange does not agree on every step, and takes nobody in between"
-OWN = "the script that trains deals its rows itself, and only pace.batches can deal them to another node"
+MAX_ATTEMPTS = 2  # rendezvous to admit the same node
+ATTEMPTS_FAILED = f"all members waited for it at {MAX_ATTEMPTS} rendezvous, in vain; look at the network and restart it"
+SELDOM = "its exchange does not synchronise on every step, so it admits no joining node"
+OWN_ROWS = "the script assigns its own rows to processes; only pace.batches can assign rows to a joining node"
 
 
-class Admission(StepObserver, Door):
-    """Of every process of every member. ``said``: what `consistency.digests` says of this one.
-
-    ``ends``, ``gives_up``: end the training after a signal, or for now, all kept. Both raise.
-    """
+class Admission(StepObserver, Waiter):
+    """Of every process of every member. ``digests``: those of this process's job (`consistency.digests`). ``ends``:
+    ends the training after a signal; ``gives_up``: saves it, to be resumed later. Both raise."""
 
     def __init__(
-        self, run: RunState, said: dict[str, str], ends: Callable[[int], None], gives_up: Callable[[str], None]
+        self, run: RunState, digests: dict[str, str], ends: Callable[[int], None], gives_up: Callable[[str], None]
     ):
-        self.run, self.said, self._ends, self._gives_up = run, said, ends, gives_up
-        self.came: tuple[Joiner, ...] = ()  # by the last change of members
+        self.run, self.digests, self._ends, self._gives_up = run, digests, ends, gives_up
+        self.joined: tuple[Joiner, ...] = ()  # at the last membership change
         self._ready: list[Joiner] = []
-        self._flags = 0, False  # of its vote: when those are admitted who are ready; whether somebody is given state
+        self._flags = 0, False  # of its vote: the generation that admits the ready nodes; whether state is streamed
         self._answered: dict[str, int] = {}
-        self._following: dict[str, CatchUp] = {}  # in the process that leads
-        self._vain: dict[str, int] = {}
+        self._catch_ups: dict[str, CatchUp] = {}  # in the leader
+        self._failed_attempts: dict[str, int] = {}
         self._began = -1
-        self._refuses = ""  # why nobody can come
-        self._missing: list[str] = []  # hosts that were lost, and have not come back
+        self._refuses = ""  # why no node can be admitted
+        self._missing: list[str] = []  # hosts that failed, and have not come back
         self._waits_s = 0.0  # since when, on `time.monotonic`
         self._limit_s = wait_s()
 
     def before(self, batch: GlobalBatch, own: bool) -> None:
         """Every process must call it before each step. ``own``: of a loop of the user's own."""
         run = self.run
-        self._refuses = OWN if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
-        # whoever comes is in the same call of `batches`, so that it ends with the others
+        self._refuses = OWN_ROWS if own or batch.epoch is None else SELDOM if run.exchange.consensus != "step" else ""
+        # a joining node enters the same call of `batches`, so that it ends with the others
         if run.last.vote.join_generation > run.control.generation and run.cursor.began == self._began and not own:
             self.admit()
         self._began = run.cursor.began
-        if self._follows(run.last):
+        if self._streams(run.last):
             self._copy()
         if run.leader:
-            self._look()
-        self._hold()
-        # of a step that is computed again among others, this names a generation that has been
-        self._flags = (run.control.generation + 1 if self._ready else 0, bool(self._following))
+            self._handle_requests()
+        self._wait_for_minimum()
+        # when a step is retried among other members, this names a generation that exists already
+        self._flags = (run.control.generation + 1 if self._ready else 0, bool(self._catch_ups))
 
     def votes(self, vote: Vote) -> None:
         vote.join_generation, vote.state_streaming = self._flags
 
     def again(self, step: int, outcome: StepOutcome) -> None:
-        self._hold()
+        self._wait_for_minimum()
 
-    def note(self, news: ViewChange) -> None:
-        """Other nodes from now on."""
-        self.came = news.joined
-        self._missing += news.lost
-        for joiner in news.joined:
+    def on_view_change(self, change: ViewChange) -> None:
+        self.joined = change.joined
+        self._missing += change.lost
+        for joiner in change.joined:
             if joiner.host in self._missing:
                 self._missing.remove(joiner.host)
 
     # below the minimum
 
-    def _hold(self) -> None:
+    def _wait_for_minimum(self) -> None:
         run = self.run
         if enough(self.num_nodes, self.minimum):
             return
         self._waits_s = time.monotonic()
-        hope = f"{self._who} may come back within {self._limit_s:.0f} s (--wait)"
+        hope = f"{self._missing_names} may come back within {self._limit_s:.0f} s (--wait)"
         text = (
             f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) {'is' if self.num_nodes == 1 else 'are'} "
             f"left at step {run.num_steps}, with everything in memory; {self._refuses or hope}"
@@ -105,12 +102,12 @@ class Admission(StepObserver, Door):
         if run.leader:
             log.warning(text)
         run.record.write("wait", step=run.num_steps, num_nodes=self.num_nodes, minimum=self.minimum, text=text)
-        with run.activity.at(f"waiting for {self._who} to come back"):
+        with run.activity.at(f"waiting for {self._missing_names} to come back"):
             wait(self, run.control, time.sleep)
         run.record.write("waited", step=run.num_steps, seconds=time.monotonic() - self._waits_s)
 
     @property
-    def _who(self) -> str:
+    def _missing_names(self) -> str:
         return ", ".join(self._missing) or "missing nodes"
 
     @property
@@ -121,20 +118,20 @@ class Admission(StepObserver, Door):
     def minimum(self) -> int:  # type: ignore[override]
         return int(self.run.world.min_nodes)
 
-    def look(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         run = self.run
         if run.leader:
-            self._look()
-        # who is level waits for others that nearly are, unless it makes the nodes enough
-        on_the_way = [each for each in self._following.values() if not each.caught_up and not each.diverging]
-        admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not on_the_way)
+            self._handle_requests()
+        # a node that has caught up waits for others that soon will, unless it makes the nodes enough
+        catching_up = [each for each in self._catch_ups.values() if not each.caught_up and not each.diverging]
+        admits = self._ready and (enough(self.num_nodes + len(self._ready), self.minimum) or not catching_up)
         in_vain = bool(self._refuses) or time.monotonic() - self._waits_s > self._limit_s
         return {
             "guests": run.control.generation + 1 if admits else 0,
-            "follows": bool(self._following),
+            "follows": bool(self._catch_ups),
             "stop": run.stop_signal,
             "hung": run.launcher_lost,
-            "over": in_vain and not self._following,
+            "over": in_vain and not self._catch_ups,
         }
 
     def copy(self) -> bool:
@@ -147,22 +144,22 @@ class Admission(StepObserver, Door):
         few = f"{self.num_nodes} of at least {self.minimum} nodes (--nodes) are left"
         if self._refuses:
             self._gives_up(f"{few}: {self._refuses}")
-        self._gives_up(f"{few}: {self._who} did not come back within {self._limit_s:.0f} s (--wait)")
+        self._gives_up(f"{few}: {self._missing_names} did not come back within {self._limit_s:.0f} s (--wait)")
 
     def begin_again(self) -> None:
-        """What those who follow were given is of another state: they are given all of it anew."""
-        for following in self._following.values():
-            following.end(False)
-        self._following = {}
+        """The state sent so far is another one: each joining node receives all of it again."""
+        for catch_up in self._catch_ups.values():
+            catch_up.end(False)
+        self._catch_ups = {}
 
-    def _follows(self, outcome: StepOutcome) -> bool:
-        """Known to every process of the node that leads."""
+    def _streams(self, outcome: StepOutcome) -> bool:
+        """Known to every process of the leader's node."""
         return outcome.vote.state_streaming and self.run.world.node == 0
 
     def _copy(self) -> bool:
-        """The next part for each who follows, as soon as there is a place for it. Whether there was any."""
+        """Copies the next part for each joining node that has a free buffer. Whether there was any."""
         run = self.run
-        takers = [each for each in self._following.values() if each.placed]
+        takers = [each for each in self._catch_ups.values() if each.has_buffer]
         wanted = json.dumps([each.next for each in takers]).encode()
         parts = json.loads(bytes(run.control.node_broadcast(wanted)))
         for i, rows in enumerate(parts):
@@ -171,58 +168,59 @@ class Admission(StepObserver, Door):
                 takers[i].part(part)
         return bool(parts)
 
-    def _look(self) -> None:
+    def _handle_requests(self) -> None:
         desk = self.run.members.join_desk
-        asked = desk.waiting() if desk else {}
+        requests = desk.waiting() if desk else {}
         self._ready = []
-        self._answered = {name: turn for name, turn in self._answered.items() if name in asked}
-        for name in self._following.keys() - asked.keys():
-            self._following.pop(name).stop()
-        for name, said in asked.items():
-            if self._answered.get(name) != said["turn"]:
+        self._answered = {name: turn for name, turn in self._answered.items() if name in requests}
+        for name in self._catch_ups.keys() - requests.keys():
+            self._catch_ups.pop(name).stop()
+        for name, request in requests.items():
+            if self._answered.get(name) != request["turn"]:
                 assert desk
                 try:
-                    told = self._answer(desk, name, said)
+                    response = self._answer(desk, name, request)
                 except (LookupError, TypeError):
-                    told = {"refused": "it asks as another version of paceline does; install the same on every node"}
-                if told is not None:
-                    desk.answer(name, told)
-                    self._answered[name] = said["turn"]
+                    response = {"refused": "it runs another version of paceline; install the same on every node"}
+                if response is not None:
+                    desk.answer(name, response)
+                    self._answered[name] = request["turn"]
 
-    def _answer(self, desk: JoinDesk, name: str, said: dict[str, Any]) -> dict[str, Any] | None:
-        """None for whom the answer is to be taken in, which is still to come."""
+    def _answer(self, desk: JoinDesk, name: str, request: dict[str, Any]) -> dict[str, Any] | None:
+        """None for a node that will be admitted: the rendezvous is its response."""
         run = self.run
-        if why := self._refuses or self._refusal(said):
-            log.warning(f"{said['host']} asked to join and was refused: {why}")
+        if why := self._refuses or self._refusal(request):
+            log.warning(f"{request['host']} asked to join and was refused: {why}")
             return {"refused": why}
-        in_vain = self._vain.get(name, 0) >= MAX_VAIN
-        if in_vain or "began" not in said:
-            if lost := self._following.pop(name, None):
-                lost.stop()  # the line on which it was given a part is no more, or not to be used
+        in_vain = self._failed_attempts.get(name, 0) >= MAX_ATTEMPTS
+        if in_vain or "began" not in request:
+            if old := self._catch_ups.pop(name, None):
+                old.stop()  # its connection has closed, or is not to be used
             position = [run.cursor.epoch, run.cursor.next_step, run.cursor.began]
-            return {"refused": IN_VAIN} if in_vain else {"position": position}
-        if said["began"] < run.cursor.began:
+            return {"refused": ATTEMPTS_FAILED} if in_vain else {"position": position}
+        if request["began"] < run.cursor.began:
             return {"over": True}
-        if said["began"] > run.cursor.began:
+        if request["began"] > run.cursor.began:
             return None
-        if why := unlike(run.cursor.facts, [said["data"]]):
+        if why := unlike(run.cursor.facts, [request["data"]]):
             return {"refused": why}
-        if name not in self._following:
-            self._following[name] = CatchUp(run, desk, name)
-        following = self._following[name]
-        if following.broken:
-            return None  # it hears of it, and asks anew
-        if following.lost:
-            self._following.pop(name).stop()
-            return {"refused": following.lost}
-        if not following.caught_up and not following.diverging:
+        if name not in self._catch_ups:
+            self._catch_ups[name] = CatchUp(run, desk, name)
+        catch_up = self._catch_ups[name]
+        if catch_up.broken:
+            return None  # the node notices that, and sends another request
+        if catch_up.failed:
+            self._catch_ups.pop(name).stop()
+            return {"refused": catch_up.failed}
+        if not catch_up.caught_up and not catch_up.diverging:
             return None
-        self._ready.append(Joiner(name, said["host"], said["size"], said["least"], said["most"], said["turn"]))
+        least, most = request["least"], request["most"]
+        self._ready.append(Joiner(name, request["host"], request["size"], least, most, request["turn"]))
         return None
 
     def applies(self, outcome: StepOutcome, rule: UpdateRule) -> Callable[[], None]:
-        applied = [following.before(outcome, rule) for following in self._following.values()]
-        if self._follows(outcome):
+        applied = [each.before_update(outcome, rule) for each in self._catch_ups.values()]
+        if self._streams(outcome):
             self.run.control.node_broadcast(b"")  # no process's update changes sums that are not copied yet
 
         def all_applied() -> None:
@@ -231,8 +229,8 @@ class Admission(StepObserver, Door):
 
         return all_applied
 
-    def _refusal(self, said: dict[str, Any]) -> str:
-        mine, its = self.said, said["said"]
+    def _refusal(self, request: dict[str, Any]) -> str:
+        mine, its = self.digests, request["said"]
         if different := [name for name in mine if its.get(name) != mine[name]]:
             return (
                 f"it was given different {', '.join(different)}; start it with the same script, arguments, data and "
@@ -241,37 +239,37 @@ class Admission(StepObserver, Door):
         most = os.environ.get("PACELINE_NODES", "").partition(":")[2]
         num_nodes = self.run.world.num_nodes + len(self._ready)
         if most and num_nodes >= int(most):
-            return f"{num_nodes} nodes train, or are about to, and there are to be at most {most} (--nodes)"
+            return f"{num_nodes} nodes train, or are about to; at most {most} are allowed (--nodes)"
         return ""
 
-    def _meet(self) -> tuple[Joiner, ...]:
-        self.came = ()
+    def _admit_ready(self) -> tuple[Joiner, ...]:
+        self.joined = ()
         self.run.control.admit(self._ready)
-        return self.came
+        return self.joined
 
     def admit(self) -> None:
         run, begin = self.run, time.perf_counter()
-        came = self._meet()
-        for joiner in self._ready if not came else ():
-            self._vain[joiner.name] = self._vain.get(joiner.name, 0) + 1
-        if not came or run.world.node:
+        joined = self._admit_ready()
+        for joiner in self._ready if not joined else ():
+            self._failed_attempts[joiner.name] = self._failed_attempts.get(joiner.name, 0) + 1
+        if not joined or run.world.node:
             return
-        following = {joiner.name: self._following.pop(joiner.name, None) for joiner in came}
-        level = {name: each is not None and each.end(not each.diverging) for name, each in following.items()}
-        all_level = b"level" if all(level.values()) else b""
-        rest = state_transfer.small_state(run)
-        large = {} if run.control.node_broadcast(all_level) else state_transfer.full_state(run)
+        catch_ups = {joiner.name: self._catch_ups.pop(joiner.name, None) for joiner in joined}
+        caught_up = {name: each is not None and each.end(not each.diverging) for name, each in catch_ups.items()}
+        all_caught_up = b"level" if all(caught_up.values()) else b""
+        small = state_transfer.small_state(run)
+        large = {} if run.control.node_broadcast(all_caught_up) else state_transfer.full_state(run)
         if not run.leader:
             return
-        for joiner in came:
-            message = state_transfer.Message(rest if level[joiner.name] else {**large, **rest})
-            ahead = following[joiner.name]
+        for joiner in joined:
+            message = state_transfer.Message(small if caught_up[joiner.name] else {**large, **small})
+            ahead = catch_ups[joiner.name]
             try:
                 assert run.members.join_desk
-                line = (ahead and ahead.line) or run.members.join_desk.line(joiner.name)
-                line.hurry()
-                line.send(message.parts(), message.num_bytes)
-            except LinkError as error:  # the next operation finds out, as for any other member
+                channel = (ahead and ahead.channel) or run.members.join_desk.channel(joiner.name)
+                channel.hurry()
+                channel.send(message.parts(), message.num_bytes)
+            except LinkError as error:  # the next operation detects the failure, as for any other member
                 log.warning(f"{joiner.host}: {error}")
             run.record.write(
                 "welcome",

@@ -1,14 +1,14 @@
 """Below the minimum of nodes, survivors keep everything in memory and take no step, until joining nodes are enough.
 
-    round by round   every process says what it knows (a signal, time is over), the leader also who is to be admitted
-    state transfer   goes on beside the rounds, at full speed: nothing else is sent
-    admission        as between two steps (`admission`): as soon as the nodes are enough then, or all who come are level
+    round by round   every process reports a signal, or that time is over, and the leader which nodes are to be admitted
+    state transfer   continues beside the rounds, at full speed: nothing else is sent
+    admission        as between two steps (`admission`): once the nodes are enough with the joining ones, or all joining
+                     nodes have caught up
     the end          enough nodes: the step is computed. A signal: all save, and end. Time is over: likewise, with
                      RESUME_CODE
 
-Each round is an operation among all (`elastic.fault_tolerant`), so more failures meanwhile leave
-fewer to wait.
-*Laws*: all leave in the same round, for the same reason; no step is taken below the minimum.
+Each round is an operation among all (`elastic.fault_tolerant`), so the survivors of a further failure continue to wait.
+*Invariants*: all leave in the same round, for the same reason; no step is taken below the minimum.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from paceline.elastic.quorum import Found, QuorumVerdict, decide
+from paceline.elastic.quorum import MemberStatus, QuorumVerdict, decide
 from paceline.launch.signals import HANGUP
 from paceline.transport import Control
 
 POLL_S = 0.1  # between two rounds in which there is nothing to do
-SHORT_S = 0.005  # while state is being sent
+SHORT_POLL_S = 0.005  # while state is being sent
 
 
-class Door:
-    """What those who wait do besides waiting. ``minimum``: of nodes that train."""
+class Waiter:
+    """What a process does in each round while it waits. ``minimum``: of nodes that train."""
 
     minimum = 1
 
@@ -34,43 +34,43 @@ class Door:
     def num_nodes(self) -> int:
         raise NotImplementedError
 
-    def look(self) -> dict[str, Any]:
-        """This process's word: ``guests``: the generation in which somebody is to be admitted, 0 for none; ``follows``:
-        state is being sent; ``stop``: a signal that came; ``hung``: the launcher has hung up; ``over``: it has waited
-        for long enough."""
+    def report(self) -> dict[str, Any]:
+        """This process's report: ``guests``: the generation in which nodes are to be admitted, 0 for none; ``follows``:
+        state is being sent; ``stop``: a signal received; ``hung``: the connection to the launcher has closed; ``over``:
+        it has waited long enough."""
         raise NotImplementedError
 
     def copy(self) -> bool:
-        """Where the leader's node is: the next part of the state, where there is a place for it."""
+        """On the leader's node: copies the next part of the state into a free buffer, if there is one."""
         raise NotImplementedError
 
     def admit(self) -> None:
         raise NotImplementedError
 
     def end(self, number: int) -> None:
-        """All do it: after signal ``number``, or 0 where time is over. Raises."""
+        """Called in all processes: after signal ``number``, or 0 if time is over. Raises."""
         raise NotImplementedError
 
 
 def enough(num_nodes: int, minimum: int) -> bool:
-    """Whether so many, who know of nobody else, may train."""
-    return decide([Found.CAME] * num_nodes, minimum).verdict is QuorumVerdict.GO_ON
+    """Whether so many nodes may train, if no other may be alive."""
+    return decide([MemberStatus.PRESENT] * num_nodes, minimum).verdict is QuorumVerdict.CONTINUE
 
 
-def wait(door: Door, control: Control, pause: Callable[[float], None]) -> None:
-    """Until there are enough. Every process of every member must call it. Raises what `Door.end` raises."""
-    while not enough(door.num_nodes, door.minimum):
-        said = [json.loads(words) for words in control.all_gather(json.dumps(door.look()).encode())]
-        leader = said[0]
-        if stop := max(each["stop"] for each in said):
-            door.end(stop)
-        if all(each["hung"] for each in said):
-            door.end(HANGUP)
+def wait(waiter: Waiter, control: Control, pause: Callable[[float], None]) -> None:
+    """Until there are enough. Every process of every member must call it. Raises what `Waiter.end` raises."""
+    while not enough(waiter.num_nodes, waiter.minimum):
+        reports = [json.loads(text) for text in control.all_gather(json.dumps(waiter.report()).encode())]
+        leader = reports[0]
+        if stop := max(each["stop"] for each in reports):
+            waiter.end(stop)
+        if all(each["hung"] for each in reports):
+            waiter.end(HANGUP)
         if leader["over"]:
-            door.end(0)
-        copied = leader["follows"] and door.copy()
-        # a leader that was lost while it said so names a generation that has been
+            waiter.end(0)
+        copied = leader["follows"] and waiter.copy()
+        # the report of a leader that has failed since names a generation that exists already
         if leader["guests"] > control.generation:
-            door.admit()
+            waiter.admit()
         elif not copied:
-            pause(SHORT_S if leader["follows"] else POLL_S)
+            pause(SHORT_POLL_S if leader["follows"] else POLL_S)

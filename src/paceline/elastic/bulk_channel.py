@@ -1,12 +1,12 @@
 """Bulk channel from a member to a joining node: large messages on a connection of its own, beside training.
 
-    hatch -> joiner:  magic, version, nonce            as at the meeting point
-    joiner -> hatch:  magic, version, nonce, proof
-    hatch -> joiner:  proof, or REFUSED
-    then each way:   length, bytes, seal; a message is its length, and as many parts as it takes
+    server -> joiner:  magic, version, nonce            as at the rendezvous
+    joiner -> server:  magic, version, nonce, MAC
+    server -> joiner:  MAC, or REFUSED
+    then each way:     length, bytes, MAC; a message is its length, and as many parts as it takes
 
-A seal is HMAC-SHA256 over a part's number and bytes, with a key of this conversation and direction, and is checked
-before the next part is read. Who listens on the wire can read, unless the secret is an `EncryptionKey` one.
+The MAC of a part is HMAC-SHA256 over its number and bytes, with a key of this connection and direction. It is checked
+before the next part is read. The parts are not encrypted, unless the secret is an `EncryptionKey` one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.link.net.framing import alone, closed_on_error
 from paceline.link.net.store_client import NO_RANK_YET, connect
 
 HANDSHAKE_S = 5.0
-STALL_S = 8.0  # in which nothing could be sent, or came: all others may be waiting for who takes it
+STALL_S = 8.0  # without progress, before the other end counts as failed: all members may be waiting for it
 PART_BYTES = 1 << 22
 MAX_STRANGERS = 16
 RETRY_DELAY_S = 0.1  # after an accept that failed
@@ -38,20 +38,20 @@ DOWN, UP = b"bulk from the hatch", b"bulk from the guest"
 
 
 class BulkChannel:
-    """A line whose ends have proved the secret. Raises LinkError where the other end is gone, or is another's."""
+    """An authenticated connection. Raises LinkError where the other end has failed, or a MAC is wrong."""
 
-    def __init__(self, line: socket.socket, secret: bytes, rank: int, nonces: bytes, directions: tuple[bytes, bytes]):
-        self._line = line
-        self._says, self._hears = (mac(secret, each, rank, nonces) for each in directions)
-        veils = (mac(secret, b"veil of " + each, rank, nonces) for each in directions)
-        self._hides, self._shows = (StreamCipher(secret, key) for key in veils)
-        self._num_said = self._num_heard = 0
-        self._hurries_s = math.inf
-        line.settimeout(STALL_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connection: socket.socket, secret: bytes, rank: int, nonces: bytes, labels: tuple[bytes, bytes]):
+        self._connection = connection
+        self._send_key, self._receive_key = (mac(secret, each, rank, nonces) for each in labels)
+        keys = (mac(secret, b"veil of " + each, rank, nonces) for each in labels)
+        self._send_cipher, self._receive_cipher = (StreamCipher(secret, key) for key in keys)
+        self._num_sent = self._num_received = 0
+        self._deadline_from_s = math.inf
+        connection.settimeout(STALL_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, parts: Iterable[bytes | memoryview], num_bytes: int) -> None:
-        """One message, of which no more than a part is in memory twice."""
+        """One message, of which at most a part is in memory twice."""
         try:
             self._put(NUMBER.pack(num_bytes))
             for part in parts:
@@ -71,64 +71,64 @@ class BulkChannel:
         return message
 
     def waits(self, limit_s: float) -> bool:
-        """Whether something comes within so long."""
-        eyes = select.poll()  # `select.select` knows no file above 1,023
-        eyes.register(self._line, select.POLLIN)
-        return bool(eyes.poll(1e3 * limit_s))
+        """Whether data arrives within so many seconds."""
+        poll = select.poll()  # `select.select` takes no file descriptor above 1,023
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(1e3 * limit_s))
 
     def hurry(self) -> None:
-        """From now on a part that takes longer than STALL_S is too much."""
-        self._hurries_s = time.monotonic()
+        """From now on a part that takes longer than STALL_S to send is an error."""
+        self._deadline_from_s = time.monotonic()
 
     def _push(self, part: bytes | memoryview) -> None:
         begin, view = time.monotonic(), memoryview(part)
         while view:
-            view = view[self._line.send(view) :]  # a deadline for each: a slow wire is not a broken one
-            if time.monotonic() - max(begin, self._hurries_s) > STALL_S:
-                raise TimeoutError("it takes what it is given too slowly")
+            view = view[self._connection.send(view) :]  # a deadline for each call: a slow network is no failure
+            if time.monotonic() - max(begin, self._deadline_from_s) > STALL_S:
+                raise TimeoutError("it receives its state too slowly")
 
     def _put(self, part: bytes | memoryview) -> None:
-        if self._hides.hides:
-            part = self._hides.hide(part, self._num_said)
-        for each in (LENGTH.pack(len(part)), part, self._seal(self._says, self._num_said, part)):
+        if self._send_cipher.hides:
+            part = self._send_cipher.hide(part, self._num_sent)
+        for each in (LENGTH.pack(len(part)), part, self._mac(self._send_key, self._num_sent, part)):
             self._push(each)
-        self._num_said += 1
+        self._num_sent += 1
 
     def _take(self, into: bytearray | memoryview) -> memoryview:
-        (length,) = LENGTH.unpack(exactly(self._line, LENGTH.size))
-        view, more = memoryview(into), TAG if self._shows.hides else 0
-        if not more <= length <= len(view) + more:
-            raise ValueError(f"a part of {length} bytes, where {len(view)} were to come")
-        heard, at = memoryview(bytearray(length)) if more else view[:length], 0
+        (length,) = LENGTH.unpack(exactly(self._connection, LENGTH.size))
+        view, tag = memoryview(into), TAG if self._receive_cipher.hides else 0
+        if not tag <= length <= len(view) + tag:
+            raise ValueError(f"a part of {length} bytes, where {len(view)} were expected")
+        received, at = memoryview(bytearray(length)) if tag else view[:length], 0
         while at < length:
-            count = self._line.recv_into(heard[at:])
+            count = self._connection.recv_into(received[at:])
             if not count:
-                raise ConnectionResetError("it hung up")
+                raise ConnectionResetError("it closed the connection")
             at += count
-        if not same(exactly(self._line, SIZE), self._seal(self._hears, self._num_heard, heard)):
-            raise ValueError("a part with a wrong seal")
-        if more:
-            view[: length - more] = self._shows.show(heard, self._num_heard)
-        self._num_heard += 1
-        return view[: length - more]
+        if not same(exactly(self._connection, SIZE), self._mac(self._receive_key, self._num_received, received)):
+            raise ValueError("a part with a wrong MAC")
+        if tag:
+            view[: length - tag] = self._receive_cipher.show(received, self._num_received)
+        self._num_received += 1
+        return view[: length - tag]
 
     @staticmethod
-    def _seal(key: bytes, number: int, part: bytes | memoryview) -> bytes:
-        seal = hmac.new(key, NUMBER.pack(number), hashlib.sha256)
-        seal.update(part)
-        return seal.digest()
+    def _mac(key: bytes, number: int, part: bytes | memoryview) -> bytes:
+        code = hmac.new(key, NUMBER.pack(number), hashlib.sha256)
+        code.update(part)
+        return code.digest()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # whoever sends in another thread hears of it
-            self._line.shutdown(socket.SHUT_RDWR)
-        self._line.close()
+        with contextlib.suppress(OSError):  # ends a send in another thread
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
 
 
 class BulkServer:
-    """Listens on one address. ``here``: the lines of those who have proved the secret, by their names.
+    """Listens on one address. ``channels``: those of authenticated joining nodes, by their names.
 
-    *Laws*: a stranger has HANDSHAKE_S for each of a few bytes, and there are never more than MAX_STRANGERS of them: the
-    oldest goes.
+    *Invariants*: an unauthenticated connection has HANDSHAKE_S for each of a few bytes. There are never more than
+    MAX_STRANGERS of them: the oldest is closed.
     """
 
     def __init__(self, address: str, secret: bytes):
@@ -136,16 +136,16 @@ class BulkServer:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._server = alone(socket.create_server((address, 0), family=family, backlog=MAX_STRANGERS))
         self.address, self.port = self._server.getsockname()[:2]
-        self.here: dict[str, BulkChannel] = {}
+        self.channels: dict[str, BulkChannel] = {}
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="paceline hatch", daemon=True).start()
+        threading.Thread(target=self._run, name="paceline bulk", daemon=True).start()
 
     def _run(self) -> None:
         while not self._closed:
             try:
-                line, _ = self._server.accept()
-            except OSError:  # it was closed; or too many files are open, which passes
+                connection, _ = self._server.accept()
+            except OSError:  # the server was closed; or too many files are open, which passes
                 time.sleep(RETRY_DELAY_S)
             else:
                 with self._lock:
@@ -154,71 +154,71 @@ class BulkServer:
                         del self._strangers[oldest]
                         with contextlib.suppress(OSError):
                             oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-                    self._strangers[alone(line)] = None
-                threading.Thread(target=self._admit, args=(line,), name="paceline hatch", daemon=True).start()
+                    self._strangers[alone(connection)] = None
+                threading.Thread(target=self._admit, args=(connection,), name="paceline bulk", daemon=True).start()
 
-    def _admit(self, line: socket.socket) -> None:
+    def _admit(self, connection: socket.socket) -> None:
         try:
-            name, bulk = self._hear(line)
+            name, bulk = self._authenticate(connection)
         except (OSError, ValueError, LinkError):
-            line.close()
+            connection.close()
         else:
-            with self._lock:  # by another line it is here anew
-                before = self.here.get(name)
+            with self._lock:  # a new connection replaces the one before
+                previous = self.channels.get(name)
                 if not self._closed:
-                    self.here[name] = bulk
-            for gone in (before, bulk if self._closed else None):
-                if gone is not None:
-                    gone.close()
+                    self.channels[name] = bulk
+            for old in (previous, bulk if self._closed else None):
+                if old is not None:
+                    old.close()
         finally:
             with self._lock:
-                self._strangers.pop(line, None)
+                self._strangers.pop(connection, None)
 
-    def _hear(self, line: socket.socket) -> tuple[str, BulkChannel]:
-        line.settimeout(HANDSHAKE_S)
+    def _authenticate(self, connection: socket.socket) -> tuple[str, BulkChannel]:
+        connection.settimeout(HANDSHAKE_S)
         nonce = secrets.token_bytes(SIZE)
-        line.sendall(HEADER + nonce)
-        header, rank, other, proof = HELLO.unpack(exactly(line, HELLO.size))
-        nonces = nonce + other
+        connection.sendall(HEADER + nonce)
+        header, rank, its_nonce, proof = HELLO.unpack(exactly(connection, HELLO.size))
+        nonces = nonce + its_nonce
         if header != HEADER or not same(proof, mac(self._secret, GUEST, rank, nonces)):
-            line.sendall(REFUSED)
-            raise ValueError("a stranger")
-        line.sendall(mac(self._secret, SERVER, rank, nonces))
-        bulk = BulkChannel(line, self._secret, rank, nonces, (DOWN, UP))
+            connection.sendall(REFUSED)
+            raise ValueError("it did not authenticate")
+        connection.sendall(mac(self._secret, SERVER, rank, nonces))
+        bulk = BulkChannel(connection, self._secret, rank, nonces, (DOWN, UP))
         return bulk.receive().decode(), bulk
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        with contextlib.suppress(OSError):  # wakes whoever waits in accept
+        with contextlib.suppress(OSError):  # wakes the thread in accept
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         with self._lock:
-            here = list(self.here.values())
-        for bulk in here:
+            channels = list(self.channels.values())
+        for bulk in channels:
             bulk.close()
 
 
-def reach(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
-    """The joiner's end, under its name. Raises LinkError."""
+def connect_bulk(address: str, port: int, secret: bytes, name: str) -> BulkChannel:
+    """The joining node's end, under its name. Raises LinkError."""
     try:
-        line = connect(address, port, HANDSHAKE_S)
-        with closed_on_error(line):
-            return _greet(line, secret, name)
+        connection = connect(address, port, HANDSHAKE_S)
+        with closed_on_error(connection):
+            return _handshake(connection, secret, name)
     except OSError as error:
         raise LinkError(f"the node at {address}:{port} that was to send its state has failed ({error})") from error
 
 
-def _greet(line: socket.socket, secret: bytes, name: str) -> BulkChannel:
-    line.settimeout(HANDSHAKE_S)
-    header, nonce = exactly(line, len(HEADER)), secrets.token_bytes(SIZE)
+def _handshake(connection: socket.socket, secret: bytes, name: str) -> BulkChannel:
+    connection.settimeout(HANDSHAKE_S)
+    header, nonce = exactly(connection, len(HEADER)), secrets.token_bytes(SIZE)
     if header != HEADER:
-        raise LinkError("what answers there speaks another version of paceline; install the same on every node")
-    nonces = exactly(line, SIZE) + nonce
-    line.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
-    if not same(exactly(line, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
-        raise LinkError("the node that was to give its state did not prove that it belongs to this run")
-    bulk = BulkChannel(line, secret, NO_RANK_YET, nonces, (UP, DOWN))
-    words = name.encode()
-    bulk.send([words], len(words))
+        raise LinkError("the process there runs another version of paceline; install the same on every node")
+    nonces = exactly(connection, SIZE) + nonce
+    connection.sendall(HELLO.pack(HEADER, NO_RANK_YET, nonce, mac(secret, GUEST, NO_RANK_YET, nonces)))
+    if not same(exactly(connection, SIZE), mac(secret, SERVER, NO_RANK_YET, nonces)):
+        raise LinkError("the node that was to send its state did not prove that it belongs to this run")
+    bulk = BulkChannel(connection, secret, NO_RANK_YET, nonces, (UP, DOWN))
+    encoded = name.encode()
+    bulk.send([encoded], len(encoded))
     return bulk

@@ -1,20 +1,20 @@
 """Fault-tolerant control: a collective that a failure interrupts is completed or repeated by the survivors.
 
-Operations among all are counted: votes, sums of a few numbers, words, spreads. When one breaks, those who are left meet
-over a new link and tell each other how far they have come, which differs by one at most: nobody ends an operation that
-another has not entered. Who does what, in order: `failure_detector`, the link (LinkError), `membership`, `reconfigure`
-by the rule of `quorum`, `roles`.
+Operations among all members are counted: votes, sums of a few numbers, messages, broadcasts. When one breaks, the
+survivors rendezvous over a new link and compare how many operations each has completed. These numbers differ by one at
+most: no member ends an operation that another has not entered. Which module does what, in order: `failure_detector`,
+the link (LinkError), `membership`, `reconfigure` by the rule of `quorum`, `view_change`.
 
-    it came through for some    they tell the others its result, who go on as if nothing had happened: whoever takes
-                                part in a vote has all pieces of the step, so a vote alone ends it
-    for nobody                  a step is RETRY, dealt anew; numbers and words are gathered again from those who are
-    left
+    it completed for some       they send the others its result, and these continue as if nothing had happened: a member
+                                that takes part in a vote has all buckets of the step, so a vote alone ends it
+    it completed for no member  a step is RETRY, with samples assigned anew; numbers and messages are gathered again
+                                from the survivors
 
-A step ends here when everyone is known to have the vote, which takes another message from each to each: else one that
-is cut off in that moment would apply what the others, who go on without it, compute again.
+A step ends here when every member is known to have the vote, which takes another message from each to each. Otherwise a
+member that is cut off in that moment would apply what the others, which continue without it, compute again.
 
-*Laws*: nobody goes back behind a step that another has applied, whether that one goes on or not; a step is lost at
-most; replicas stay bit-equal.
+*Invariants*: no member returns to a state before a step that another has applied, whether that one continues or not; a
+failure costs at most one step; replicas stay bit-equal.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from paceline.messages import Decision, StepOutcome, Tally, Target, Vote
 from paceline.transport import Joiner, Link, ViewChange
 
 NUMBERS = struct.Struct("<qq")
-NEW = -1  # of who has taken part in nothing yet
+NEW = -1  # the operation number of a member that has taken part in no operation yet
 Result = TypeVar("Result")
 
 
 class FaultTolerantControl(transport.Control):
-    """``control`` of members who may change. ``follow``: each is given every new link, on every node alike."""
+    """``control`` of members that may change. ``on_link``: each is called with every new link, on every node alike."""
 
     tolerates_loss = True
 
-    def __init__(self, control: Control, follow: Sequence[Callable[[Link], None]]):
-        self.control, self.members, self.follow = control, control.members, follow
-        self.operation_number, self.last_result = 0, b""  # operations that have ended here, and what the last one gave
+    def __init__(self, control: Control, on_link: Sequence[Callable[[Link], None]]):
+        self.control, self.members, self.on_link = control, control.members, on_link
+        self.operation_number, self.last_result = 0, b""  # operations completed here, and the result of the last one
         self.num_view_changes = 0
-        self.rows: Callable[[], int] = lambda: 1  # of the global batch, that this node has at present
+        self.rows: Callable[[], int] = lambda: 1  # of the global batch, assigned to this node at present
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -73,7 +73,7 @@ class FaultTolerantControl(transport.Control):
             except LinkError as error:
                 self.recover(error)
             else:
-                if result is None or self._vote(Vote(), _made).decision is Decision.COMMIT:
+                if result is None or self._vote(Vote(), _commit_of).decision is Decision.COMMIT:
                     return result
 
     def _vote(self, vote: Vote, finish: Callable[[Tally], StepOutcome]) -> StepOutcome:
@@ -83,7 +83,7 @@ class FaultTolerantControl(transport.Control):
         try:
             outcome = self.control.vote(vote, finish)
         except LinkError as error:
-            return self._meet(str(error), ended) or self._redo()
+            return self._rejoin(str(error), ended) or self._retry()
         if self.size > 1:
             self._end(messages.pack_frames(self.control.ballots))
             self._all_know()
@@ -92,36 +92,36 @@ class FaultTolerantControl(transport.Control):
         return outcome
 
     def _all_know(self) -> None:
-        """Where it breaks, those who are left are told the vote by this one, or it may not go on."""
+        """Where it breaks, the survivors receive the vote from this process, or it may not continue."""
         try:
-            self._hear_all()
+            self._barrier()
         except LinkError as error:
-            self._meet(str(error), _impossible)
+            self._rejoin(str(error), _impossible)
 
-    def _hear_all(self) -> None:
+    def _barrier(self) -> None:
         zero = torch.zeros(1, dtype=torch.uint8)
-        self.members.link.all_gather(zero, "making sure that all know", even=True).wait()
+        self.members.link.all_gather(zero, "confirming the vote", even=True).wait()
 
     def recover(self, error: LinkError) -> StepOutcome:
-        return self._meet(str(error), _impossible) or self._redo()
+        return self._rejoin(str(error), _impossible) or self._retry()
 
-    def _redo(self) -> StepOutcome:
+    def _retry(self) -> StepOutcome:
         self.num_view_changes += 1
         return StepOutcome(Decision.RETRY)
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
         shape = f"<{len(values)}d"
-        return list(struct.unpack(shape, self._surely(lambda: struct.pack(shape, *self.control.all_reduce(values)))))
+        return list(struct.unpack(shape, self._repeat(lambda: struct.pack(shape, *self.control.all_reduce(values)))))
 
-    def all_gather(self, *words: bytes) -> list[bytes]:
-        return messages.unpack_frames(self._surely(lambda: messages.pack_frames(self.control.all_gather(*words))))
+    def all_gather(self, *parts: bytes) -> list[bytes]:
+        return messages.unpack_frames(self._repeat(lambda: messages.pack_frames(self.control.all_gather(*parts))))
 
-    def _surely(self, operation: Callable[[], bytes]) -> bytes:
+    def _repeat(self, operation: Callable[[], bytes]) -> bytes:
         while True:
             try:
                 result = operation()
             except LinkError as error:
-                if (found := self._meet(str(error), bytes)) is not None:
+                if (found := self._rejoin(str(error), bytes)) is not None:
                     return found
                 self.num_view_changes += 1
             else:
@@ -129,101 +129,100 @@ class FaultTolerantControl(transport.Control):
                 return result
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Whoever ends it knows that all have them; where somebody was lost in the middle, all begin again.
-
-        Rank 0 has sent before the others have received: without a word from everyone it would be an operation ahead.
-        """
+        """A process that completes it knows that all have the tensors; where a node fails meanwhile, all begin again.
+        Rank 0 has sent before the others have received: without a message from each it would be an operation ahead."""
 
         def once() -> bytes:
             self.control.broadcast(tensors)
             self.control.all_gather(b"")
             return b""
 
-        self._surely(once)
+        self._repeat(once)
 
     def _end(self, result: bytes) -> None:
         self.operation_number, self.last_result = self.operation_number + 1, result
 
-    # after a loss
+    # after a failure
 
     def admit(self, joiners: Sequence[Joiner] = ()) -> None:
-        self._meet("they met to take a node in", _impossible, joiners)
+        self._rejoin("rendezvous to admit a joining node", _impossible, joiners)
 
-    def _meet(self, why: str, finish: Callable[[bytes], Result], joiners: Sequence[Joiner] = ()) -> Result | None:
-        """What ``finish`` makes of the broken operation's result, where it came through for others.
+    def _rejoin(self, why: str, finish: Callable[[bytes], Result], joiners: Sequence[Joiner] = ()) -> Result | None:
+        """What ``finish`` makes of the broken operation's result, where it completed for others.
 
         Raises LinkError where this process cannot resume.
         """
         begin, before = time.perf_counter(), list(self.members.link.hosts)
-        who: list[int | Joiner] = list(range(len(before)))
+        present: list[int | Joiner] = list(range(len(before)))
         found: Result | None = None
         while True:
             view = self.members.reconfigure(joiners)
-            who, joiners = [*(who[rank] for rank in view.previous), *view.joined], ()
+            present, joiners = [*(present[rank] for rank in view.previous), *view.joined], ()
             try:
-                told, rows, some_lacked = self._compare()
-                if told is not None:
-                    self._end(told)
-                    found = finish(told)
-                if some_lacked:
-                    self._hear_all()
+                missed, rows, some_missed = self._compare()
+                if missed is not None:
+                    self._end(missed)
+                    found = finish(missed)
+                if some_missed:
+                    self._barrier()
                 self._reopen()
-            except LinkError as another:  # lost while they met: once more
+            except LinkError as another:  # another failure during the rendezvous: once more
                 why = str(another)
                 continue
             break
-        origin = tuple(each for each in who if isinstance(each, int))
-        came = tuple(each for each in who if isinstance(each, Joiner))
-        lost = tuple(host for rank, host in enumerate(before) if rank not in origin)
+        previous = tuple(each for each in present if isinstance(each, int))
+        joined = tuple(each for each in present if isinstance(each, Joiner))
+        failed = tuple(host for rank, host in enumerate(before) if rank not in previous)
         seconds = time.perf_counter() - begin
         if self.on_view_change:
-            self.on_view_change(ViewChange(self.generation, origin, rows[: len(origin)], lost, seconds, why, came))
+            change = ViewChange(self.generation, previous, rows[: len(previous)], failed, seconds, why, joined)
+            self.on_view_change(change)
         return found
 
     def _reopen(self) -> None:
-        for each in self.follow:
+        for each in self.on_link:
             each(self.members.link)
 
     def _compare(self) -> tuple[bytes | None, tuple[int, ...], bool]:
-        """(the result that others have and this process has not, each one's rows, whether anybody had not)."""
-        told = self._tell(self.operation_number, self.rows())
-        turns, results, rows = zip(*told, strict=True)
-        if max(turns) > self.operation_number + 1:
-            raise AssertionError(f"others are {max(turns) - self.operation_number} operations ahead")
+        """(the result that others have and this process has not, each one's rows, whether any member lacks it)."""
+        reports = self._exchange(self.operation_number, self.rows())
+        numbers, results, rows = zip(*reports, strict=True)
+        if max(numbers) > self.operation_number + 1:
+            raise AssertionError(f"others are {max(numbers) - self.operation_number} operations ahead")
         return (
-            results[turns.index(max(turns))] if max(turns) > self.operation_number else None,
+            results[numbers.index(max(numbers))] if max(numbers) > self.operation_number else None,
             rows,
-            _some_lacked(told),
+            _some_missed(reports),
         )
 
-    def _tell(self, turn: int, rows: int) -> list[tuple[int, bytes, int]]:
-        """Each one's (operations that have ended, what the last one gave, rows)."""
-        mine = messages.pack_frames([NUMBERS.pack(turn, rows), self.last_result])
-        words = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        everyone = self.members.link.all_gather(words, "comparing how far all are").wait()
-        said = [messages.unpack_frames(bytes(part.numpy())) for part in everyone]
-        numbers = [NUMBERS.unpack(head) for head, _ in said]
-        return [(turn, result, rows) for (turn, rows), (_, result) in zip(numbers, said, strict=True)]
+    def _exchange(self, number: int, rows: int) -> list[tuple[int, bytes, int]]:
+        """Each one's (operations completed, result of the last one, rows)."""
+        mine = messages.pack_frames([NUMBERS.pack(number, rows), self.last_result])
+        packed = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        parts = self.members.link.all_gather(packed, "comparing operation numbers").wait()
+        reports = [messages.unpack_frames(bytes(part.numpy())) for part in parts]
+        numbers = [NUMBERS.unpack(head) for head, _ in reports]
+        return [(number, result, rows) for (number, rows), (_, result) in zip(numbers, reports, strict=True)]
 
     def enter(self) -> None:
-        """Where they are, all others are; what they have ended, nobody asks of this one."""
+        """Takes the operation number of the others, which do not need the results of this process."""
         self.members.reconfigure()
-        told = self._tell(NEW, 0)
-        self.operation_number, self.last_result, _ = max(told)
-        if _some_lacked(told):
-            self._hear_all()
+        reports = self._exchange(NEW, 0)
+        self.operation_number, self.last_result, _ = max(reports)
+        if _some_missed(reports):
+            self._barrier()
         self._reopen()
 
 
-def _some_lacked(told: Sequence[tuple[int, bytes, int]]) -> bool:
-    """Whether anybody has not taken part in what others have ended."""
-    turns = [turn for turn, _, _ in told]
-    return any(NEW < turn < max(turns) for turn in turns)
+def _some_missed(reports: Sequence[tuple[int, bytes, int]]) -> bool:
+    """Whether any member lacks the last operation that others have completed."""
+    numbers = [number for number, _, _ in reports]
+    return any(NEW < number < max(numbers) for number in numbers)
 
 
-def _made(tally: Tally) -> StepOutcome:
+def _commit_of(tally: Tally) -> StepOutcome:
     return StepOutcome(Decision.COMMIT, vote=tally.vote)
 
 
 def _impossible(result: bytes) -> NoReturn:
-    raise AssertionError("a vote came through without this process")
+    raise AssertionError("a vote completed without this process")

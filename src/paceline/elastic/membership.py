@@ -1,8 +1,8 @@
 """Membership of a run over a network: the link between its nodes, rebuilt when some failed or joined.
 
-stand_by       each node leaves for the others where it can be met again, if losses are to end nothing
-reconfigure    those who are left meet there, and decide who continues (`reconfigure`); over a link of theirs they do
-joining        a node that comes late has no link but its own, until `reconfigure` gives it that of all
+stand_by       each node publishes the address where the others find it after a failure, if failures are to be survived
+reconfigure    the survivors rendezvous there, decide which continue (`reconfigure`), and open a link between these
+joining        a joining node has no link but its own, until `reconfigure` gives it that of all members
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from paceline.registry import ALONE, find, module
 from paceline.report.activity import BACK_S, Activity
 from paceline.transport import JoinDesk, Joiner, Link, View
 
-MAX_MEETINGS = 5  # after one loss, before the network itself is to blame
+MAX_RENDEZVOUS = 5  # after one failure, before the network itself is the cause
 
 
 @dataclass(frozen=True)
 class Joined:
-    """What a node has once it was taken in. ``num_before``: of nodes that were there already."""
+    """What an admitted node has. ``num_before``: the number of members before it joined."""
 
     link: gloo.Link
-    survivors: Reconfiguration
+    reconfiguration: Reconfiguration
     num_before: int
-    guests: tuple[Joiner, ...]
+    joiners: tuple[Joiner, ...]
 
 
 Join = Callable[[transport.Detect, Activity], Joined]
 
 
 def detect(activity: Activity) -> transport.Detect:
-    """By a heartbeat, which also tells the others what this process is at."""
+    """By a heartbeat, which also reports to the others what this process is doing."""
     return lambda rank, size, board, address, secret, alert: Heartbeat(
         rank, size, board, address, secret, activity, alert
     )
@@ -52,11 +52,11 @@ def detect(activity: Activity) -> transport.Detect:
 def connect(
     link: str, rank: int, size: int, host: str, port: int, generation: int = 0, collective: str = ""
 ) -> Members:
-    """Of nodes that start together. Raises ValueError, LinkError, on all of them."""
+    """The membership of nodes that start together. Raises ValueError, LinkError, on all of them."""
     activity = Activity()
-    made: Link = find("link", link, rank, size, host, port, generation, detect(activity), activity)
-    agree_on(made, collective)
-    return Members(made, activity, collective)
+    opened: Link = find("link", link, rank, size, host, port, generation, detect(activity), activity)
+    agree_on(opened, collective)
+    return Members(opened, activity, collective)
 
 
 def alone() -> Members:
@@ -65,24 +65,22 @@ def alone() -> Members:
 
 
 def joining(activity: Activity, collective: str, join: Join) -> Members:
-    """Of a node that comes late, which is alone until it is taken in; ``join`` waits for that."""
+    """The membership of a joining node, which is alone until it is admitted; ``join`` waits for that."""
     return Members(module("link", ALONE).world(1)[0], activity, collective, join)
 
 
 class Members(transport.Membership):
-    """``link``, given: of the first members. ``collective``: by which all add up, where it is not the link's own.
-
-    ``join``: of a node that comes late, waits until it is taken in.
-    """
+    """``link``: that of the first members. ``collective``: the all-reduce algorithm, if it is not the link's own.
+    ``join``: of a joining node, waits until it is admitted."""
 
     def __init__(self, link: Link, activity: Activity, collective: str = "", join: Join | None = None):
         self.activity, self._collective, self._join = activity, collective, join
         self.expects_joiners = join is not None
-        self._survivors: Reconfiguration | None = None
+        self._reconfiguration: Reconfiguration | None = None
         self.link: MeteredLink
-        self._take(link, 0)
+        self._use(link, 0)
 
-    def _take(self, link: Link, spent: int) -> None:
+    def _use(self, link: Link, spent: int) -> None:
         self.bare = link
         self.link = MeteredLink(override(link, self._collective), spent=spent)
         self.link.activity = self.activity
@@ -95,47 +93,47 @@ class Members(transport.Membership):
             super().stand_by(least)
             return
         address = link.members[link.rank].address
-        point = RendezvousStore(address, 0, link.meeting.secret)
-        atexit.register(point.close)
-        mine = MemberAddress(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, point.port)
+        store = RendezvousStore(address, 0, link.meeting.secret)
+        atexit.register(store.close)
+        mine = MemberAddress(f"{link.rank}-{secrets.token_hex(8)}", link.hosts[link.rank], address, store.port)
         link.store.set(f"place/{link.rank}", mine.write())
         texts = link.store.multi_get([f"place/{rank}" for rank in range(link.size)])
-        places = [MemberAddress.read(text) for text in texts]
-        self._survive(Reconfiguration(link.rank, places, link.generation, point, link.meeting.secret, least))
+        members = [MemberAddress.read(text) for text in texts]
+        self._survive(Reconfiguration(link.rank, members, link.generation, store, link.meeting.secret, least))
 
-    def _survive(self, survivors: Reconfiguration) -> None:
-        """From now on they decide who continues after a loss, and who is taken in."""
-        self._survivors = survivors
-        survivors.notice = self._notice
+    def _survive(self, reconfiguration: Reconfiguration) -> None:
+        """From now on it decides which nodes continue after a failure, and which are admitted."""
+        self._reconfiguration = reconfiguration
+        reconfiguration.notice = self._notice
         self.activity.between_s = BACK_S
 
     def _notice(self, text: str) -> None:
-        self.activity.notice(text)  # which another sets once all have joined
+        self.activity.notice(text)  # which `Training` sets once all have joined
 
     def reconfigure(self, admits: Sequence[Joiner] = ()) -> View:
         if self._join:
             joined, self._join, self.expects_joiners = self._join(detect(self.activity), self.activity), None, False
-            self._survive(joined.survivors)
-            self._take(joined.link, self.link.sent_bytes)
-            return View(self.link, tuple(range(joined.num_before)), joined.guests)
+            self._survive(joined.reconfiguration)
+            self._use(joined.link, self.link.sent_bytes)
+            return View(self.link, tuple(range(joined.num_before)), joined.joiners)
         link = self.bare
-        if self._survivors is None or not isinstance(link, gloo.Link):
+        if self._reconfiguration is None or not isinstance(link, gloo.Link):
             raise LinkError("this link was not opened for elastic training")
         link.abandon()
-        for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.reconfigure(admits, self.activity.doubtful_s)
+        for _ in range(MAX_RENDEZVOUS):
+            store, generation, ranks = self._reconfiguration.reconfigure(admits, self.activity.doubtful_s)
             admits = ()
             try:
-                new = type(link).of(meeting, generation, detect(self.activity), self.activity)
-            except LinkError as error:  # another one was lost meanwhile
-                # where somebody new is there, it may be the one that nobody reaches: they meet without it first
-                if isinstance(error, Unreached) and error.peer == meeting.rank and not self._survivors.came:
-                    raise  # the others see it go, and meet without it
+                new = type(link).of(store, generation, detect(self.activity), self.activity)
+            except LinkError as error:  # another node has failed meanwhile
+                # if a node joins, it may be the one that the others cannot reach: they first rendezvous without it
+                if isinstance(error, Unreached) and error.peer == store.rank and not self._reconfiguration.joined:
+                    raise  # the others detect that this process ends, and rendezvous without it
                 failed = error
                 continue
-            joiners = tuple(joiner for _, joiner in self._survivors.came)
-            self._survivors = self._survivors.among(ranks, generation)
-            self._take(new, self.link.sent_bytes)
+            joiners = tuple(joiner for _, joiner in self._reconfiguration.joined)
+            self._reconfiguration = self._reconfiguration.successor(ranks, generation)
+            self._use(new, self.link.sent_bytes)
             return View(self.link, tuple(ranks), joiners)
         raise failed
 
@@ -152,4 +150,4 @@ class Members(transport.Membership):
 
     @property
     def join_desk(self) -> JoinDesk | None:
-        return self._survivors
+        return self._reconfiguration

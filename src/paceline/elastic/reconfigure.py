@@ -1,17 +1,17 @@
 """Membership after a failure: the members of a generation rendezvous at the lowest of them, which decides (`quorum`).
 
-Each keeps a meeting point of its own from the beginning, and knows those of all others.
+Each member runs a rendezvous store of its own from the beginning, and knows the addresses of all others.
 
-    each        goes to the lowest rank that answers, and waits there; the one below which nobody answers waits itself
-    it waits    until every other has come, or is gone (its machine has hung up for it), or silent (nothing answers
-                there, or is refused), or says that all continued without this one
-    decision    `quorum.decide`: those who came form the next generation; or they are cut off, and keep looking for the
-                others (PACELINE_WAIT seconds); or this process ends, or the run resumes from a checkpoint
+    each        connects to the store of the lowest rank that answers; where no lower rank answers, it hosts
+    the host    waits until every other member has called, or has ended (its kernel closed the connection with FIN), or
+                is silent (no answer, or connections are refused), or reports that all continued without this host
+    decision    `quorum.decide`: the members present form the next generation; or they are cut off, and keep probing
+                the others (PACELINE_WAIT seconds); or this process ends, or the run resumes from a checkpoint
 
-A process that was killed is gone for certain, so one node of two continues; where the cable between two was pulled,
-each is silent to the other, and the lower rank continues, while the other one waits for it.
+A process that was killed has certainly ended, so one node of two continues. If the cable between two nodes was pulled,
+each is silent to the other: the lower rank continues, and the other one waits for it.
 
-*Laws*: two parts of a run never both continue; all who continue know the same members and the same generation.
+*Invariants*: two parts of a run never both continue; all that continue know the same members and the same generation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.elastic.bulk_channel import BulkChannel, BulkServer
-from paceline.elastic.connection_watch import HANG_UP_S, ConnectionFailureDetector
-from paceline.elastic.quorum import ALIVE, DEAD, UNREACHABLE, Found, QuorumDecision, QuorumVerdict, Roll, decide
+from paceline.elastic.connection_watch import HANG_UP_S, ConnectionWatch
+from paceline.elastic.quorum import (
+    ALIVE,
+    DEAD,
+    UNREACHABLE,
+    MemberHistory,
+    MemberStatus,
+    QuorumDecision,
+    QuorumVerdict,
+    decide,
+)
 from paceline.environment import wait_s
 from paceline.errors import LinkError
 from paceline.link.net.store_client import StoreClient, connect
@@ -36,25 +45,25 @@ from paceline.link.net.store_server import RendezvousStore
 from paceline.link.net.ticket import publish
 from paceline.transport import JoinDesk, Joiner
 
-GUEST, ANSWER, MEMBERS = "guest/", "answer/", "members"  # what a late node asks, is told, and wants to know
-GENERATION = "generation"  # of the members that are told
-ASKS = {"turn", "host", "place"}  # what every question holds
-KNOCK_S = 1.2
-JOIN_S = 20.0  # for those who were met a moment ago
-SUSPECT_AFTER_S = 1.0  # without an answer, before a member counts as silent: two knocks
-TURN_S = 5.0  # at one member's meeting point, before the lower ones are tried again
-LOOK_S = 2.0  # after which those who have been met, and do not go on, are looked for
-ASK_S = 0.5  # after which those who have not come are asked, again and again, whether they ever will
-NOTICE_S = 10.0  # of a meeting, before people are told for whom it waits
-ALIVE_TIMEOUT_S = 300.0  # for those who are alive and may still be computing their step
+REQUEST, RESPONSE, MEMBERS = "guest/", "answer/", "members"  # keys of a joining node's request, the response, the list
+GENERATION = "generation"  # key of the generation of that list
+REQUEST_KEYS = {"turn", "host", "place"}  # what every request holds
+CONNECT_S = 1.2  # for a probe
+JOIN_S = 20.0  # for members that called a moment ago
+SUSPECT_AFTER_S = 1.0  # without an answer, before a member counts as silent: two probes
+TRY_S = 5.0  # at one member's store, before lower ranks are tried again
+PROBE_EVERY_S = 2.0  # of members that have called and have not connected yet
+QUERY_EVERY_S = 0.5  # of members that have not called: whether they continued without this one
+NOTICE_S = 10.0  # before a log line says for which members the rendezvous waits
+ALIVE_TIMEOUT_S = 300.0  # for members that are alive and may still be computing their step
 POLL_S, LONG_POLL_S = 0.02, 0.1
-REFUSED = "refused"  # what a look shows of a process that has ended, or that a firewall refuses for
-NEW = "new"  # in the name of who was none of the nodes before
+REFUSED = "refused"  # probe result: the process has ended, or a firewall refuses connections to it
+NEW = "new"  # in the name of a node that did not belong to the run before
 
 
 @dataclass(frozen=True)
 class MemberAddress:
-    """Where a member can be met again. ``name`` is its own for as long as it lives."""
+    """The address of a member's rendezvous store. ``name``: unique, for the lifetime of the process."""
 
     name: str
     host: str
@@ -70,11 +79,11 @@ class MemberAddress:
         return cls(name, host, address, int(port))
 
     def probe(self) -> str:
-        """Whether its process answers, as far as can be told from here. A kernel answers for a stopped one as well, and
-        does not greet; who is refused may have ended, or a firewall refuses for it."""
+        """Whether its process answers. The kernel accepts a connection also for a stopped process, which then sends no
+        greeting. A refused connection may mean that the process has ended, or that a firewall refuses it."""
         try:
-            with connect(self.address, self.port, KNOCK_S) as line:
-                return ALIVE if line.recv(1) else REFUSED  # it hung up: its process is ending
+            with connect(self.address, self.port, CONNECT_S) as connection:
+                return ALIVE if connection.recv(1) else REFUSED  # closed at once: its process is ending
         except (ConnectionRefusedError, ConnectionResetError):
             return REFUSED
         except OSError:
@@ -82,295 +91,295 @@ class MemberAddress:
 
 
 class Reconfiguration(JoinDesk):
-    """``places``: of all members, by rank; ``point``: this one's own. ``least``: of them that may go on."""
+    """``members``: all, by rank; ``store``: this one's own. ``min_nodes``: the fewest that may train."""
 
     def __init__(
         self,
         rank: int,
-        places: Sequence[MemberAddress],
+        members: Sequence[MemberAddress],
         generation: int,
-        point: RendezvousStore,
+        store: RendezvousStore,
         secret: bytes,
-        least: int = 1,
-        before: ConnectionFailureDetector | None = None,
+        min_nodes: int = 1,
+        previous: ConnectionWatch | None = None,
     ):
-        self.rank, self.places, self.generation = rank, list(places), generation
-        self.point, self.secret, self.least = point, secret, least
-        self.me = self.places[rank]
-        self.came: list[tuple[MemberAddress, Joiner]] = []  # by the last meeting, besides those who were here
-        self.notice: Callable[[str], None] = lambda text: None  # told once of a meeting that lasts
-        self._mentions_s = math.inf
-        self._admits: Sequence[Joiner] = ()
-        self._roll: Roll[str] = Roll()  # what looks at the others have shown, since this generation was formed
-        self._called: set[str] = set()  # who has come to the rendezvous here
-        self.wait_s = wait_s()  # for which one that is cut off looks for the others
-        self._cut_s = math.inf  # since when it is
-        self.glance: Callable[[], None] = lambda: None  # while it is: raises where waiting is to end
-        self.bulk_server: BulkServer | None = None  # open once somebody has asked
-        written = [place.write() for place in self.places]
-        point.post(MEMBERS, json.dumps(written))
-        point.post(GENERATION, str(generation))
-        publish(written, secret)
-        self._connections = ConnectionFailureDetector(self._reach)
-        self._connections.watch((place.name for place in self.places if place is not self.me), before)
+        self.rank, self.members, self.generation = rank, list(members), generation
+        self.store, self.secret, self.min_nodes = store, secret, min_nodes
+        self.me = self.members[rank]
+        self.joined: list[tuple[MemberAddress, Joiner]] = []  # at the last rendezvous
+        self.notice: Callable[[str], None] = lambda text: None  # called once for a rendezvous that lasts long
+        self._notice_at_s = math.inf
+        self._joiners: Sequence[Joiner] = ()
+        self._history: MemberHistory[str] = MemberHistory()  # of the probes since this generation was formed
+        self._called: set[str] = set()  # members that have called at this store
+        self.wait_s = wait_s()  # how long a member that is cut off probes the others
+        self._cut_off_s = math.inf  # since when it is cut off
+        self.glance: Callable[[], None] = lambda: None  # called meanwhile: raises to end the wait
+        self.bulk_server: BulkServer | None = None  # opened at the first request
+        addresses = [member.write() for member in self.members]
+        store.post(MEMBERS, json.dumps(addresses))
+        store.post(GENERATION, str(generation))
+        publish(addresses, secret)
+        self._connections = ConnectionWatch(self._connect)
+        self._connections.watch((member.name for member in self.members if member is not self.me), previous)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {len(self.places)} on {self.me.host}"
+        return f"rank {self.rank} of {len(self.members)} on {self.me.host}"
 
-    def among(self, ranks: Sequence[int], generation: int) -> Reconfiguration:
-        """The same member, among those of ``ranks`` and those who came."""
-        places = [*(self.places[rank] for rank in ranks), *(place for place, _ in self.came)]
+    def successor(self, ranks: Sequence[int], generation: int) -> Reconfiguration:
+        """The same member in the next generation, which consists of ``ranks`` and the nodes that joined."""
+        members = [*(self.members[rank] for rank in ranks), *(member for member, _ in self.joined)]
         rank = ranks.index(self.rank)
-        heir = Reconfiguration(rank, places, generation, self.point, self.secret, self.least, self._connections)
-        heir.bulk_server, heir.notice, heir.glance = self.bulk_server, self.notice, self.glance
-        return heir
+        new = Reconfiguration(rank, members, generation, self.store, self.secret, self.min_nodes, self._connections)
+        new.bulk_server, new.notice, new.glance = self.bulk_server, self.notice, self.glance
+        return new
 
-    def reconfigure(self, admits: Sequence[Joiner] = (), still_s: float = 0.0) -> tuple[StoreClient, int, list[int]]:
-        """(the meeting of those who continue, their generation, their ranks here). Raises LinkError where this one, or
-        nobody, may. ``admits``: whom this one takes in where it decides; `came` says who it was. ``still_s``: for how
-        long it stood still just now, or heard nothing, while the others may have continued, and ended."""
-        self._admits, self.came = admits, []
-        everyone = frozenset(place.name for place in self.places if place is not self.me)
-        self._roll = Roll(everyone if still_s else self._roll.suspects & everyone)
-        token, self._cut_s = secrets.token_hex(8), math.inf
+    def reconfigure(self, joiners: Sequence[Joiner] = (), still_s: float = 0.0) -> tuple[StoreClient, int, list[int]]:
+        """(the store of the members that continue, their generation, their ranks here). Raises LinkError where this
+        one, or none, may continue. ``joiners``: admitted if this member decides; `joined` says which were. ``still_s``:
+        for how long this process was suspended, or received nothing, while the others may have continued and ended."""
+        self._joiners, self.joined = joiners, []
+        others = frozenset(member.name for member in self.members if member is not self.me)
+        self._history = MemberHistory(others if still_s else self._history.suspects & others)
+        token, self._cut_off_s = secrets.token_hex(8), math.inf
         begin_s = time.monotonic()
-        self._mentions_s = begin_s + NOTICE_S
+        self._notice_at_s = begin_s + NOTICE_S
         while time.monotonic() < begin_s + ALIVE_TIMEOUT_S + self.wait_s:
-            for place in self.places:
-                decided = self._decide(begin_s + ALIVE_TIMEOUT_S) if place is self.me else self._ask(place, token)
+            for host in self.members:
+                decided = self._decide(begin_s + ALIVE_TIMEOUT_S) if host is self.me else self._call(host, token)
                 if decided:
                     self.generation = decided["generation"]
                     if decided["refused"]:
                         resumes = decided["verdict"] == QuorumVerdict.RESTORE.value
                         raise LinkError(f"{self}: {decided['refused']}", resumes=resumes)
-                    with contextlib.suppress(LinkError):  # who decided has died since: all meet again
-                        return self._join(place, decided)
-                if decided or place is self.me:
+                    with contextlib.suppress(LinkError):  # the host has failed since: all rendezvous again
+                        return self._join(host, decided)
+                if decided or host is self.me:
                     break
             time.sleep(LONG_POLL_S)
-        raise LinkError(f"{self} met none of the others again within {ALIVE_TIMEOUT_S:.0f} s; look at what those say")
+        raise LinkError(f"{self} reached no other member again within {ALIVE_TIMEOUT_S:.0f} s; look at their output")
 
     def _join(self, host: MemberAddress, decided: dict[str, Any]) -> tuple[StoreClient, int, list[int]]:
-        ranks = [rank for rank, place in enumerate(self.places) if place.name in decided["names"]]
-        self._roll = self._roll.after({}, decided["names"], time.monotonic())
-        self.came = [(MemberAddress.read(place.encode()), Joiner(**joiner)) for place, joiner in decided["guests"]]
-        meeting = self._line(host, ranks.index(self.rank), len(ranks) + len(self.came))
-        meeting.patience_s = JOIN_S
-        next_s = time.monotonic() + LOOK_S
+        ranks = [rank for rank, member in enumerate(self.members) if member.name in decided["names"]]
+        self._history = self._history.after({}, decided["names"], time.monotonic())
+        self.joined = [(MemberAddress.read(text.encode()), Joiner(**joiner)) for text, joiner in decided["guests"]]
+        store = self._open(host, ranks.index(self.rank), len(ranks) + len(self.joined))
+        store.patience_s = JOIN_S
+        next_s = time.monotonic() + PROBE_EVERY_S
 
         def alert() -> None:
             nonlocal next_s
-            for place, joiner in self.came:  # the others are alive, and need not wait for long
-                if place.probe() != ALIVE:
+            for member, joiner in self.joined:  # the others are alive, and need not wait for long
+                if member.probe() != ALIVE:
                     raise LinkError(f"the joining node {joiner.host} has failed")
             if time.monotonic() > next_s:
-                self._look_after([self.places[rank] for rank in ranks if rank != self.rank])
-                next_s = time.monotonic() + LOOK_S
+                self._check_alive([self.members[rank] for rank in ranks if rank != self.rank])
+                next_s = time.monotonic() + PROBE_EVERY_S
 
-        meeting.alert = alert
-        return meeting, self.generation, ranks
+        store.alert = alert
+        return store, self.generation, ranks
 
-    def _look_after(self, others: Sequence[MemberAddress]) -> None:
-        """While waiting for those who were met a moment ago. Raises LinkError where one is gone by now."""
-        self._look(others)
+    def _check_alive(self, others: Sequence[MemberAddress]) -> None:
+        """Raises LinkError where one of these, which called a moment ago, has failed since."""
+        self._probe_all(others)
         now = time.monotonic()
-        for place in others:
-            if self._roll.found(place.name, (), now, SUSPECT_AFTER_S) is not Found.EXPECTED:
-                raise LinkError(f"{place.host} answered and then failed")
+        for member in others:
+            if self._history.status(member.name, (), now, SUSPECT_AFTER_S) is not MemberStatus.EXPECTED:
+                raise LinkError(f"{member.host} answered and then failed")
 
-    def _reach(self, name: str) -> StoreClient:
-        return self._line(next(place for place in self.places if place.name == name), self.rank, len(self.places))
+    def _connect(self, name: str) -> StoreClient:
+        return self._open(next(each for each in self.members if each.name == name), self.rank, len(self.members))
 
-    def _line(self, host: MemberAddress, rank: int, size: int) -> StoreClient:
-        point = self.point if host is self.me else None
-        return StoreClient(host.address, host.port, self.secret, rank, size, TURN_S, point)
+    def _open(self, host: MemberAddress, rank: int, size: int) -> StoreClient:
+        store = self.store if host is self.me else None
+        return StoreClient(host.address, host.port, self.secret, rank, size, TRY_S, store)
 
-    def _ask(self, place: MemberAddress, token: str) -> dict[str, Any] | None:
-        """What has been decided there; None where nobody answers, or decides yet."""
-        if self._look([place])[place.name] != ALIVE:
+    def _call(self, host: MemberAddress, token: str) -> dict[str, Any] | None:
+        """The decision of that host; None where it does not answer, or has not decided yet."""
+        if self._probe_all([host])[host.name] != ALIVE:
             return None
         with contextlib.suppress(LinkError):
-            meeting = self._line(place, self.rank, len(self.places))
+            store = self._open(host, self.rank, len(self.members))
             try:
-                meeting.set(f"call/{self.me.name}", f"{token} {self.generation}")
-                end = time.monotonic() + TURN_S
-                ask_s = time.monotonic() + ASK_S
+                store.set(f"call/{self.me.name}", f"{token} {self.generation}")
+                end = time.monotonic() + TRY_S
+                query_s = time.monotonic() + QUERY_EVERY_S
                 while time.monotonic() < end:
-                    self._mention([place])
-                    if time.monotonic() > ask_s:
-                        if self._went_on(place):  # whoever decided cannot be reached from here
-                            return self._ends(decide([Found.AHEAD]))
-                        ask_s = time.monotonic() + ASK_S
+                    self._log_wait([host])
+                    if time.monotonic() > query_s:
+                        if self._continued(host):  # the member that decided cannot be reached from here
+                            return self._refusal(decide([MemberStatus.AHEAD]))
+                        query_s = time.monotonic() + QUERY_EVERY_S
                     for key in (f"decided/{token}", f"without/{self.me.name}"):
-                        if meeting.check([key]):
-                            found: dict[str, Any] = json.loads(meeting.get(key))
-                            return found
+                        if store.check([key]):
+                            decided: dict[str, Any] = json.loads(store.get(key))
+                            return decided
                     time.sleep(POLL_S)
-                meeting.delete_key(f"call/{self.me.name}")
+                store.delete_key(f"call/{self.me.name}")
             finally:
-                meeting.close()
+                store.close()
         return None
 
     def _decide(self, late_s: float) -> dict[str, Any] | None:
-        """As the lowest that answers; None where a lower one answers after all. ``late_s``: until when those who answer
-        and do not come are waited for."""
-        others = [place for place in self.places if place is not self.me]
-        ask_s, ahead = time.monotonic() + ASK_S, set[str]()
-        meeting = self._line(self.me, self.rank, len(self.places))
+        """As the lowest rank that answers; None where a lower one answers after all. ``late_s``: until when members
+        that answer, and have not called, are waited for."""
+        others = [member for member in self.members if member is not self.me]
+        query_s, ahead = time.monotonic() + QUERY_EVERY_S, set[str]()
+        store = self._open(self.me, self.rank, len(self.members))
         try:
             while True:
-                seen = self._look(others)
+                seen = self._probe_all(others)
                 now = time.monotonic()
-                if any(seen[place.name] == ALIVE for place in self.places[: self.rank]):
+                if any(seen[member.name] == ALIVE for member in self.members[: self.rank]):
                     return None
-                calls = {p.name: meeting.get(f"call/{p.name}") for p in others if meeting.check([f"call/{p.name}"])}
+                calls = {m.name: store.get(f"call/{m.name}") for m in others if store.check([f"call/{m.name}"])}
                 self._called = set(calls)
-                self._roll = self._roll.after({}, calls, now)
-                found = [self._found(place, ahead, now, now > late_s) for place in self.places]
-                decision = decide(found, self.least, [self._name(place) for place in self.places])
+                self._history = self._history.after({}, calls, now)
+                statuses = [self._status(member, ahead, now, now > late_s) for member in self.members]
+                decision = decide(statuses, self.min_nodes, [self._name(member) for member in self.members])
                 if decision.quorum or decision.verdict in (QuorumVerdict.END, QuorumVerdict.RESTORE):
-                    return self._tell(meeting, found, decision, calls)
-                missing = [p for p, how in zip(self.places, found, strict=True) if how is Found.EXPECTED]
-                if not missing and self._has_waited(decision, now):
+                    return self._publish(store, statuses, decision, calls)
+                missing = [m for m, how in zip(self.members, statuses, strict=True) if how is MemberStatus.EXPECTED]
+                if not missing and self._wait_expired(decision, now):
                     why = f"{decision.why}; it waited {self.wait_s:.0f} s for them (--wait), in vain"
-                    return self._tell(meeting, found, QuorumDecision(QuorumVerdict.RESTORE, why=why), calls)
-                missing = [place for place in missing if seen[place.name] == ALIVE]
-                self._mention(missing)
-                if now > ask_s:
-                    ahead = {place.name for place in missing if self._went_on(place)}
-                    ask_s = time.monotonic() + ASK_S
+                    return self._publish(store, statuses, QuorumDecision(QuorumVerdict.RESTORE, why=why), calls)
+                missing = [member for member in missing if seen[member.name] == ALIVE]
+                self._log_wait(missing)
+                if now > query_s:
+                    ahead = {member.name for member in missing if self._continued(member)}
+                    query_s = time.monotonic() + QUERY_EVERY_S
                 time.sleep(LONG_POLL_S)
         finally:
-            meeting.close()
+            store.close()
 
-    def _found(self, place: MemberAddress, ahead: set[str], now: float, late: bool) -> Found:
-        if place is self.me:
-            return Found.CAME
-        if place.name in ahead:
-            return Found.AHEAD
-        how = self._roll.found(place.name, self._called, now, SUSPECT_AFTER_S)
-        return Found.SILENT if late and how is Found.EXPECTED else how
+    def _status(self, member: MemberAddress, ahead: set[str], now: float, late: bool) -> MemberStatus:
+        if member is self.me:
+            return MemberStatus.PRESENT
+        if member.name in ahead:
+            return MemberStatus.AHEAD
+        status = self._history.status(member.name, self._called, now, SUSPECT_AFTER_S)
+        return MemberStatus.SILENT if late and status is MemberStatus.EXPECTED else status
 
-    def _name(self, place: MemberAddress) -> str:
-        return f"rank {self.places.index(place)} on {place.host}"
+    def _name(self, member: MemberAddress) -> str:
+        return f"rank {self.members.index(member)} on {member.host}"
 
-    def _has_waited(self, decision: QuorumDecision, now: float) -> bool:
-        """Cut off from the others, for so long as one waits for them. Raises what `glance` raises."""
-        if self._cut_s == math.inf:
-            self._cut_s = now
+    def _wait_expired(self, decision: QuorumDecision, now: float) -> bool:
+        """Whether this member has been cut off from the others for `wait_s`. Raises what `glance` raises."""
+        if self._cut_off_s == math.inf:
+            self._cut_off_s = now
             self.notice(f"{self} is {decision.why}; it waits up to {self.wait_s:.0f} s for them (--wait)")
         self.glance()
-        return now - self._cut_s > self.wait_s
+        return now - self._cut_off_s > self.wait_s
 
-    def _ends(self, decision: QuorumDecision) -> dict[str, Any]:
+    def _refusal(self, decision: QuorumDecision) -> dict[str, Any]:
         return {"generation": self.generation, "refused": decision.why, "verdict": decision.verdict.value}
 
-    def _mention(self, others: Sequence[MemberAddress]) -> None:
-        if others and time.monotonic() > self._mentions_s:
-            self._mentions_s = math.inf
-            who = ", ".join(map(self._name, others))
+    def _log_wait(self, others: Sequence[MemberAddress]) -> None:
+        if others and time.monotonic() > self._notice_at_s:
+            self._notice_at_s = math.inf
+            names = ", ".join(map(self._name, others))
             self.notice(
-                f"{self} has been meeting those who are left for {NOTICE_S:.0f} s, and waits for {who}: alive, "
-                f"and not there yet; it may be computing its step"
+                f"{self}: the rendezvous of the survivors has lasted {NOTICE_S:.0f} s, and waits for {names}: alive, "
+                f"and has not arrived yet; it may be computing its step"
             )
 
-    def _went_on(self, place: MemberAddress) -> bool:
-        """Whether it is in a later generation, and this one is not."""
+    def _continued(self, member: MemberAddress) -> bool:
+        """Whether that member is in a later generation, to which this one does not belong."""
         with contextlib.suppress(LinkError):
-            meeting = self._line(place, self.rank, len(self.places))
+            store = self._open(member, self.rank, len(self.members))
             try:
-                if int(meeting.get(GENERATION)) > self.generation:
-                    told = json.loads(meeting.get(MEMBERS))  # at least as new
-                    return self.me.name not in [MemberAddress.read(text.encode()).name for text in told]
+                if int(store.get(GENERATION)) > self.generation:
+                    addresses = json.loads(store.get(MEMBERS))  # at least as new
+                    return self.me.name not in [MemberAddress.read(text.encode()).name for text in addresses]
             finally:
-                meeting.close()
+                store.close()
         return False
 
-    def _look(self, places: Sequence[MemberAddress]) -> dict[str, str]:
-        if not places:
+    def _probe_all(self, members: Sequence[MemberAddress]) -> dict[str, str]:
+        if not members:
             return {}
-        with ThreadPoolExecutor(min(32, len(places))) as crowd:
-            seen = dict(zip((p.name for p in places), crowd.map(self._see, places), strict=True))
-        self._roll = self._roll.after(seen, (), time.monotonic())
+        with ThreadPoolExecutor(min(32, len(members))) as pool:
+            seen = dict(zip((m.name for m in members), pool.map(self._probe, members), strict=True))
+        self._history = self._history.after(seen, (), time.monotonic())
         return seen
 
-    def _see(self, place: MemberAddress) -> str:
-        how = place.probe()
+    def _probe(self, member: MemberAddress) -> str:
+        how = member.probe()
         if how == ALIVE:
             return ALIVE
-        return DEAD if self._connections.ended(place.name, HANG_UP_S if how == REFUSED else 0.0) else UNREACHABLE
+        return DEAD if self._connections.ended(member.name, HANG_UP_S if how == REFUSED else 0.0) else UNREACHABLE
 
-    def _tell(
-        self, meeting: StoreClient, found: Sequence[Found], decision: QuorumDecision, calls: dict[str, bytes]
+    def _publish(
+        self, store: StoreClient, statuses: Sequence[MemberStatus], decision: QuorumDecision, calls: dict[str, bytes]
     ) -> dict[str, Any]:
-        going = [place for place, how in zip(self.places, found, strict=True) if how is Found.CAME]
-        said = [calls[place.name].decode().split() for place in going if place is not self.me]
+        present = [m for m, status in zip(self.members, statuses, strict=True) if status is MemberStatus.PRESENT]
+        called = [calls[member.name].decode().split() for member in present if member is not self.me]
         decided = {
-            "generation": 1 + max(self.generation, *(int(generation) for _, generation in said), 0),
-            "names": [place.name for place in going],
+            "generation": 1 + max(self.generation, *(int(generation) for _, generation in called), 0),
+            "names": [member.name for member in present],
             "refused": "" if decision.quorum else decision.why,
             "verdict": decision.verdict.value,
         }
-        asking = self.waiting() if self._admits and not decided["refused"] else {}
-        # who has asked again since is not the one that was to be taken in
-        joiners = [joiner for joiner in self._admits if asking.get(joiner.name, {}).get("turn") == joiner.turn]
-        decided["guests"] = [(asking[joiner.name]["place"], asdict(joiner)) for joiner in joiners]
-        told = {"decided": decided, "members": [place.write() for place in going], "least": self.least}
+        requests = self.waiting() if self._joiners and not decided["refused"] else {}
+        # a node that has sent another request since is not the one that was to be admitted
+        joiners = [joiner for joiner in self._joiners if requests.get(joiner.name, {}).get("turn") == joiner.turn]
+        decided["guests"] = [(requests[joiner.name]["place"], asdict(joiner)) for joiner in joiners]
+        response = {"decided": decided, "members": [member.write() for member in present], "least": self.min_nodes}
         for joiner in joiners:
-            self.answer(joiner.name, told)
-        for token, _ in said:
-            meeting.set(f"decided/{token}", json.dumps(decided))
-        for place in self.places:
-            meeting.delete_key(f"call/{place.name}")
-            if place not in going:
-                without = decide([Found.AHEAD]) if decision.quorum else decision
-                meeting.set(f"without/{place.name}", json.dumps({**decided, **self._ends(without)}))
+            self.answer(joiner.name, response)
+        for token, _ in called:
+            store.set(f"decided/{token}", json.dumps(decided))
+        for member in self.members:
+            store.delete_key(f"call/{member.name}")
+            if member not in present:
+                without = decide([MemberStatus.AHEAD]) if decision.quorum else decision
+                store.set(f"without/{member.name}", json.dumps({**decided, **self._refusal(without)}))
         return decided
 
-    # who comes late
+    # joining nodes
 
     def waiting(self) -> dict[str, dict[str, Any]]:
-        if not self.point.num_leased and not (self.bulk_server and self.bulk_server.here):
-            if self.bulk_server:  # which listens while a joining node asks
+        if not self.store.num_leased and not (self.bulk_server and self.bulk_server.channels):
+            if self.bulk_server:  # it listens only while a joining node requests something
                 self.bulk_server.close()
                 self.bulk_server = None
             return {}  # as in nearly every step
-        asked = {name: json.loads(words) for name, words in self.point.posted(GUEST).items()}
-        asked = {name: said for name, said in asked.items() if said.keys() >= ASKS}
-        for name in self.point.posted(ANSWER).keys() - asked.keys():
-            self.point.remove(ANSWER + name)
+        requests = {name: json.loads(text) for name, text in self.store.posted(REQUEST).items()}
+        requests = {name: request for name, request in requests.items() if request.keys() >= REQUEST_KEYS}
+        for name in self.store.posted(RESPONSE).keys() - requests.keys():
+            self.store.remove(RESPONSE + name)
         if self.bulk_server:
-            for name in self.bulk_server.here.keys() - asked.keys():
-                self.bulk_server.here.pop(name).close()
-        for place in self.places:
-            asked.pop(place.name, None)  # it was taken in, and has not hung up yet
-        here = {_node(place.name): f"rank {rank} on {place.host}" for rank, place in enumerate(self.places)}
-        for name, said in list(asked.items()):
-            if (twin := here.get(_node(name))) and _node(name) != NEW:
-                del asked[name]
+            for name in self.bulk_server.channels.keys() - requests.keys():
+                self.bulk_server.channels.pop(name).close()
+        for member in self.members:
+            requests.pop(member.name, None)  # it was admitted, and has not closed its connection yet
+        nodes = {_node(member.name): f"rank {rank} on {member.host}" for rank, member in enumerate(self.members)}
+        for name, request in list(requests.items()):
+            if (twin := nodes.get(_node(name))) and _node(name) != NEW:
+                del requests[name]
                 why = f"node {_node(name)} of this run trains already, as {twin}; end that one first"
-                self._post(name, {"refused": why}, said)
-            here.setdefault(_node(name), f"{said['host']}, which waits to be taken in")
-        return asked
+                self._respond(name, {"refused": why}, request)
+            nodes.setdefault(_node(name), f"{request['host']}, which waits to be admitted")
+        return requests
 
-    def answer(self, name: str, said: dict[str, Any]) -> None:
-        if asked := self.waiting().get(name):
-            self._post(name, said, asked)
+    def answer(self, name: str, response: dict[str, Any]) -> None:
+        if request := self.waiting().get(name):
+            self._respond(name, response, request)
 
-    def _post(self, name: str, said: dict[str, Any], asked: dict[str, Any]) -> None:
+    def _respond(self, name: str, response: dict[str, Any], request: dict[str, Any]) -> None:
         self.bulk_server = self.bulk_server or BulkServer(self.me.address, self.secret)
-        told = {**said, "turn": asked["turn"], "hatch": [self.bulk_server.address, self.bulk_server.port]}
-        self.point.post(ANSWER + name, json.dumps(told))
+        message = {**response, "turn": request["turn"], "hatch": [self.bulk_server.address, self.bulk_server.port]}
+        self.store.post(RESPONSE + name, json.dumps(message))
 
-    def line(self, name: str) -> BulkChannel:
-        end = time.monotonic() + TURN_S
-        while self.bulk_server is None or name not in self.bulk_server.here:
+    def channel(self, name: str) -> BulkChannel:
+        end = time.monotonic() + TRY_S
+        while self.bulk_server is None or name not in self.bulk_server.channels:
             if time.monotonic() > end:
-                raise LinkError(f"{name} did not come to be given anything")
+                raise LinkError(f"joining node {name} opened no bulk channel within {TRY_S:g} s")
             time.sleep(POLL_S)
-        return self.bulk_server.here[name]
+        return self.bulk_server.channels[name]
 
 
 def _node(name: str) -> str:
-    """Which of the run's nodes has this name; each life of a node has another."""
+    """The run's node with this name; each start of a node has another name."""
     return name.partition("-")[0]

@@ -24,14 +24,14 @@ from paceline.transport import ViewChange
 
 @dataclass
 class Start:
-    """``surviving``: the control, where losses end nothing; ``said``: what a node that joins late is compared with.
-    ``met``: who was lost meanwhile, to be told. ``several``: parts of a batch are computed apart."""
+    """``fault_tolerant``: the control, if failures are survived; ``digests``: what a joining node's are compared with.
+    ``changes``: failures meanwhile, still to be logged. ``several``: a batch is computed in several parts."""
 
     run: RunState
-    surviving: FaultTolerantControl | None
+    fault_tolerant: FaultTolerantControl | None
     several: bool
-    said: dict[str, str] = field(default_factory=dict)
-    met: list[ViewChange] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    changes: list[ViewChange] = field(default_factory=list)
 
 
 def start(
@@ -44,50 +44,48 @@ def start(
     world: LaunchEnvironment,
     watched: bool,
 ) -> Start:
-    """``linked``: this process holds the link of its node to others. Every process must call it.
-
-    Raises ValueError, everywhere, for what does not fit together; LinkError.
-    """
+    """``linked``: this process holds the link of its node to others. Every process must call it. Raises ValueError, in
+    all processes, for arguments that do not fit together; LinkError."""
     methods = {"exchange": _kind(exchange), "codec": _kind(codec)}
     several = bool(world.world_size > 1 or engine.num_virtual_shards or getattr(engine, "num_replicas", 1) > 1)
     _open(engine, job, several, bool(world.min_nodes))
-    said: dict[str, str] = {}
+    its_digests: dict[str, str] = {}
     if linked:
         compare(members.link, job, engine, exchange, codec)
         exchange.factor_dtype = thin(members.link, engine)
         if world.min_nodes:
-            said = digests(facts(job, engine, exchange, codec), exchange.factor_dtype)
+            its_digests = digests(facts(job, engine, exchange, codec), exchange.factor_dtype)
     mine = assignment.place(job, world, engine.num_virtual_shards)
     exchange.multiply, exchange.num_multipliers = engine.multiply, world.local_size
-    surviving: FaultTolerantControl | None = None
+    fault_tolerant: FaultTolerantControl | None = None
     plain = Control(members, votes=exchange.consensus == "step")
     own: transport.Control = plain
     if world.min_nodes:
         members.stand_by(world.min_nodes)
-        surviving = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
-        surviving.rows = lambda: mine.dealt(job.batch_size)[world.node]
+        fault_tolerant = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
+        fault_tolerant.rows = lambda: mine.rows_per_node(job.batch_size)[world.node]
     if world.local_rank == 0:
         exchange.open(
             engine.buckets,
             members.link,
             codec,
-            max(mine.dealt(job.batch_size)),
+            max(mine.rows_per_node(job.batch_size)),
             job.seed,
             engine.optimizer_takes_factors,
         )
     apart = world.num_nodes > 1 or bool(world.join_ticket)
-    seen, control = engine.local_exchange(exchange, own, not apart, members.activity)
-    met = list[ViewChange]()
-    control.on_view_change = met.append
+    local_exchange, control = engine.local_exchange(exchange, own, not apart, members.activity)
+    changes = list[ViewChange]()
+    control.on_view_change = changes.append
     if job.batch_norm == "sync":
         engine.sync_norm(members.link if linked else None)
-    _spread(job, engine, own, control, world)
+    _broadcast(job, engine, own, control, world)
     leader = world.node == 0 and world.local_rank == 0 and not world.join_ticket
     run = RunState(
         job,
         world,
         engine,
-        seen,
+        local_exchange,
         control,
         codec,
         members,
@@ -97,7 +95,7 @@ def start(
         activity=members.activity,
         methods=methods,
         leader=leader,
-        # with the same words from everyone, one process says them
+        # if all processes report the same, one of them does
         speaks=leader if exchange.consensus == "step" else world.local_rank == 0,
         watched=watched,
     )
@@ -110,7 +108,7 @@ def start(
     if world.world_size > 1:
         # dropout masks of different processes must differ, and those of two equal runs must not
         torch.manual_seed(job.seed * 100_003 + world.rank)
-    return Start(run, surviving, several, said, met)
+    return Start(run, fault_tolerant, several, its_digests, changes)
 
 
 def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
@@ -122,19 +120,19 @@ def _open(engine: Engine, job: Job, several: bool, may_grow: bool) -> None:
         job.check_norms()
 
 
-def _spread(
+def _broadcast(
     job: Job, engine: Engine, own: transport.Control, control: transport.Control, world: LaunchEnvironment
 ) -> None:
-    """Rank 0's weights and buffers, and marks by which all see that they stay who they are."""
+    """Broadcasts rank 0's weights and buffers, and the marks that show whether frozen parameters stay the same."""
     control.broadcast(engine.weights)
     control.broadcast(engine.buffers)
     if world.world_size > 1:
-        buffer_broadcast.spread_sparse(job.model, engine, control)
+        buffer_broadcast.broadcast_sparse(job.model, engine, control)
         plant(job.model, control, own, engine.local_place)
         engine.still = marks(job.model)
 
 
 def _kind(part: Any) -> str:
-    """The name of a method, with that of the one it wraps."""
+    """The name of a method, with that of the method it wraps."""
     name, inner = type(part).__module__.rpartition(".")[2], getattr(part, "inner", None)
     return f"{name}/{_kind(inner)}" if inner else name

@@ -4,7 +4,7 @@
     tree       JSON, as in a checkpoint: nothing in it is evaluated
     tensors    a safetensors file: weights, buffers, the optimizer's state
 
-What is each node's own stays so: random numbers, and what its codec owes (a new node owes nothing).
+Node-local state is not sent: the random state, and the codec's error-feedback residual (a new node starts without one).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint import run_state, tensor_file
 from paceline.checkpoint.state_tree import pack, unpack
 from paceline.data.load_balance import Limits
-from paceline.elastic import roles
+from paceline.elastic import view_change
 from paceline.engine.compute import state_store
 from paceline.engine.compute.batch import mapped
 from paceline.engine.compute.input_snapshot import sparse
@@ -29,15 +29,15 @@ from paceline.engine.node.optimizer_shards import SLICES, division
 from paceline.step.run_state import RunState
 
 LENGTHS = struct.Struct("<QQ")
-PART_BYTES = 1 << 25  # copied at once, between two steps: some 10 ms
+PART_BYTES = 1 << 25  # copied at once, between two steps: about 10 ms
 
 
 class Message:
-    """``said`` as it is now, or at `parts`."""
+    """``state`` as it is now, or at `parts`."""
 
-    def __init__(self, said: Any):
+    def __init__(self, state: Any):
         found: dict[str, Tensor] = {}
-        tree = json.dumps(pack(said, "state", found), allow_nan=False).encode()
+        tree = json.dumps(pack(state, "state", found), allow_nan=False).encode()
         self._tree, self._tensors = tree + b" " * (-len(tree) % 8), tensor_file.Draft(found)
         self.num_bytes = LENGTHS.size + len(self._tree) + self._tensors.num_bytes
 
@@ -48,18 +48,18 @@ class Message:
 
 
 def read(message: bytearray) -> Any:
-    """What was said; its tensors lie in the message. Raises ValueError."""
+    """The state in a message; its tensors share the message's memory. Raises ValueError."""
     try:
         length, _ = LENGTHS.unpack_from(message)
         start = LENGTHS.size
         tree = json.loads(message[start : start + length])
         return unpack(tree, tensor_file.of_bytes(message, start + length))
     except (LookupError, TypeError, struct.error) as error:
-        raise ValueError(f"this is no state of a run ({error!r})") from None
+        raise ValueError(f"this is not the state of a run ({error!r})") from None
 
 
 def full_state(run: RunState) -> dict[str, Any]:
-    """What is large. Every process of the node must call it."""
+    """The large state: weights and optimizer state. Every process of the node must call it."""
     return {"weights": dict(run.engine.state()), "optimizer": run.engine.optimizer_state()}
 
 
@@ -67,9 +67,9 @@ Rows = tuple[str, int, int]  # of a name in the model's state: from, to; to 0: a
 
 
 def parts(run: RunState) -> list[list[Rows]]:
-    """What goes together of the model's state: about PART_BYTES, the optimizer's state of it included.
+    """Divides the model's state into parts of about PART_BYTES, the optimizer's state of each included.
 
-    One list of none stands for `full_state`, where something in these states has no part of its own.
+    One empty part stands for `full_state`, if these states cannot be divided.
     """
     weights, optimizer, numbers = run.engine.state(), run.job.optimizer, run.engine.optimizer_index
     plain = all(isinstance(each, Tensor) and not each.is_sparse for each in weights.values())
@@ -80,7 +80,7 @@ def parts(run: RunState) -> list[list[Rows]]:
     num_bytes = 0
     for name, weight in weights.items():
         its_bytes = int(weight.nbytes * (times if name in numbers else 1))
-        # elsewhere an update of some rows depends on all of them
+        # otherwise an update of rows rows depends on all of them
         cut = its_bytes > PART_BYTES and weight.dim() > 0 and division(optimizer) == SLICES
         stride = max(1, PART_BYTES * len(weight) // its_bytes) if cut else 0
         for start in range(0, len(weight), stride) if cut else [0]:
@@ -94,51 +94,52 @@ def parts(run: RunState) -> list[list[Rows]]:
 
 
 def _times(optimizer: Optimizer) -> float:
-    """A weight and what the optimizer keeps of it, over the weight alone: of the parts in this process."""
-    kept = sum(each.nbytes for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor))
+    """Bytes of the weights and their optimizer state, divided by those of the weights: of this process's parts."""
+    its_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     weights: int = sum(each.nbytes for group in optimizer.param_groups for each in group["params"])
-    return 1 + kept / max(1, weights)
+    return 1 + its_bytes / max(1, weights)
 
 
 def copy_bytes(run: RunState) -> float:
-    """About those of `full_state`."""
+    """The approximate size of `full_state`."""
     num_bytes = sum(
         each.nbytes for each in run.engine.state().values() if isinstance(each, Tensor) and not each.is_sparse
     )
     return _times(run.job.optimizer) * num_bytes
 
 
-def weights_of(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
-    """Of `state_part`, what every process of the node sees."""
+def weights_of(run: RunState, rows: Sequence[Rows]) -> dict[str, Any]:
+    """The weights of `state_part`, without the optimizer's state: every process of the node has them."""
     state = run.engine.state()
-    if not some:
+    if not rows:
         return {"weights": dict(state)}
     return {
-        "part": {name: state_store.cut(state[name], state[name].shape, (start, stop)) for name, start, stop in some},
-        "rows": {name: [start, stop] for name, start, stop in some},
+        "part": {name: state_store.cut(state[name], state[name].shape, (start, stop)) for name, start, stop in rows},
+        "rows": {name: [start, stop] for name, start, stop in rows},
     }
 
 
-def state_part(run: RunState, some: Sequence[Rows]) -> dict[str, Any]:
-    """What is large, of these; without any, all of it. Every process of the node must call it."""
-    if not some:
+def state_part(run: RunState, rows: Sequence[Rows]) -> dict[str, Any]:
+    """The large state of these rows; without rows, all of it. Every process of the node must call it."""
+    if not rows:
         return full_state(run)
-    windows = {name: (start, stop) for name, start, stop in some if name in run.engine.optimizer_index}
-    return {**weights_of(run, some), "states": run.engine.optimizer_rows(windows)}
+    windows = {name: (start, stop) for name, start, stop in rows if name in run.engine.optimizer_index}
+    return {**weights_of(run, rows), "states": run.engine.optimizer_rows(windows)}
 
 
-def take_part(run: RunState, said: dict[str, Any]) -> None:
-    """What `state_part` gave elsewhere; of what did not come yet, updates have made nonsense, which it will replace.
+def load_part(run: RunState, message: dict[str, Any]) -> None:
+    """Loads a `state_part` of the leader. Updates have changed the parts that did not arrive yet to wrong values, which
+    later parts replace.
 
     Every process of the node must call it.
     """
-    weights, windows = run.engine.state(), {name: (start, stop) for name, (start, stop) in said["rows"].items()}
-    for name, tensor in said["part"].items():
+    weights, windows = run.engine.state(), {name: (start, stop) for name, (start, stop) in message["rows"].items()}
+    for name, tensor in message["part"].items():
         whole = not state_store.is_cut(tensor, weights[name].shape, windows[name])
         (weights[name] if whole else weights[name][slice(*windows[name])]).copy_(tensor)
     known = {name: window for name, window in windows.items() if name in run.engine.optimizer_index}
-    run.engine.take_optimizer_rows(said["states"], known)
-    run.control.node_broadcast(b"")  # nobody updates what another still takes
+    run.engine.take_optimizer_rows(message["states"], known)
+    run.control.node_broadcast(b"")  # no process updates a part that another is still loading
 
 
 def small_state(run: RunState) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def small_state(run: RunState) -> dict[str, Any]:
 
 
 def options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each group, as the learning rate, which schedules and scripts change."""
+    """Of each group, such as the learning rate: schedules and scripts change them."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -175,32 +176,31 @@ def set_options(optimizer: Optimizer, given: list[dict[str, Any]]) -> None:
         group.update(its)
 
 
-def load(run: RunState, said: dict[str, Any]) -> None:
-    """What `full_state` gave elsewhere. Every process of the node must call it."""
-    run_state.load(run.job.model, said["weights"], "of those who train")
-    run.engine.load_optimizer_state(mapped(said["optimizer"], Tensor.clone))  # optimizers keep what they are given
+def load(run: RunState, state: dict[str, Any]) -> None:
+    """Loads the leader's `full_state`. Every process of the node must call it."""
+    run_state.load(run.job.model, state["weights"], "of the members")
+    run.engine.load_optimizer_state(mapped(state["optimizer"], Tensor.clone))  # optimizers keep these tensors
 
 
-def adopt(run: RunState, said: dict[str, Any], node: int) -> None:
-    """What `small_state` gave elsewhere: this node, which has this rank, is a member. Every process of it must call
-    it."""
-    for mine, its in zip(run.engine.buffers, said["buffers"], strict=True):
-        if mine.shape == its.shape:  # else a cache, which each node has of its own
+def adopt(run: RunState, state: dict[str, Any], node: int) -> None:
+    """Loads the leader's `small_state`. ``node``: this node's rank. Every process of the node must call it."""
+    for mine, its in zip(run.engine.buffers, state["buffers"], strict=True):
+        if mine.shape == its.shape:  # else a cache, which stays each node's own
             mine.copy_(its)
     for name, mine in sparse(run.job.model).items():
-        mine.copy_(said["sparse"][name])
-    set_options(run.job.optimizer, said["groups"])
-    if run.job.scheduler and said["schedule"]:
-        run.job.scheduler.load_state_dict(said["schedule"])
-    vars(run.scaler).update(said["scaler"])
-    run.exchange.load({**run.exchange.state(), **said["exchange"]})
-    run.cursor.epoch, run.cursor.next_step, run.cursor.began = said["epoch"], said["next_step"], said["began"]
-    run.num_steps, run.facts = said["num_steps"], said["facts"]
-    limits = Limits(tuple(said["least"]), tuple(said["most"]))
-    shares = tuple(said["shares"]) if said["shares"] else None
-    assignment = dataclasses.replace(run.assignment, node=node, num_nodes=len(said["sizes"]), shares=shares)
-    run.world = dataclasses.replace(run.world, min_nodes=said["minimum"])
-    roles.assume(run, assignment, limits, tuple(said["sizes"]))
+        mine.copy_(state["sparse"][name])
+    set_options(run.job.optimizer, state["groups"])
+    if run.job.scheduler and state["schedule"]:
+        run.job.scheduler.load_state_dict(state["schedule"])
+    vars(run.scaler).update(state["scaler"])
+    run.exchange.load({**run.exchange.state(), **state["exchange"]})
+    run.cursor.epoch, run.cursor.next_step, run.cursor.began = state["epoch"], state["next_step"], state["began"]
+    run.num_steps, run.facts = state["num_steps"], state["facts"]
+    limits = Limits(tuple(state["least"]), tuple(state["most"]))
+    shares = tuple(state["shares"]) if state["shares"] else None
+    assignment = dataclasses.replace(run.assignment, node=node, num_nodes=len(state["sizes"]), shares=shares)
+    run.world = dataclasses.replace(run.world, min_nodes=state["minimum"])
+    view_change.set_assignment(run, assignment, limits, tuple(state["sizes"]))
     for each in run.observers:
-        if each.key in said["observers"]:
-            each.load(said["observers"][each.key])
+        if each.key in state["observers"]:
+            each.load(state["observers"][each.key])

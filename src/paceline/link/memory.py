@@ -70,7 +70,7 @@ class Hub:
         """Its training is over: the others need not wait for it any more."""
         self.kill(rank, "has left")
 
-    def meet(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[Hub, int]:
+    def reconfigure(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[Hub, int]:
         """(the next generation, this rank's rank in it). It is closed when all have come who are not known to be dead,
         or patience ends. Raises LinkError for who comes later."""
         self.leaving.add(rank)
@@ -214,7 +214,7 @@ class Members(transport.Membership):
 
     def reconfigure(self, admits: Sequence[transport.Joiner] = ()) -> transport.View:
         before = self.link.hub
-        hub, rank = before.meet(self.link.rank, admits)
+        hub, rank = before.reconfigure(self.link.rank, admits)
         self.link = Link(hub, rank, self.link.generation + 1)
         previous = tuple(before.ids.index(each) for each in hub.ids if each in before.ids)
         return transport.View(self.link, previous, hub.came_late)

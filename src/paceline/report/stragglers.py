@@ -120,7 +120,7 @@ class Stragglers:
                         found.setdefault(node, (recent[node][span // 2], usual[span // 2]))
         return found
 
-    def dealt(self, step: int, old: tuple[int, ...], new: tuple[int, ...], per_s: Sequence[float]) -> None:
+    def on_assignment(self, step: int, old: tuple[int, ...], new: tuple[int, ...], per_s: Sequence[float]) -> None:
         """Nodes have other rows from this step on, because one was slow. ``per_s``: rows of each node, as measured."""
         self._forget(len(new))
         for straggler in self.pending:

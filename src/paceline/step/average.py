@@ -8,7 +8,7 @@ from paceline.step.run_state import RunState
 
 
 def average(run: RunState, now: bool = True) -> None:
-    """``now``: whether or not it is due. Every process must call it. Raises LinkError."""
+    """``now``: also if it is not due. Every process must call it. Raises LinkError."""
     exchange, engine = run.exchange, run.engine
     if exchange.consensus == "step":
         return

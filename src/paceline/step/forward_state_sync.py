@@ -1,11 +1,11 @@
 """Synchronisation of state that forward changes, among several processes: broadcast, compared, or reported.
 
-    every vote         how much each process has found to change, and who is the first that had samples
-    when more is found  all compare what they have made of it: one line, or an error with batch_norm="sync"
-    some had none       they take it from the first that had samples: an encoder that follows has moved there
-    buffers="broadcast"  everyone takes the first one's, as DistributedDataParallel does
+    every vote           how many tensors each process has found that forward changes, and the first rank with samples
+    when more is found   all processes compare their values: one log line, or an error with batch_norm="sync"
+    some had no samples  they receive the values of the first rank that had some: a moving average has changed there
+    buffers="broadcast"  all receive the values of that rank, as in DistributedDataParallel
 
-*Cost*: nothing where nothing is found; else what these tensors weigh, to everyone, in those steps.
+*Cost*: nothing where nothing is found; else the bytes of these tensors, to every process, in those steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from paceline.report.log import log
 from paceline.report.step_observer import StepObserver
 from paceline.step.run_state import RunState
 
-HERE = b"1"
+PRESENT = b"1"
 STATISTICS = ("mean", "var", "std")
 
 
 class ForwardStateSync(StepObserver):
-    """``broadcast``: everyone takes rank 0's. ``answered``: with batch_norm="sync", the statistics that are everyone's.
-    ``passes``: of a step, at once."""
+    """``broadcast``: all take the first rank's values. ``answered``: with batch_norm="sync", the global statistics.
+    ``passes``: forward passes of one process in a step."""
 
     key = "moved"
 
@@ -46,43 +46,43 @@ class ForwardStateSync(StepObserver):
         self.run, self.control, self.moving = run, run.control, moving
         self.broadcast, self.answered, self.passes = broadcast, answered, passes
         self.moving.always = broadcast
-        self.told = 0  # of how much everyone has been asked
-        self._found, self._cares = (0, 0), set[str]()
+        self.num_compared = 0  # tensors that all processes have compared
+        self._found, self._names = (0, 0), set[str]()
 
     def reads(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        if own:  # the engine does not see its forward
+        if own:  # the engine does not run its forward
             self.moving.begin(self.run.num_steps)
         return batch
 
     def votes(self, vote: Vote) -> None:
-        self._rank, self._had = self.run.world.rank, vote.weight > 0
-        vote.idle, vote.source = not self._had, self._rank if self._had else Vote.NOBODY
-        vote.moves = len(self._cared())
+        self._rank, self._had_samples = self.run.world.rank, vote.weight > 0
+        vote.idle, vote.source = not self._had_samples, self._rank if self._had_samples else Vote.NOBODY
+        vote.moves = len(self._to_sync())
 
     def updated(self, outcome: StepOutcome) -> None:
         """Raises ValueError, in all processes, and LinkError."""
         if outcome.decision is Decision.COMMIT and outcome.vote.weight:
             with self.run.activity.at("comparing what forward changes"):
-                self._follow(outcome.vote)
+                self._synchronise(outcome.vote)
 
-    def _follow(self, vote: Vote) -> None:
-        if vote.moves > self.told:
-            self.told = vote.moves
+    def _synchronise(self, vote: Vote) -> None:
+        if vote.moves > self.num_compared:
+            self.num_compared = vote.moves
             self._compare()
         if vote.moves and (self.broadcast or vote.idle):
             self._share(vote.source == self._rank, vote.idle)
 
-    def _cared(self) -> set[str]:
-        """Names of what changes, but for what batch norm keeps by itself."""
+    def _to_sync(self) -> set[str]:
+        """Names of the tensors that change, without those that batch norm synchronises itself."""
         found = len(self.moving.found), len(self.answered()) if self.answered else 0
         if found != self._found:
             own = self._own_statistics()
             norms = set() if self.broadcast and not self.answered else self.moving.norms
-            self._found, self._cares = found, (self.moving.found - norms) | set(own)
-        return self._cares
+            self._found, self._names = found, (self.moving.found - norms) | set(own)
+        return self._names
 
     def _own_statistics(self) -> list[str]:
-        """With batch_norm="sync": statistics that forward keeps without asking for everyone's."""
+        """With batch_norm="sync": statistics that forward computes from this process's samples alone."""
         if not self.answered or not self.moving.found:
             return []
         tensors, answered = self.moving.tensors(), self.answered()
@@ -90,13 +90,13 @@ class ForwardStateSync(StepObserver):
         return sorted(name for name in named if name in tensors and id(tensors[name]) not in answered)
 
     def state(self) -> dict[str, Any]:
-        """For a node that comes late: what it has not seen, and what of it may have moved since it was sent."""
+        """For a joining node: what it has not seen, and the values that may have changed since they were sent."""
         moved = {name: each for name, each in self.moving.frozen.items() if name in self.moving.found}
-        return {"told": self.told, "found": sorted(self.moving.found), "frozen": moved}
+        return {"told": self.num_compared, "found": sorted(self.moving.found), "frozen": moved}
 
     @torch.no_grad()
     def load(self, state: Any) -> None:
-        self.told = state["told"]
+        self.num_compared = state["told"]
         self.moving.found |= set(state["found"])
         for name, its in state["frozen"].items():
             self.moving.frozen[name].copy_(its)
@@ -105,58 +105,58 @@ class ForwardStateSync(StepObserver):
         tensors, found = self.moving.tensors(), self.moving.others
         sums = {name: _checksum(tensors[name]) for name in found if name in tensors}
         mine = {"own": self._own_statistics(), "differ": sorted(self.moving.differ & found), "sums": sums}
-        said = [json.loads(words) for words in self.control.all_gather(json.dumps(mine).encode()) if words]
-        if own := sorted({name for one in said for name in one["own"]}):
+        reports = [json.loads(text) for text in self.control.all_gather(json.dumps(mine).encode()) if text]
+        if own := sorted({name for one in reports for name in one["own"]}):
             error = ValueError(
                 f"batch_norm='sync': forward keeps {_listed(own)} from this process's samples alone, by other means "
                 f"than torch.nn.functional.batch_norm, so they are not global statistics; use torch.nn.BatchNorm "
                 f"or call that function in the layer, or give batch_norm='local'"
             )
-            error.told = not self.run.leader  # type: ignore[attr-defined]
+            error.reported = not self.run.leader  # type: ignore[attr-defined]
             raise error
-        names = sorted({name for one in said for name in one["sums"]})
-        values = {name: {one["sums"][name] for one in said if name in one["sums"]} for name in names}
-        differ = sorted({name for one in said for name in one["differ"]} | {n for n in names if len(values[n]) > 1})
+        names = sorted({name for one in reports for name in one["sums"]})
+        values = {name: {one["sums"][name] for one in reports if name in one["sums"]} for name in names}
+        differ = sorted({name for one in reports for name in one["differ"]} | {n for n in names if len(values[n]) > 1})
         buffers = [name for name in names if name not in self.moving.frozen]
         if differ and not self.broadcast:
-            self._say(
-                f"forward changes {_listed(differ)} by the samples of each process or replica, each keeps its own, and "
-                f"the first one's are saved; join(buffers='broadcast') gives everyone the first one's after each step, "
-                f"as DistributedDataParallel does"
+            self._hint(
+                f"forward changes {_listed(differ)} based on the samples of each process or replica; each keeps its "
+                f"own, and the first one's are saved; join(buffers='broadcast') copies these to all processes after "
+                f"each step, as DistributedDataParallel does"
             )
         elif self.passes > 1 and buffers:
-            self._say(
+            self._hint(
                 f"forward changes {_listed(buffers)} in each micro-batch, so {self.passes} times in a step; with "
                 f"accumulate=1 it changes them once"
             )
 
-    def _say(self, text: str) -> None:
+    def _hint(self, text: str) -> None:
         if self.run.leader:
             log.warning(text)
             self.run.record.write("hint", text=text)
 
     def _share(self, mine: bool, idle: bool) -> None:
-        """The first one's, to everyone or to those without samples; the next one's where it is lost meanwhile."""
+        """The first rank's values, to all or to those without samples; the next rank's if the first one fails."""
         while True:
-            words = self._pack(idle) if mine else HERE if self._had else b""
-            said = self.control.all_gather(words)
-            if sent := next((each for each in said if len(each) > 1), b""):
+            packed = self._pack(idle) if mine else PRESENT if self._had_samples else b""
+            gathered = self.control.all_gather(packed)
+            if sent := next((each for each in gathered if len(each) > 1), b""):
                 if not mine:
                     self._take(sent)
                 return
-            having = [place for place, each in enumerate(said) if each == HERE]
+            having = [rank for rank, each in enumerate(gathered) if each == PRESENT]
             if not having:
                 return
             mine = having[0] == self.run.world.rank
 
     def _pack(self, idle: bool) -> bytes:
-        """A table of names, shapes, types, and who takes them; then the bytes of each."""
+        """A table of names, shapes, types, and whether all processes take them; then the bytes of each."""
         tensors, table, parts = self.moving.tensors(), [], []
-        for name in sorted(self._cared() & tensors.keys()):
+        for name in sorted(self._to_sync() & tensors.keys()):
             each = tensors[name]
-            everyones = self.broadcast and (name not in self.moving.frozen or name in self.moving.norms)
-            if each.layout == torch.strided and (everyones or idle):
-                table.append([name, list(each.shape), str(each.dtype).rpartition(".")[2], everyones])
+            for_all = self.broadcast and (name not in self.moving.frozen or name in self.moving.norms)
+            if each.layout == torch.strided and (for_all or idle):
+                table.append([name, list(each.shape), str(each.dtype).rpartition(".")[2], for_all])
                 parts.append(_bytes(each).numpy().tobytes())
         return pack_frames([json.dumps(table).encode(), *parts])
 
@@ -164,9 +164,9 @@ class ForwardStateSync(StepObserver):
     def _take(self, sent: bytes) -> None:
         table, *parts = unpack_frames(sent)
         tensors = self.moving.tensors()
-        for (name, shape, kind, everyones), part in zip(json.loads(table), parts, strict=True):
+        for (name, shape, kind, for_all), part in zip(json.loads(table), parts, strict=True):
             self.moving.found.add(name)
-            if self._had and not everyones:
+            if self._had_samples and not for_all:
                 continue
             new = torch.frombuffer(bytearray(part), dtype=getattr(torch, kind)) if part else torch.zeros(0)
             self._put(name, tensors.get(name), new.view(shape))
@@ -175,9 +175,9 @@ class ForwardStateSync(StepObserver):
         if old is not None and old.shape == new.shape and old.dtype == new.dtype:
             old.copy_(new)
             return
-        where, _, last = name.rpartition(".")
+        prefix, _, last = name.rpartition(".")
         device = next(self.moving.model.parameters()).device
-        self.moving.model.get_submodule(where)._buffers[last] = new.to(device)
+        self.moving.model.get_submodule(prefix)._buffers[last] = new.to(device)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -10,20 +10,20 @@ from paceline.step.run_state import RunState
 
 
 class Hints(StepObserver):
-    """On the screen and in the record, by the process that leads."""
+    """Logged, and written to the event log, by the leader."""
 
     def __init__(self, run: RunState):
         self.run = run
         self._mode: bool | None = None  # the model's, in the last step
-        self._told = set[str]()
+        self._logged = set[str]()
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
-        """Looks before the first step, and where the mode has changed since the last."""
+        """Checks before the first step, and when the mode has changed since the last."""
         run, model = self.run, self.run.job.model
         if model.training is not self._mode:
             self._mode = model.training
-            self._once("mode", "mode" not in self._told and asleep(model, run.num_steps))
-            local = run.engine.divided and run.job.batch_norm == "local" and "norms" not in self._told
+            self._once("mode", "mode" not in self._logged and asleep(model, run.num_steps))
+            local = run.engine.divided and run.job.batch_norm == "local" and "norms" not in self._logged
             self._once("norms", local and own_statistics(model))
         return batch
 
@@ -31,11 +31,11 @@ class Hints(StepObserver):
         self._once("engine", self.run.engine.hint)
 
     def _once(self, key: str, text: str | bool) -> None:
-        if text and key not in self._told:
-            self._told.add(key)
-            self.say(str(text))
+        if text and key not in self._logged:
+            self._logged.add(key)
+            self.hint(str(text))
 
-    def say(self, text: str) -> None:
+    def hint(self, text: str) -> None:
         if self.run.leader and not self.run.watched:
             log.warning(text)
             self.run.record.write("hint", text=text)

@@ -19,14 +19,14 @@ from paceline.step.step import ComputeGradient
 
 
 class ManualStep:
-    """``batch`` has a weight: what backward divides by. ``rows``: how many of its rows are here, where known."""
+    """``batch.weight``: what backward divides by. ``rows``: how many of its rows this process has, if known."""
 
     def __init__(self, batch: GlobalBatch, rows: int | None):
         self.batch, self.rows, self.vote = batch, rows, Vote()
         self.begun, self.start = False, time.perf_counter()
 
     def add(self, loss: Any, rows: int | None, loss_scale: float) -> Tensor:
-        """What to call backward on, if it has a gradient. ``loss``: a mean over ``rows``, or (sum, weight)."""
+        """The tensor for backward, which may need no gradient. ``loss``: a mean over ``rows``, or (sum, weight)."""
         rows = self.rows if rows is None else rows
         if isinstance(loss, tuple):
             total, weight = loss[0], float(loss[1])
@@ -40,7 +40,7 @@ class ManualStep:
         if self.begun and weight != self.vote.weight:
             raise ValueError(
                 f"backward() was given losses over {self.vote.weight:g} and over {weight:g} in one step; all must "
-                f"count the same rows: one (sum, weight) of them all is what can be divided once"
+                f"count the same rows: give one (sum, weight) over them all"
             )
         if not (isinstance(total, Tensor) and total.numel() == 1):
             shape = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
@@ -67,7 +67,7 @@ class ConsumedBatch(GlobalBatch):
 
 
 class ManualLoop:
-    """`rows`, `backward`, `clip` and `update` of `Pace`, which says what they do. ``take_step``: of `Pace`.
+    """Implements `rows`, `backward`, `clip` and `update` of `Pace`, as documented there. ``take_step``: of `Pace`.
 
     ``refuses``: raises where the model cannot be trained in such a loop.
     """
@@ -77,7 +77,7 @@ class ManualLoop:
     ):
         self.run, self.take_step, self.refuses = run, take_step, refuses
         self._step: ManualStep | None = None
-        self._looked = False  # at the graph of a loss
+        self._checked = False  # the graph of a loss
         self._clip: float | None = None
 
     def rows(self, batch: GlobalBatch) -> Any:
@@ -85,8 +85,8 @@ class ManualLoop:
         self._refuse()
         if step and step.begun:
             raise ValueError(
-                "rows() was called before update() took what backward() had added: update after every batch, and add "
-                "up over more of them by a larger batch_size, computed in parts by accumulate="
+                "rows() was called before update() applied the gradients of backward(): call update() after every "
+                "batch; to accumulate over several batches, use a larger batch_size with accumulate="
             )
         seen = batch
         for each in run.observers:
@@ -100,11 +100,11 @@ class ManualLoop:
         self._refuse()
         step = self._step = self._step or ManualStep(self._given(), rows)
         if not step.begun:
-            self._forget()
+            self._clear_gradients()
         scaled = step.add(loss, rows, self.run.scaler.scale)
-        if not self._looked:
+        if not self._checked:
             refuse_scaled(scaled)
-            self._looked = True
+            self._checked = True
         # without a gradient torch refuses it here; of several processes, all do so in `update`
         if scaled.requires_grad or self.run.world.world_size == 1:
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -126,8 +126,8 @@ class ManualLoop:
                 "loss.backward()"
             )
         if not step.begun:
-            self._forget()  # without rows here, what the last step left in .grad would count again
-        kept, run.clip = run.clip, self._clip or run.clip
+            self._clear_gradients()  # a process without rows must not send the gradients of the last step again
+        previous, run.clip = run.clip, self._clip or run.clip
         self._step = self._clip = None
         spent_s = time.perf_counter() - step.start
 
@@ -139,7 +139,7 @@ class ManualLoop:
         try:
             return self.take_step(ConsumedBatch(step.batch), gradient)
         finally:
-            run.clip = kept
+            run.clip = previous
 
     def _given(self) -> Given:
         return Given(None, float(self.run.job.batch_size))
@@ -149,7 +149,7 @@ class ManualLoop:
         if self.run.job.batch_norm == "sync":
             raise ValueError("batch_norm='sync' works inside pace.step alone; use 'local' in a loop of your own")
 
-    def _forget(self) -> None:
+    def _clear_gradients(self) -> None:
         self.run.settle()
         for parameter in self.run.job.model.parameters():
             parameter.grad = None

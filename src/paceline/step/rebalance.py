@@ -13,7 +13,7 @@ from paceline.step.run_state import RunState
 
 
 class Rebalance(StepObserver):
-    """Everyone is told the same of each step, and so deals the next one alike. ``stragglers``: named by the leader."""
+    """All processes see the same vote, and so assign the next step alike. ``stragglers``: the leader names them."""
 
     def __init__(self, run: RunState, stragglers: Stragglers | None = None):
         self.run, self.stragglers = run, stragglers
@@ -31,18 +31,18 @@ class Rebalance(StepObserver):
         stragglers = self.stragglers if run.leader else None
         if not summary.batch.assigned or not (run.balance or stragglers):
             return
-        rows = run.assignment.dealt(int(summary.batch.weight))
+        rows = run.assignment.rows_per_node(int(summary.batch.weight))
         if stragglers:
             stragglers.after(run.num_steps, rows, vote.paces, sum(vote.took), summary.sent_bytes)
-        # a step that others had agreed on before all met again says nothing to whoever measures from there on
-        met_again = run.balance is not self._measured_for
-        if run.balance and not met_again and (change := run.balance.after(rows, vote.paces)):
-            self._deal(change)
+        # a step committed before the last membership change says nothing about the balancer made after it
+        changed = run.balance is not self._measured_for
+        if run.balance and not changed and (change := run.balance.after(rows, vote.paces)):
+            self._reassign(change)
 
-    def _deal(self, change: Reassignment) -> None:
+    def _reassign(self, change: Reassignment) -> None:
         run = self.run
         run.assignment = dataclasses.replace(run.assignment, shares=change.new)
-        run.exchange.dealt(max(change.new) / sum(change.new))
+        run.exchange.on_assignment(max(change.new) / sum(change.new))
         run.record.write("shares", step=run.num_steps, **dataclasses.asdict(change))
         if self.stragglers and run.leader:
-            self.stragglers.dealt(run.num_steps, change.old, change.new, change.per_s)
+            self.stragglers.on_assignment(run.num_steps, change.old, change.new, change.per_s)

@@ -1,6 +1,6 @@
 """Steps that all processes refuse, and why: a loss or gradient that is not finite, no gradient, unlike optimizers.
 
-Weights are those before the step. With schemes that do not agree on every step nobody else knows, and nobody is asked.
+The weights stay those before the step. If replicas do not synchronise on every step, a process refuses it alone.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def refuse(run: RunState, outcome: StepOutcome) -> None:
 
 
 def _trains_nothing(vote: Vote, together: bool) -> str:
-    """Why, or nothing. A process whose rows do not count is no reason; where all have none, or no weight, it is.
+    """The reason, or an empty text. That the rows of one process have no weight is no reason; that all have none, is.
 
-    ``together``: the vote is everyone's.
+    ``together``: the vote is that of all processes.
     """
     if vote.constant or (together and vote.weight and 1 not in vote.used):
         return (
@@ -49,15 +49,15 @@ def _unlike_options(run: RunState) -> str:
     return run.engine.compare_options([json.loads(each) for each in run.control.all_gather(mine) if each])
 
 
-def not_finite(run: RunState, what: str, batch: GlobalBatch, vote: Vote, kept: Any) -> NotFinite:
-    """Of a step that has never been; looking for the cause computes it again, and leaves no trace either.
+def not_finite(run: RunState, what: str, batch: GlobalBatch, vote: Vote, snapshot: Any) -> NotFinite:
+    """The error of a refused step. The search for the cause computes the step again, and rolls it back, too.
 
-    ``what``: "loss" or "gradient". ``kept``: the engine's snapshot before the step.
+    ``what``: "loss" or "gradient". ``snapshot``: the engine's, before the step.
     """
     engine = run.engine
-    engine.rollback(kept)
+    engine.rollback(snapshot)
     found = engine.diagnose(batch.share(run.assignment), backward=what == "gradient")
-    engine.rollback(kept)
+    engine.rollback(snapshot)
     mine = f"{found} ({run.identity})".encode() if found else b""
     reports = run.control.all_gather(mine) if run.exchange.consensus == "step" else [mine]
     first = next((text.decode() for text in reports if text), "")

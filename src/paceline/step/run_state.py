@@ -1,4 +1,4 @@
-"""The state of a training between two steps: what is trained, by which ranks, and how far it is."""
+"""The state of a training between two steps: what is trained, by which ranks, and the position in the data."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline.transport import Control, Link, Membership
 
 @dataclass
 class RunState:
-    """A training between two steps: alike in all processes, but for who each of them is, and what it has to do.
+    """A training between two steps: alike in all processes, except for the identity and the tasks of each.
 
-    ``members``: of the nodes, with the link between them. ``assignment``: whose rows of a batch are this process's;
-    ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script.
-    ``leader``: it does what one of all has to do; ``speaks``: it says what all are told. ``watched``: by a trial, a
-    profile or a comparison, which leave the user's run alone. ``clip``: the global norm. ``stop_signal``: a signal, and
-    ``launcher_lost``: the launcher is gone: both end the training after the step in which all know.
+    ``members``: of the run, with the link between the nodes. ``assignment``: which rows of a batch are this process's;
+    ``balances``: it follows the nodes' speed. ``number``: of this join among those of the script. ``leader``: does what
+    only one process may do; ``speaks``: reports errors that all processes raise. ``watched``: by a trial, a profile or
+    a comparison, which do not change the user's run. ``clip``: the global norm. ``stop_signal``: a signal received, and
+    ``launcher_lost``: no connection to the launcher: both end the training after the step in which all learn of it.
     """
 
     job: Job
@@ -62,24 +62,24 @@ class RunState:
     cursor: Cursor = field(default_factory=Cursor)
     facts: dict[str, Any] = field(default_factory=dict)
     last: StepOutcome = field(default_factory=lambda: StepOutcome(Decision.COMMIT))
-    torn: bool = False  # a step began, and was not agreed on
-    fixed_s: float = 0.0  # of the last step: what its rows do not change
+    interrupted: bool = False  # a step began, and was neither committed nor rolled back
+    fixed_s: float = 0.0  # of the last step: the part that does not depend on its rows
 
     @property
     def link(self) -> Link:
-        """To the other nodes, with the bytes of all its lanes."""
+        """To the other nodes; counts the bytes of all its lanes."""
         return self.members.link
 
     @property
     def shares(self) -> tuple[int, ...]:
         """Each node's rows of a whole global batch."""
-        dealt: tuple[int, ...] = self.assignment.dealt(self.job.batch_size)
-        return dealt
+        rows: tuple[int, ...] = self.assignment.rows_per_node(self.job.batch_size)
+        return rows
 
     def settle(self) -> None:
-        """Waits for an update that is still coming. Raises NotFinite, LinkError."""
+        """Waits for an update that is not applied yet. Raises NotFinite, LinkError."""
         try:
             self.engine.wait_pending()
         except NotFinite as error:
-            error.told = not self.speaks  # type: ignore[attr-defined]
+            error.reported = not self.speaks  # type: ignore[attr-defined]
             raise

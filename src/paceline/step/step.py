@@ -1,14 +1,14 @@
 """The training step: batch -> gradient -> all-reduce and vote -> update.
 
 share      this process's rows of the global batch
-gradient   forward and backward; pieces reach the exchange as backward makes them
-collect    everyone's sums are here
-commit     the one vote, and what has come of the step: all apply it, or nobody does
-update     COMMIT: normalise once, clip, optimizer step, the schedule moves. RETRY, SKIP: as if the step had never been
-average    what a scheme that does not agree on every step makes of all weights, every k steps
+gradient   forward and backward; the exchange takes each bucket as soon as backward has computed it
+collect    waits until the sums of all processes have arrived
+commit     the vote, and its decision: all processes apply the step, or none does
+update     COMMIT: normalise once, clip, optimizer step, scheduler step. RETRY, SKIP: the step is rolled back
+average    with an exchange that does not synchronise on every step: the average of all weights, every k steps
 
-Observers are told of each of these. With overlap="forward" the engine holds the update until the next step reads the
-weights. Every engine, exchange, link and codec meets here, and none of them is named.
+Observers are called at each of these. With overlap="forward" the engine defers the update until the next step reads the
+weights. The step uses engine, exchange, link and codec through their interfaces, and names no implementation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from paceline.step.average import average
 from paceline.step.run_state import RunState
 from paceline.step.update import update
 
-MAX_REDOS = 20
+MAX_RETRIES = 20
 ComputeGradient = Callable[[Any, float, Sequence[str], Callable[[Gradient], None]], Vote]
 
 
 def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = None, /, **facts: Any) -> StepOutcome:
-    """One step on a global batch. Raises LinkError, naming who lost whom where, NotFinite and NoGradient."""
+    """One step on a global batch. Raises NotFinite, NoGradient, and LinkError that names failed rank and step."""
     for each in run.observers:
         batch = each.takes(batch, gradient is not None)
     for each in run.observers if gradient is None else ():
@@ -39,9 +39,9 @@ def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = N
     start, spent, sent_bytes = time.perf_counter(), dict[str, float](), run.link.sent_bytes
     run.activity.begin(run.num_steps)
     try:
-        outcome, kept = _agree(run, batch, gradient or run.engine.gradient, spent)
+        outcome, snapshot = _commit(run, batch, gradient or run.engine.gradient, spent)
         begin = time.perf_counter()
-        update(run, batch, outcome, kept)
+        update(run, batch, outcome, snapshot)
         run.fixed_s = time.perf_counter() - begin
         average(run, now=run.control.tolerates_loss and batch.ends_epoch)
         for each in run.observers:
@@ -59,15 +59,15 @@ def step(run: RunState, batch: GlobalBatch, gradient: ComputeGradient | None = N
     return outcome
 
 
-def _agree(
+def _commit(
     run: RunState, batch: GlobalBatch, gradient: ComputeGradient, spent: dict[str, float]
 ) -> tuple[StepOutcome, Any]:
-    """What all agreed on, and the engine's snapshot before it."""
+    """The outcome that all processes agreed on, and the engine's snapshot before it."""
     engine, exchange, control = run.engine, run.exchange, run.control
-    if run.torn and (control.size > 1 or engine.local_place[1] > 1):
-        raise LinkError("the step before was interrupted here, and the others are still in it; join again")
-    for _ in range(MAX_REDOS):
-        run.torn, kept, begin = True, engine.snapshot(), time.perf_counter()
+    if run.interrupted and (control.size > 1 or engine.local_place[1] > 1):
+        raise LinkError("the step before was interrupted in this process, and the others still wait in it; join again")
+    for _ in range(MAX_RETRIES):
+        run.interrupted, snapshot, begin = True, engine.snapshot(), time.perf_counter()
         with run.activity.at(activity.DATA):
             share = batch.share(run.assignment)
             engine.num_local_samples = batch.num_local_samples
@@ -92,21 +92,21 @@ def _agree(
             with run.activity.at(activity.VOTE, waits=True):
                 vote = exchange.collect(vote)
         except LinkError as error:
-            engine.rollback(kept)
+            engine.rollback(snapshot)
             with run.activity.at(activity.MEETING):
                 outcome = control.recover(error)
         except BaseException as error:
-            engine.rollback(kept)
-            run.torn = not isinstance(error, NotFinite)  # which everyone raises
+            engine.rollback(snapshot)
+            run.interrupted = not isinstance(error, NotFinite)  # which all processes raise
             raise
         else:
             with run.activity.at(activity.VOTE, waits=True):
                 outcome = control.commit(vote, exchange.finish)
-        run.torn = False
+        run.interrupted = False
         spent["exchange_seconds"] = time.perf_counter() - begin
         if outcome.decision is not Decision.RETRY:
-            return outcome, kept
-        engine.rollback(kept)
+            return outcome, snapshot
+        engine.rollback(snapshot)
         for each in run.observers:
             each.again(run.num_steps, outcome)
-    raise LinkError(f"{run.identity}: step {run.num_steps} was refused {MAX_REDOS} times; giving up")
+    raise LinkError(f"{run.identity}: step {run.num_steps} was aborted {MAX_RETRIES} times; giving up")

@@ -74,18 +74,18 @@ def once(folder, what):
 
 
 def hold(pace, turns):
-    """Where nodes are missing, who leads waits for the next question of one that comes back."""
+    """If nodes are missing, the leader waits for the next request of one that comes back."""
     end = time.monotonic() + TIMEOUT_S
     while (
         pace.leader and pace.world.num_nodes < NODES and not pace.training.admission._ready and time.monotonic() < end
     ):
-        following = pace.training.admission._following.values()
-        all_ask = len(following) + pace.world.num_nodes == NODES
-        if all_ask and all(each.caught_up or each.lost or each.placed for each in following):
+        catch_ups = pace.training.admission._catch_ups.values()
+        all_ask = len(catch_ups) + pace.world.num_nodes == NODES
+        if all_ask and all(each.caught_up or each.failed or each.has_buffer for each in catch_ups):
             return
-        asked = {name: said["turn"] for name, said in pace.run.members.join_desk.waiting().items()}
-        if asked.items() - turns.items():
-            turns.update(asked)
+        requests = {name: request["turn"] for name, request in pace.run.members.join_desk.waiting().items()}
+        if requests.items() - turns.items():
+            turns.update(requests)
             return
         time.sleep(0.01)
 
@@ -154,14 +154,14 @@ def main(folder, *words):
 
         pace.training.saver._put = write
         model.first.bias.register_hook(lambda grad: here("backward"))
-        if pace.training.joiner and pace.training.joiner.late and "take" in words and once(folder, "take"):
-            pace.training.joiner.late.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
-        if pace.training.joiner and pace.training.joiner.late and "copy" in words and once(folder, "copy"):
-            pace.training.joiner._hear = lambda message: os.kill(os.getpid(), signal.SIGKILL)
-        if pace.training.joiner and pace.training.joiner.late and "shut" in words and once(folder, "shut"):
+        if pace.training.joiner and pace.training.joiner.link and "take" in words and once(folder, "take"):
+            pace.training.joiner.link.take = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.link and "copy" in words and once(folder, "copy"):
+            pace.training.joiner._handle = lambda message: os.kill(os.getpid(), signal.SIGKILL)
+        if pace.training.joiner and pace.training.joiner.link and "shut" in words and once(folder, "shut"):
             rendezvous.ReachabilityServer = Shut
         if f"meet{NODE}" in words and not LATE:
-            pace.training.admission._meet = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            pace.training.admission._admit_ready = lambda: os.kill(os.getpid(), signal.SIGKILL)
         if "halt" in words and NODE == 0 and not LATE:
 
             def halt(pace):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.elastic.quorum import ALIVE, Found, QuorumDecision, QuorumVerdict, Roll, decide
+from paceline.elastic.quorum import ALIVE, MemberHistory, MemberStatus, QuorumDecision, QuorumVerdict, decide
 from paceline.errors import LinkError
 from paceline.transport import Joiner
 from paceline_bench.simulated.virtual_time import Place, World
@@ -26,7 +26,7 @@ GIVE_UP_S = 600.0
 
 
 @dataclass(frozen=True)
-class Told:
+class Outcome:
     """``heir``: the next generation; None for whom there is none, for the reason that was decided."""
 
     heir: Any
@@ -46,29 +46,33 @@ class Assembly:
     ):
         self.world, self.look, self.found, self.doubts = world, look, found, doubts
         self.calls: defaultdict[int, set[int]] = defaultdict(set)  # by host: who waits there
-        self.said: dict[tuple[int, int], Told] = {}  # by host, and to whom
+        self.said: dict[tuple[int, int], Outcome] = {}  # by host, and to whom
         self.num_gone = 0
         self.place: Place = []
 
-    def meet(self, me: int, ids: Sequence[int], admits: Sequence[Joiner] = ()) -> Any:
+    def reconfigure(self, me: int, ids: Sequence[int], admits: Sequence[Joiner] = ()) -> Any:
         """The next generation, of members ``ids`` of the last one, and of whom the one that decides ``admits``. Raises
         LinkError."""
         world, hosts_since, cut_since = self.world, math.inf, math.inf
         others = [other for other in ids if other != me]
-        roll: Roll[int] = Roll(frozenset(others) if self.doubts(me) else frozenset())
+        history: MemberHistory[int] = MemberHistory(frozenset(others) if self.doubts(me) else frozenset())
         end = world.clock + GIVE_UP_S
         while world.clock < end:
-            roll = roll.after({other: self.look(me, other) for other in others}, self.calls[me], world.clock)
-            host = min((other for other in others if other < me and roll.seen[other] == ALIVE), default=me)
+            history = history.after({other: self.look(me, other) for other in others}, self.calls[me], world.clock)
+            host = min((other for other in others if other < me and history.seen[other] == ALIVE), default=me)
             if host == me:
                 hosts_since = min(hosts_since, world.clock)
                 late = world.clock - hosts_since >= ALIVE_TIMEOUT_S
-                found = {other: roll.found(other, self.calls[me], world.clock, SUSPECT_AFTER_S) for other in others}
-                found = {o: Found.SILENT if late and how is Found.EXPECTED else how for o, how in found.items()}
-                decision = decide([found.get(each, Found.CAME) for each in ids], names=[f"rank {each}" for each in ids])
+                found = {other: history.status(other, self.calls[me], world.clock, SUSPECT_AFTER_S) for other in others}
+                found = {
+                    o: MemberStatus.SILENT if late and how is MemberStatus.EXPECTED else how for o, how in found.items()
+                }
+                decision = decide(
+                    [found.get(each, MemberStatus.PRESENT) for each in ids], names=[f"rank {each}" for each in ids]
+                )
                 if decision.verdict is not QuorumVerdict.WAIT:
                     return self._decide(me, ids, found, decision, admits)
-                cut_off = Found.EXPECTED not in found.values()
+                cut_off = MemberStatus.EXPECTED not in found.values()
                 cut_since = min(cut_since, world.clock) if cut_off else math.inf
                 if world.clock - cut_since >= WAIT_S:
                     return self._decide(
@@ -77,11 +81,11 @@ class Assembly:
             else:
                 hosts_since = math.inf
                 self.calls[host].add(me)
-            if told := self._wait(me, host):
-                return self._taken(me, told)
+            if outcome := self._wait(me, host):
+                return self._taken(me, outcome)
         raise LinkError(f"rank {me} met none of the others again within {GIVE_UP_S:.0f} s")
 
-    def told(self, me: int) -> Any:
+    def admitted(self, me: int) -> Any:
         """The generation that a joining node was admitted to; None as long as it was not."""
         heard = [said for (_, whom), said in self.said.items() if whom == me]
         return self._taken(me, heard[0]) if heard else None
@@ -91,7 +95,7 @@ class Assembly:
         self.num_gone += 1
         self.world.notify(self.place)
 
-    def _wait(self, me: int, host: int) -> Told | None:
+    def _wait(self, me: int, host: int) -> Outcome | None:
         came, gone = len(self.calls[me]), self.num_gone
         self.world.notify(self.place)
 
@@ -107,25 +111,25 @@ class Assembly:
         self,
         me: int,
         ids: Sequence[int],
-        found: dict[int, Found],
+        found: dict[int, MemberStatus],
         decision: QuorumDecision,
         admits: Sequence[Joiner] = (),
     ) -> Any:
-        going = [each for each in ids if found.get(each, Found.CAME) is Found.CAME]
+        going = [each for each in ids if found.get(each, MemberStatus.PRESENT) is MemberStatus.PRESENT]
         joiners = [joiner for joiner in admits if self.look(me, int(joiner.name)) == ALIVE]
-        told = Told(self.found(going, joiners) if decision.quorum else None, decision)
-        self.said |= {(me, int(joiner.name)): told for joiner in joiners}
-        without = Told(None, decide([Found.AHEAD]) if decision.quorum else decision)
+        outcome = Outcome(self.found(going, joiners) if decision.quorum else None, decision)
+        self.said |= {(me, int(joiner.name)): outcome for joiner in joiners}
+        without = Outcome(None, decide([MemberStatus.AHEAD]) if decision.quorum else decision)
         for other in ids:
-            self.said[me, other] = told if other in going else without
+            self.said[me, other] = outcome if other in going else without
         self.calls[me].clear()
         self.world.notify(self.place)
-        return self._taken(me, told)
+        return self._taken(me, outcome)
 
-    def _taken(self, me: int, told: Told) -> Any:
+    def _taken(self, me: int, outcome: Outcome) -> Any:
         """What others have said to it is of the past."""
         self.said = {key: said for key, said in self.said.items() if key[1] != me}
-        if not told.decision.quorum:
-            words = f"rank {me}: {told.decision.verdict.value}: {told.decision.why}"
-            raise LinkError(words, resumes=told.decision.verdict is QuorumVerdict.RESTORE)
-        return told.heir
+        if not outcome.decision.quorum:
+            words = f"rank {me}: {outcome.decision.verdict.value}: {outcome.decision.why}"
+            raise LinkError(words, resumes=outcome.decision.verdict is QuorumVerdict.RESTORE)
+        return outcome.heir

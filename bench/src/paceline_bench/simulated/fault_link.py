@@ -282,7 +282,7 @@ class Hub(memory.Hub):
 
     # those who are left
 
-    def meet(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[memory.Hub, int]:
+    def reconfigure(self, rank: int, admits: Sequence[transport.Joiner] = ()) -> tuple[memory.Hub, int]:
         net, who = self.net, self.ids[rank]
         self.kill(rank, "has left for another generation")
         _, kind = self._count(rank, f"leaves ranks {list(self.ids)} to meet those who are left", range(self.size)[1:])
@@ -291,6 +291,6 @@ class Hub(memory.Hub):
         if kind == STALL:
             self._stall(who)
         net.sleep(net.dice.uniform(*LATENCY_S))
-        heir: Hub = net.assembly.meet(who, self.ids, admits)
+        heir: Hub = net.assembly.reconfigure(who, self.ids, admits)
         net.hub_of[who] = heir
         return heir, heir.ids.index(who)

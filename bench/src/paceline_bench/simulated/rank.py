@@ -124,7 +124,7 @@ class Rank:
         if launcher:
             self.run.clip = CLIP
             self.run.observers.insert(0, Held(self))
-        self.control.rows = lambda: self.run.assignment.dealt(BATCH)[self.run.assignment.node]
+        self.control.rows = lambda: self.run.assignment.rows_per_node(BATCH)[self.run.assignment.node]
         self.control.on_view_change = self.regroup
         self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
@@ -164,7 +164,7 @@ class Rank:
         run.balance = Restless(BATCH, balance.least, balance.most) if balance else None
         run.world = LaunchEnvironment(node=run.assignment.node, num_nodes=run.assignment.num_nodes)
         if self.hall:
-            self.hall.came = news.joined
+            self.hall.joined = news.joined
 
     # where nodes return
 

@@ -79,7 +79,7 @@ class Coming(Members):
         asking.add(self.who)
 
         def answered() -> bool:
-            self.heir = self.heir or net.assembly.told(self.who)
+            self.heir = self.heir or net.assembly.admitted(self.who)
             return self.heir is not None
 
         while not answered() and net.clock < min(end, over):
@@ -95,12 +95,12 @@ class Coming(Members):
         return transport.View(self.link, (), heir.came_late)
 
 
-class Hall(below_minimum.Door):
+class Hall(below_minimum.Waiter):
     """``rank`` is a `rank.Rank`."""
 
     def __init__(self, rank: Any, launcher: Launcher, minimum: int, most: int):
         self.rank, self.launcher, self.minimum, self.most = rank, launcher, minimum, most
-        self.came: tuple[Joiner, ...] = ()
+        self.joined: tuple[Joiner, ...] = ()
         self.since_s = 0.0
 
     def hold(self) -> None:
@@ -124,20 +124,20 @@ class Hall(below_minimum.Door):
         """The generation in which somebody is to be admitted; 0 for none."""
         return self.rank.control.generation + 1 if self.guests() else 0
 
-    def look(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         over = self.launcher.net.clock - self.since_s > WAIT_S
         return {"guests": self.next(), "follows": False, "stop": 0, "hung": False, "over": over}
 
     def admit(self) -> None:
-        came = self._meet()
+        joined = self._admit_waiting()
         if (link := self.rank.members.link).rank == 0:
-            for i in range(len(came)):
-                link.lane("state").send(self.rank.state(), link.size - len(came) + i).wait()
+            for i in range(len(joined)):
+                link.lane("state").send(self.rank.state(), link.size - len(joined) + i).wait()
 
-    def _meet(self) -> tuple[Joiner, ...]:
-        self.came = ()
+    def _admit_waiting(self) -> tuple[Joiner, ...]:
+        self.joined = ()
         self.rank.control.admit(self.guests())
-        return self.came
+        return self.joined
 
     def end(self, number: int) -> None:
         self.launcher.keep(self.rank.run.num_steps, self.rank.state)

@@ -1,6 +1,6 @@
 """Redistributes the samples that a node used since the last average and lost with its failure.
 
-*Laws*: every sample of an epoch is in the weights once, whoever is lost, where samples have numbers.
+*Invariants*: if samples have numbers, each sample of an epoch contributes to the weights once, whichever node fails.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paceline.transport import ViewChange
 
 
 @dataclass
-class Used:
-    """A batch that is in no average yet: its samples' numbers, if any, whose they were, and which nodes are left."""
+class UsedBatch:
+    """A batch that is in no average yet: its sample numbers, if any, their assignment, and the nodes that are left."""
 
     indices: Indices | None
     num_rows: int
@@ -30,13 +30,13 @@ class Used:
     nodes: list[int]
 
 
-class Redeal(StepObserver):
-    """In every process, where nodes may be lost and do not agree on every step."""
+class Redistribution(StepObserver):
+    """In every process, if node failures are survived and nodes do not synchronise on every step."""
 
     def __init__(self, run: RunState):
         self.run = run
         self._batch = GlobalBatch()
-        self._used: list[Used] = []
+        self._used: list[UsedBatch] = []
 
     def takes(self, batch: GlobalBatch, own: bool) -> GlobalBatch:
         self._batch = batch.batch if isinstance(batch, ConsumedBatch) else batch
@@ -45,9 +45,9 @@ class Redeal(StepObserver):
     def votes(self, vote: Vote) -> None:
         batch, assignment = self._batch, self.run.assignment
         if assignment.num_nodes == 1:
-            return  # nobody averages
+            return  # a single node does not average
         indices = batch.indices if isinstance(batch, Batch) and not isinstance(batch.source, Window) else None
-        self._used.append(Used(indices, int(batch.weight), assignment, list(range(assignment.num_nodes))))
+        self._used.append(UsedBatch(indices, int(batch.weight), assignment, list(range(assignment.num_nodes))))
 
     def again(self, step: int, outcome: StepOutcome) -> None:
         self._used = self._used[:-1]
@@ -55,12 +55,12 @@ class Redeal(StepObserver):
     def averaged(self) -> None:
         self._used = []
 
-    def note(self, news: ViewChange) -> None:
-        """Whose samples are in no average that anybody has."""
+    def on_view_change(self, change: ViewChange) -> None:
+        """Assigns the samples again that only failed nodes had used since the last average."""
         found: list[int] = []
         unnumbered = 0
         for used in self._used:
-            left = [used.nodes[rank] for rank in news.previous_ranks]
+            left = [used.nodes[rank] for rank in change.previous_ranks]
             for node in sorted(set(used.nodes) - set(left)):
                 rows = dataclasses.replace(used.assignment, node=node, local_rank=0, local_size=1).rows(used.num_rows)
                 if used.indices is None:
@@ -68,18 +68,18 @@ class Redeal(StepObserver):
                 else:
                     found += used.indices[rows.start : rows.stop].tolist()
             used.nodes = left
-        if len(news.previous_ranks) == 1:
-            self._used = []  # nobody is left to average with
+        if len(change.previous_ranks) == 1:
+            self._used = []  # no node is left to average with
         self.run.cursor.again += found
-        words = []
+        texts = []
         if found:
-            words.append(f"{len(found)} samples that a lost node had used since the last average are dealt again")
+            texts.append(f"{len(found)} samples that a failed node had used since the last average are assigned again")
         if unnumbered:
-            words.append(
-                f"{unnumbered} samples that a lost node had used since the last average are left out: they came from a "
-                f"stream, or from the script, and cannot be read again"
+            texts.append(
+                f"{unnumbered} samples that a failed node had used since the last average are left out: they came from "
+                f"a stream, or from the script, and cannot be read again"
             )
-        for each in words:
+        for text in texts:
             if self.run.leader:
-                log.warning(each)
-            self.run.record.write("hint", text=each)
+                log.warning(text)
+            self.run.record.write("hint", text=text)
