@@ -131,8 +131,8 @@ def test_the_last_twenty_are_kept(tmp_path, monkeypatch):
         (folder / "lock").touch()
         (folder / "run.json").write_text("{}")
         os.utime(folder / "run.json", (i, i))
-    detach._forget()
-    assert [run.id for run in detach.everyone()] == names[-20:]
+    detach._remove_old()
+    assert [run.id for run in detach.all_runs()] == names[-20:]
     assert Path(tmp_path, "paceline", "detached").is_dir()
 
 
@@ -145,5 +145,5 @@ def test_a_run_that_was_hardly_begun_or_is_being_forgotten_hinders_nobody(tmp_pa
         (detach.home() / name).mkdir(parents=True)
         for file in files:
             (detach.home() / name / file).touch()
-    detach._forget()
-    assert [(run.id, run.running) for run in detach.everyone()] == [("2-forgotten", False)]
+    detach._remove_old()
+    assert [(run.id, run.running) for run in detach.all_runs()] == [("2-forgotten", False)]

@@ -128,9 +128,9 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
         "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
         "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
-        r"since ssh is asked without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
+        r"since ssh runs without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
         "either": r"it accepts none of your keys \(.*\), and a password cannot be typed, .*; .*ssh-copy-id either",
-        "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
+        "shut": r"no ssh server listens there \(.*port \d+: Connection refused\); start sshd",
         "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
         "hung": r"no answer within 8\.\d s; is it on, and does its firewall let ssh in\?",
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
@@ -152,7 +152,7 @@ def test_a_port_that_is_taken_is_told(sshd):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         said = doctor("-H", "one,two", "--ssh", sshd.ssh, "--port", str(port), code=1)
-    assert f"- one: port {port} is taken at 127.0.0.1 (`ss -ltnp` names by whom); end that, or meet at another" in said
+    assert f"- one: port {port} is in use at 127.0.0.1 (`ss -ltnp` names the process); end it, or give" in said
     assert "- two:" not in said.partition("makes it slow")[0]
     assert said.splitlines()[-1] == "one thing stands in the way of a run"
 
@@ -193,13 +193,13 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
 @pytest.mark.dear
 @needs_sshd
 def test_the_others_go_on_without_a_host_that_comes_late_and_it_is_told(sshd, tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.launch.doctor.examine.COME_S", 3.0)
+    monkeypatch.setattr("paceline.launch.doctor.examine.COLLECT_S", 3.0)
     client = tmp_path / "client"
     client.write_text(f'#!/bin/sh\ncase "$*" in *" slow "*) sleep 4;; esac\nexec {sshd.ssh} "$@"\n')
     client.chmod(0o755)
     found = examine(parse("one,two,slow"), Way(str(client)), show=quiet)
     assert found.took_s < LIMIT_S
-    assert any("the ways to and from slow, which came late; ask" in line for line in in_the_way(found))
+    assert any("the connections to and from slow, which answered late; ask" in line for line in in_the_way(found))
     assert not any("slow" in (pair["from"], pair["to"]) for pair in found.pairs)
     if not is_busy():
         assert found.hosts["slow"]["cores"] == found.hosts["one"]["cores"]
@@ -299,7 +299,7 @@ def test_machines_in_a_network_are_measured_and_names_that_lead_home_are_noted(t
 @needs_machines
 def test_a_name_that_leads_home_as_the_place_to_meet_is_in_the_way(two_machines):
     said = doctor("-H", "node0,node1", "--ssh", two_machines.ssh, "--address", "node0", code=1)
-    line = "- node0: 'node0' is 127.0.1.1 there, where no other machine comes: a name that resolves to loopback; give"
+    line = "- node0: 'node0' resolves to 127.0.1.1 there, a loopback address, which no other machine reaches; give"
     assert line in said
     assert said.splitlines()[-1] == "one thing stands in the way of a run"
 

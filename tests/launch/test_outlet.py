@@ -61,7 +61,7 @@ def test_of_more_than_is_kept_the_last_lines_stay_and_what_is_left_out_is_said(b
     process = begin(kept)
     until(tmp_path / "over")
     out, _ = process.communicate(timeout=30)
-    (told,) = re.findall(rb"paceline: nobody read for long; (\d+) bytes are left out\n", out)
+    (told,) = re.findall(rb"paceline: the reader stopped for long; (\d+) bytes are left out\n", out)
     lines = [int(line) for line in re.findall(rb"^\d{29}$", out, re.MULTILINE)]
     assert lines == sorted(set(lines))
     assert lines[0] == 0

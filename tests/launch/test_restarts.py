@@ -60,7 +60,7 @@ def start(tmp_path, monkeypatch):
     def call(script, least=2, num_nodes=3, **how):
         how = {"returns": 3, "restarts": 3, **how}
         command = [sys.executable, "-c", HEAD + script, str(tmp_path)]
-        code = local.start(command, "sequential", num_nodes, least=least, **how)
+        code = local.start(command, "sequential", num_nodes, min_nodes=least, **how)
         lives = {
             node: [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"life-{node}-*"))]
             for node in range(num_nodes)

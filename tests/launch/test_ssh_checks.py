@@ -51,9 +51,9 @@ def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(s
         "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
         "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
-        r"since ssh is asked without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
+        r"since ssh runs without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
         "either": r"it accepts none of your keys \(.*\), and a password cannot be typed, .*; .*ssh-copy-id either",
-        "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
+        "shut": r"no ssh server listens there \(.*port \d+: Connection refused\); start sshd",
         "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
     }
@@ -83,7 +83,7 @@ def test_another_interpreter_is_told_what_it_lacks(sshd, tmp_path):
         check(parse("one"), Way(sshd.ssh, python="/no/python"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     bare = Way(sshd.ssh, python=str(tmp_path / "bare" / "bin" / "python"))
-    mine = host_facts.tell(".", [])["versions"]["torch"].partition("+")[0]
+    mine = host_facts.collect(".", [])["versions"]["torch"].partition("+")[0]
     with pytest.raises(ValueError, match=re.escape(f"- one: torch is not installed for {bare.python} there, and here")):
         check(parse("one"), bare)
     (packages,) = tmp_path.glob("bare/lib/python*/site-packages")
@@ -109,11 +109,11 @@ def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
         (["127.0.0.1"], None),
         (["127.0.0.1", "127.0.0.1"], None),
         (["10.0.0.1", "127.0.0.1"], None),
-        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
-        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, an address of one cable alone.*--address"),
+        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, a loopback address.*--address"),
+        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, a link-local address.*--address"),
         (["fd77::1", "fd77::2"], None),
-        (["", ""], r"nothing there says at which address it was reached .*give it with --address"),
-        (["::1", "fd77::2"], r"reached at ::1, where the other hosts find only themselves.*--address"),
+        (["", ""], r"the address at which ssh reached it is unknown .*give it with --address"),
+        (["::1", "fd77::2"], r"reached at ::1, a loopback address.*--address"),
     ],
 )
 def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):
@@ -137,7 +137,7 @@ def test_one_process_of_several_does_not_start_hosts(words, tmp_path):
 
 
 def test_a_host_without_ssh_client_is_told():
-    with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' here to reach it with; install OpenSSH"):
+    with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' on this machine; install OpenSSH"):
         check(parse("one"), Way("no-such-ssh -v"))
 
 
@@ -150,11 +150,11 @@ def test_an_ssh_command_that_is_none_is_told():
 
 def test_a_script_that_differs_is_told(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    mine = host_facts.tell(str(tmp_path), ["a.py"])
+    mine = host_facts.collect(str(tmp_path), ["a.py"])
     assert faults(mine, mine, Way()) == []
     (tmp_path / "a.py").write_text("2")
-    theirs = host_facts.tell(str(tmp_path), ["a.py"])
-    assert faults(mine, theirs, Way()) == ["a.py there is another than here; copy it there again, or add --send"]
+    theirs = host_facts.collect(str(tmp_path), ["a.py"])
+    assert faults(mine, theirs, Way()) == ["a.py there differs from the one here; copy it there again, or add --send"]
 
 
 def test_hosts_are_read_with_users_and_slots():
@@ -306,4 +306,4 @@ def test_a_node_without_orders_says_who_starts_it():
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: stdin ended before the orders came")
+    assert done.stderr.startswith("paceline: stdin ended before the orders")

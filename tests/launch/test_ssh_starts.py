@@ -127,7 +127,7 @@ def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script):
 @pytest.mark.dear
 def test_a_script_that_ends_as_ssh_does_is_not_said_to_be_lost(sshd, script):
     _, errors = finish(begin(sshd, script("print('oh', file=sys.stderr)\nsys.exit(-1)"), hosts="one"), code=255)
-    assert errors == "[one] oh\npaceline: lost one, or its script ended with exit code 255: oh\n"
+    assert errors == "[one] oh\npaceline: the connection to one failed, or its script ended with exit code 255: oh\n"
 
 
 def test_ctrl_c_reaches_every_process_once_and_nothing_is_left(sshd, script, tmp_path):

@@ -54,7 +54,7 @@ def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, mo
     visit = RemoteSession(*parse("a"), way)
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s; is it on"):
-            visit.ask("clock", 0.5)
+            visit.query("clock", 0.5)
         assert len(visit._received) <= MAX_BYTES
     finally:
         visit.close(1.0)
@@ -78,11 +78,11 @@ def test_an_answer_that_is_none_is_told(near, answer, work):
     try:
         if answer not in ("{}", '{"folder": 1}'):
             with pytest.raises(ConnectionError, match=r"it answered .*, which is no answer of paceline"):
-                visit.ask("tell", 10.0)
+                visit.query("tell", 10.0)
     finally:
         visit.close(1.0)
     way = near(f"cat <<'X'\n{answer}\nX\ncat > /dev/null")
-    with pytest.raises(ValueError, match=r"- a: .* answered .*, which no Python does; name another with --python"):
+    with pytest.raises(ValueError, match=r"- a: .* answered .*, which is no answer of Python; name another interpreter with"):
         check(parse("a"), way)
     way = near(f"cat <<'X'\n{answer}\nX")
     with pytest.raises(ValueError, match="- a: the connection was lost after"):
@@ -116,7 +116,7 @@ def test_a_login_may_greet_and_its_home_may_hold_files_named_as_pythons(near, wo
     assert f"[a] True {near.home}/paceline/sent/trees/" in output
     visit = RemoteSession(*parse("a"), way)
     try:
-        assert visit.ask("clock", 20.0) > 1e9
+        assert visit.query("clock", 20.0) > 1e9
     finally:
         visit.close(1.0)
 
@@ -181,7 +181,7 @@ def test_a_doctor_that_is_ended_leaves_nothing(near):
 
 def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, monkeypatch):
     """A process that was starting when SIGTERM came stayed: the doctor ended only those it knew of by then."""
-    ward, begun, ended = examine._HostExam(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
+    exam, begun, ended = examine._HostExam(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
 
     def slow(*given):
         begun.set()
@@ -189,17 +189,17 @@ def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, mon
         ended.append(visit := RemoteSession(*given))
         return visit
 
-    closing, shutdown = threading.Event(), ward._crowd.shutdown
+    closing, shutdown = threading.Event(), exam._pool.shutdown
     monkeypatch.setattr(examine, "RemoteSession", slow)
     # by then it has ended those that it knows of
-    monkeypatch.setattr(ward._crowd, "shutdown", lambda: (closing.set(), shutdown()))
-    coming = threading.Thread(target=ward.come)
+    monkeypatch.setattr(exam._pool, "shutdown", lambda: (closing.set(), shutdown()))
+    coming = threading.Thread(target=exam.collect)
     coming.start()
     assert begun.wait(60)
-    ward.close()
+    exam.close()
     coming.join(60)
     assert ended[0]._process.returncode is not None
-    assert "ended" in ward.told["a"]["fault"]
+    assert "ended" in exam.reports["a"]["fault"]
 
 
 def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tmp_path):
@@ -267,6 +267,6 @@ def test_ctrl_c_is_not_kept_waiting_by_a_host_that_has_started_nothing(near, run
     start = time.monotonic()
     code, _, errors = run("run", "-H", "a", "-H", "b", "--ssh", way.ssh, script)
     assert code == 130, errors
-    assert "paceline: cut off from b, which had started nothing yet\n" in errors
+    assert "paceline: ended the connection to b, which had started nothing yet\n" in errors
     assert "[a] heard\n" in errors
     assert time.monotonic() - start < 100

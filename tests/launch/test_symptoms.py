@@ -32,7 +32,7 @@ def test_the_driver_is_the_kernel_modules(words, version):
 
 
 def test_a_port_that_is_used_is_not_free():
-    low, high = host_probe.tell(".")["ports"]
+    low, high = host_probe.collect(".")["ports"]
     used = set(host_probe._ports())
     port = next(port for port in range(low, high) if port not in used)
     with socket.create_server(("127.0.0.1", port)):
@@ -40,7 +40,7 @@ def test_a_port_that_is_used_is_not_free():
 
 
 def test_gpus_come_with_their_memory_and_driver():
-    told = {**host_facts.tell(".", []), **host_probe.tell("."), "driver": "550.54.15"}
+    told = {**host_facts.collect(".", []), **host_probe.collect("."), "driver": "550.54.15"}
     told["software"] = {"gpus": [{"name": "NVIDIA T4", "memory_bytes": 15 << 30}]}
     assert "NVIDIA T4 (15.0 GiB), NVIDIA driver 550.54.15" in _host(told)
 

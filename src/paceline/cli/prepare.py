@@ -126,13 +126,13 @@ def start(
         environment["PACELINE_FOLDER"] = str(out)
         if how.least:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
-    detach.begun()
+    detach.mark_begun()
     code = local.start(
         [sys.executable, *command],
         made.chosen,
         how.count,
         environment,
-        least=how.least,
+        min_nodes=how.least,
         returns=RETURNS if how.least else 0,
         restarts=how.num_restarts,
         together=trained_alone.exit_code,
@@ -144,7 +144,7 @@ def start(
 
 def leave(words: list[str], hosts: str | None) -> None:
     """With --detach: continues in the detached launcher; this process follows it until it has begun, and exits."""
-    if run := detach.leave(words, hosts):
+    if run := detach.start_detached(words, hosts):
         follow(run, until_begun=True)
 
 

@@ -53,7 +53,7 @@ print(json.dumps({
 """
 
 
-def tell(folder: str) -> dict[str, Any]:
+def collect(folder: str) -> dict[str, Any]:
     """Processor, memory, disk, limits, interfaces, and what its own name leads to. *Units*: bytes; -1 is no limit."""
     machine = survey()
     low, high = map(int, read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
