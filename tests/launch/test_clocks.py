@@ -79,7 +79,8 @@ def test_a_planted_wall_clock_is_found(source, found):
 def test_a_clock_that_jumps_by_days_at_every_look_changes_nothing(tmp_path):
     """Two nodes, of which one dies: the other goes on, saves, and ends the training."""
     start = (
-        "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'sequential', 2, min_nodes=1))"
+        "import sys; from paceline.launch import local; "
+        "sys.exit(local.start(sys.argv[1:], 'sequential', 2, min_nodes=1))"
     )
     command = [sys.executable, "-c", start, sys.executable, str(HERE / "scripts" / "jumping.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)

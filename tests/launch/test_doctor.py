@@ -186,7 +186,7 @@ def test_a_torch_that_cannot_be_imported_is_told(sshd, tmp_path):
     found = examined("one", Way(sshd.ssh, str(python)))
     (line,) = in_the_way(found)
     assert re.match(
-        r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; install", line
+        r"one: `import torch, paceline` fails there: ImportError: libtorch\.so: cannot open .*; reinstall", line
     )
 
 
@@ -247,10 +247,13 @@ def test_an_interface_that_is_none_is_told(sshd, monkeypatch):
 
 def test_nccl_s_interface_is_looked_at_as_a_run_does():
     """Story: it was left out, and the default way was found well where the run then went another."""
-    where = {name: host_probe.place("127.0.0.1", False, name).get("address") for name in ("lo", "=lo", "=nosuch", "")}
+    where = {
+        name: host_probe.find_addresses("127.0.0.1", False, name).get("address")
+        for name in ("lo", "=lo", "=nosuch", "")
+    }
     assert set(where.values()) == {"127.0.0.1"}
-    assert "error" in host_probe.place("127.0.0.1", False, "nosuch")
-    away = host_probe.place("10.255.255.1", False, "=lo")
+    assert "error" in host_probe.find_addresses("127.0.0.1", False, "nosuch")
+    away = host_probe.find_addresses("10.255.255.1", False, "=lo")
     assert away == {"meeting": "10.255.255.1", "address": "127.0.0.1"}
 
 

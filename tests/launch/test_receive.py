@@ -32,11 +32,11 @@ def test_a_full_disk_there_is_one_line(work, tmp_path):
         want(mounts="file systems cannot be mounted here")
     try:
         (work / "big").write_bytes(os.urandom(3 << 20))
-        told = ask(small, [snapshot.take(work)[0][0].said()])
+        told = ask(small, [snapshot.take(work)[0][0].listing()])
         assert told[-1]["error"].startswith("6.3 MB are needed in")
         receive.SPARE_BYTES, spare = -(100 << 20), receive.SPARE_BYTES
         try:
-            told = ask(small, [snapshot.take(work)[0][0].said()], contents(work))
+            told = ask(small, [snapshot.take(work)[0][0].listing()], contents(work))
         finally:
             receive.SPARE_BYTES = spare
         assert "no space is left for" in told[-1]["error"]
@@ -47,7 +47,7 @@ def test_a_full_disk_there_is_one_line(work, tmp_path):
 def contents(folder):
     """Every content of the folder's snapshot, in the order in which the far end asks."""
     tree = snapshot.take(folder)[0][0]
-    names = dict.fromkeys(row[1] for row in tree.said()["files"])
+    names = dict.fromkeys(row[1] for row in tree.listing()["files"])
     return b"".join(tree.sources[name].read_bytes() for name in names)
 
 
@@ -59,12 +59,12 @@ def contents(folder):
         (tree([["a//b", SHA, 1, False]]), "'a//b' is outside"),
         (tree([["a/./b", SHA, 1, False]]), "is outside"),
         (tree([["a\0b", SHA, 1, False]]), "is outside"),
-        (tree([["a", "../../x", 1, False]]), "a hash is none"),
+        (tree([["a", "../../x", 1, False]]), "a hash is malformed"),
         (tree(links=[["a", "/etc"]]), "the link 'a' points out of the folder, to '/etc'"),
         (tree(links=[["a/b", "../../c"]]), "the link 'a/b' points out"),
         (tree(links=[["../b", "c"]]), "'../b' is outside"),
         (tree(mounts=[["../b", SHA]]), "'../b' is outside"),
-        (tree(mounts=[["b", "../../.."]]), "a hash is none"),
+        (tree(mounts=[["b", "../../.."]]), "a hash is malformed"),
         (tree([["a/b", SHA, 1, False]], [["a", "c"]]), "a there is not the link that was sent"),
     ],
 )
@@ -75,7 +75,7 @@ def test_nothing_leads_out_of_the_folder(given, said, tmp_path):
 
 
 def test_a_content_that_is_not_what_was_announced_is_refused(tmp_path):
-    assert "other than it was announced" in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"y")[-1]["error"]
+    assert "does not match its hash" in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"y")[-1]["error"]
     assert "ended before everything" in ask(tmp_path, [tree([["a", SHA, 1, False]])])[-1]["error"]
     assert not list((tmp_path / "files").glob("[!.]*"))
     assert [list(said) for said in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"x")] == [
@@ -100,7 +100,7 @@ def test_what_was_changed_there_is_mended_and_links_there_are_not_followed(tmp_p
 def test_only_the_last_folders_stay_besides_those_in_use_and_what_runs_wrote(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     base, names = receive.root(), []
-    for i in range(receive.KEPT + 4):
+    for i in range(receive.MAX_FOLDERS + 4):
         content = str(i).encode()
         given = tree([["a", hashlib.sha256(content).hexdigest(), 1, False]] if i < 10 else [])
         if i == 4:
@@ -112,7 +112,7 @@ def test_only_the_last_folders_stay_besides_those_in_use_and_what_runs_wrote(tmp
         os.utime(names[-1] + ".json", (i, i))
     held.__exit__(None, None, None)
     left = [i for i, name in enumerate(names) if Path(name, "a").exists()]
-    assert left == [1, *range(len(names) - receive.KEPT, len(names))]
+    assert left == [1, *range(len(names) - receive.MAX_FOLDERS, len(names))]
     assert (Path(names[0]) / "result").read_text() == "mine"
     assert not Path(names[2]).exists()
     kept = {hashlib.sha256(str(i).encode()).hexdigest() for i in left}

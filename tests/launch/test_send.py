@@ -116,8 +116,8 @@ def test_data_lie_where_they_lay_and_are_there_once(sshd, work, photos):
             (photos / "cat" / "0.jpg").write_bytes(b"x")
         trees, place = snapshot.take(work, Path("photos"))
         (host,), (went,) = send(parse("one"), Way(sshd.ssh), trees)
-        assert went.files + went.there == 10
-        assert went.files == 1 or not changed
+        assert went.num_files + went.num_present == 10
+        assert went.num_files == 1 or not changed
         assert place == "photos"
         found = list(Path(host.folder, "photos").glob("*/*.jpg"))
         assert sum(path.stat().st_size for path in found) == whole
@@ -152,7 +152,9 @@ def test_a_connection_that_breaks_is_told_and_the_next_time_goes_on(sshd, work):
                 os.kill(int(pid), 9)
 
     slow = Way(f"{sys.executable} {write_slow(work.parent, sshd)}")
-    with pytest.raises(ValueError, match=r"- one: the connection was lost after .* start again: what has arrived"):
+    with pytest.raises(
+        ValueError, match=r"- one: the connection failed after .* start again: the files that have arrived"
+    ):
         send(parse("one"), slow, trees, cut)
     assert seen
     hosts, (went,) = send(parse("one"), Way(sshd.ssh), trees)

@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_removed_stays_and_holds_nobody_up(tmp_path, mon
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    receive.sweep(str(tmp_path), [], kept=1)
+    receive.sweep(str(tmp_path), [], max_kept=1)
     assert [Path(folder, "a").exists() for folder in folders] == [True, False, True]
     contents = {hashlib.sha256(b"%d" % i).hexdigest() for i in (0, 2)}
     assert set(os.listdir(tmp_path / "files")) == contents
@@ -113,12 +113,12 @@ def test_a_host_that_waits_for_another_sender_is_waited_for_as_long_as_it_says_s
     monkeypatch.setattr(sender.time, "monotonic", lambda: now[0])
     to = sender.Delivery(parse("one")[0], process=object())
     for _ in range(5):
-        to.waits += 1
+        to.num_waits += 1
         now[0] += 0.9 * sender.STALL_S
-        to.look()
+        to.check_progress()
     assert not ended
     now[0] += 1.1 * sender.STALL_S
-    to.look()
+    to.check_progress()
     assert len(ended) == 1
 
 
@@ -127,10 +127,10 @@ def test_a_long_list_that_goes_out_slowly_is_no_stall(monkeypatch):
     to, far = sender.Delivery(*parse("a")), []
 
     def write(data):
-        to.look()
-        far.append(to.since[0])
+        to.check_progress()
+        far.append(to.progress[0])
 
-    listed = SimpleNamespace(sources={}, said=lambda: tree([[f"{i:0100}", "a", 1, False] for i in range(2000)]))
+    listed = SimpleNamespace(sources={}, listing=lambda: tree([[f"{i:0100}", "a", 1, False] for i in range(2000)]))
     stdin = SimpleNamespace(write=write, flush=lambda: None)
-    assert sender._talk(SimpleNamespace(stdin=stdin, stdout=io.BytesIO()), to, [listed]) is None
+    assert sender._transfer(SimpleNamespace(stdin=stdin, stdout=io.BytesIO()), to, [listed]) is None
     assert len(set(far)) > 2000 * 100 // sender.PART

@@ -59,9 +59,9 @@ def test_what_cannot_go_along_is_named(work, monkeypatch):
     (work / "far").symlink_to("/etc")
     (work / "up").symlink_to("../other")
     os.mkfifo(work / "pipe")
-    with pytest.raises(ValueError, match=r"--send: not all of .* can go along: ") as told:
+    with pytest.raises(ValueError, match=r"--send: not all of .* can be sent: ") as told:
         snapshot.take(work)
     for said in ("the link far leads out of it, to /etc", "the link up leads out", "pipe is neither file nor link"):
         assert said in str(told.value)
-    with pytest.raises(ValueError, match="there is no folder absent here to send along"):
+    with pytest.raises(ValueError, match="there is no folder absent here to send"):
         snapshot.take(work, Path("absent"))

@@ -14,7 +14,7 @@ from needs import needs
 from paceline.launch import output as lines_
 from paceline.launch.doctor import host_facts
 from paceline.launch.doctor.preflight import check, faults, unreachable
-from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.hosts import Host, Way, configurations, parse
 from paceline.launch.output import Lines
 from sshd import Sshd, unavailable
 
@@ -162,16 +162,20 @@ def test_hosts_are_read_with_users_and_slots():
     ours = [Host("fd00::1", "fd00::1"), Host("::1", "me@::1", 2), Host("fe80::2%eth0", "fe80::2%eth0")]
     assert parse("fd00::1,me@[::1]:2,fe80::2%eth0") == ours
     assert parse(",".join(host.target for host in ours)) == [dataclasses.replace(host, slots=None) for host in ours]
-    assert rows(parse("a,b"), "") == rows(parse("a:1,b"), "") == ["", ""]
-    assert rows(parse("a:3,b:3"), "") == rows(parse("a,b"), "processes:3") == ["processes:3"] * 2
+    assert configurations(parse("a,b"), "") == configurations(parse("a:1,b"), "") == ["", ""]
+    assert configurations(parse("a:3,b:3"), "") == configurations(parse("a,b"), "processes:3") == ["processes:3"] * 2
 
 
 def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
     hosts = parse("a:4,b:2,c")
-    assert rows(hosts, "") == ["processes:4", "processes:2", ""]
-    assert rows(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
-    assert rows(hosts, "threads:2", {"a": "processes:4/stages:2"}) == ["processes:4/stages:2", "threads:2", "threads:2"]
-    assert rows(parse("a:1"), "threads:4") == ["threads:4"], "one process"
+    assert configurations(hosts, "") == ["processes:4", "processes:2", ""]
+    assert configurations(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
+    assert configurations(hosts, "threads:2", {"a": "processes:4/stages:2"}) == [
+        "processes:4/stages:2",
+        "threads:2",
+        "threads:2",
+    ]
+    assert configurations(parse("a:1"), "threads:4") == ["threads:4"], "one process"
 
 
 @pytest.mark.parametrize(
@@ -198,16 +202,18 @@ def test_what_is_no_host_is_told(text, said):
 @pytest.mark.parametrize(
     ("hosts", "asked", "said"),
     [
-        ("a:2,b", "threads:4", "^-H asks for 2 on a, the row 'threads:4' for another number; leave one out$"),
-        ("a:2,b:3", "sequential", "for 2 on a, the row 'sequential'.*for 3 on b, the row 'sequential'"),
+        ("a:2,b", "threads:4", "^-H asks for 2 on a, 'threads:4' for another number; leave one out$"),
+        ("a:2,b:3", "sequential", "for 2 on a, 'sequential'.*for 3 on b, 'sequential'"),
     ],
 )
 def test_slots_that_contradict_are_told(hosts, asked, said):
     with pytest.raises(ValueError, match=said):
-        rows(parse(hosts), asked)
-    assert rows(parse("a"), "", {"a": "threads:1", "b": "threads:2"}) == ["threads:1"], "one of those of the plan"
-    with pytest.raises(ValueError, match="rows for elsewhere, and -H names a, b; name these"):
-        rows(parse("a,b"), "", {"elsewhere": "threads:2"})
+        configurations(parse(hosts), asked)
+    assert configurations(parse("a"), "", {"a": "threads:1", "b": "threads:2"}) == ["threads:1"], (
+        "one of those of the plan"
+    )
+    with pytest.raises(ValueError, match="plan is for elsewhere, and -H names a, b; name these"):
+        configurations(parse("a,b"), "", {"elsewhere": "threads:2"})
 
 
 NODE = "import sys; from paceline.launch import local, node_agent; local.GRACE_S = 0.5; sys.exit(node_agent.main())"

@@ -82,10 +82,12 @@ def test_an_answer_that_is_none_is_told(near, answer, work):
     finally:
         visit.close(1.0)
     way = near(f"cat <<'X'\n{answer}\nX\ncat > /dev/null")
-    with pytest.raises(ValueError, match=r"- a: .* answered .*, which is no answer of Python; name another interpreter with"):
+    with pytest.raises(
+        ValueError, match=r"- a: .* answered .*, which is no answer of Python; name another interpreter with"
+    ):
         check(parse("a"), way)
     way = near(f"cat <<'X'\n{answer}\nX")
-    with pytest.raises(ValueError, match="- a: the connection was lost after"):
+    with pytest.raises(ValueError, match="- a: the connection failed after"):
         send(parse("a"), way, snapshot.take(work)[0])
 
 
@@ -101,7 +103,7 @@ def work(tmp_path, monkeypatch):
 
 def test_a_host_that_asks_for_what_it_was_not_offered_gets_nothing(near, work):
     way = near("""echo '{"missing": [0, 7]}'; cat > got""")
-    with pytest.raises(ValueError, match="- a: it asks for what it was not offered"):
+    with pytest.raises(ValueError, match="- a: it requests files that it was not offered"):
         send(parse("a"), way, snapshot.take(work)[0])
     assert b"os.getcwd" not in (near.home / "got").read_bytes()
 

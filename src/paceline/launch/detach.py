@@ -30,7 +30,7 @@ from paceline.launch.child_processes import end_with
 from paceline.report.log import log
 
 VARIABLE = "PACELINE_DETACHED"  # in the launcher's environment: the folder of its run
-RUN = "PACELINE_RUN"  # in its processes' environment: the id by which `paceline status` finds them
+RUN = "PACELINE_RUN"  # in its processes' environment: the id by which `paceline doctor --run` finds them
 MAX_ENDED = 20  # ended runs whose folders are kept
 POLL_S = 0.05
 

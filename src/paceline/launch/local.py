@@ -173,8 +173,8 @@ def start(
                 node_restarts.begin_anew(node is None)
             for owner in range(len(sizes)) if node is None else [node]:
                 team.begin(owner, _joining(Path(variable("PACELINE_TICKET_FILE", base)), owner) if joins else None)
-            for number in requests.received:  # before the processes started
-                team.send(number)
+            for early in requests.received:  # before the processes started
+                team.send(early)
             ending = _watch(team, requests, min_nodes, node_restarts)
             pause_s = None if requests.received else policy.after(ending)
             pids = [child.process.pid for child in team.children]

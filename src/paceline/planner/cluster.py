@@ -60,12 +60,12 @@ def make_over(
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    wires = Wires.of(far.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
+    wires = Wires.of(far.query(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]]) if len(hosts) > 1 else Wires(1)
     show("measuring each host by itself")
     budget_s = budget_s or planning.MIN_BUDGET_S  # what is waited for must have an end
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
-    replies = far.ask(hosts, request, limit_s)
+    replies = far.query(hosts, request, limit_s)
     nodes = [Node.of(name, replies[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
     if len(sizes) > 1:
@@ -152,7 +152,7 @@ def _run(far: RemoteQuery, hosts: Sequence[Host], one: Try, command: Sequence[st
         Plan(one.rows[0], hosts={host.name: row for host, row in zip(hosts, one.rows, strict=True)}).write(ways)
         options = ["--plan", str(ways), "--shares", shares]
         try:
-            reply = far.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
+            reply = far.query(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
         except (ValueError, TimeoutError) as error:
             return Trial(one.rows[0], error=str(error).splitlines()[-1])
     return Trial(**{**reply, "steps_s": tuple(reply["steps_s"])})

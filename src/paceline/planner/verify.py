@@ -24,7 +24,7 @@ from paceline.launch import local, ssh
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
-from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
+from paceline.launch.hosts import OWN_PATH, Host, Way, configurations, parse
 from paceline.planner.diagnose.causes import Cause
 from paceline.planner.diagnose.equivalence import Comparison, compare, ended, explained
 from paceline.registry import BASELINE
@@ -121,7 +121,7 @@ def over_ssh(
 ) -> Comparison:
     """`verify`, its nodes being ``hosts``, such as hostA,hostB. ``names``: variables that go along."""
     nodes = parse(hosts)
-    each = [row or BASELINE for row in rows(nodes, engine)]
+    each = [row or BASELINE for row in configurations(nodes, engine)]
     carried = ssh.carried(names)
     meeting = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # a name that cannot be guessed; the first host's own temporary folder need not be this one's

@@ -40,7 +40,7 @@ class DoctorAgent:
 
     def open(self, meeting: str, first: bool, interface: str, port: int, secret: str) -> dict[str, Any]:
         """This host's own address and the port at which it now listens, or the reason why it does not."""
-        found = host_probe.place(meeting, first, interface)
+        found = host_probe.find_addresses(meeting, first, interface)
         if "error" not in found:
             self._own, self._secret = found["address"], bytes.fromhex(secret)
             try:

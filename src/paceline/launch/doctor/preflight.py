@@ -127,8 +127,7 @@ def _why(host: Host, errors: str, last: str) -> str:
         "Permission denied": _denied(host, last.rpartition(": ")[2]),
         "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a "
         f"HostName in ~/.ssh/config",
-        "Connection refused": f"no ssh server listens there ({last}); start sshd, or set its Port in "
-        f"~/.ssh/config",
+        "Connection refused": f"no ssh server listens there ({last}); start sshd, or set its Port in ~/.ssh/config",
         "timed out": f"no answer ({last}); is it on, and does its firewall let ssh in?",
         "No route to host": f"there is no route to it ({last}); check the name and the network",
         "unreachable": f"there is no route to it ({last}); check the name and the network",

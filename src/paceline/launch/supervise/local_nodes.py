@@ -92,7 +92,7 @@ class Team:
         """The exit code of the first process of a node that failed."""
         return next(child.code for child in self._of(node) if child.code)
 
-    def _said(self, child: Child) -> dict[str, object]:
+    def _status(self, child: Child) -> dict[str, object]:
         return process_status.read(self.reports, child.process.pid) if self.reports else {}
 
     def faults(self) -> frozenset[Fault]:
