@@ -125,7 +125,7 @@ def test_every_host_that_cannot_be_reached_has_a_line_and_the_others_are_measure
     )
     wanted = {
         "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
-        "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
+        "changed": r"its host key is not the one in known_hosts: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
         "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
         r"since ssh runs without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",

@@ -69,7 +69,7 @@ def test_the_healthy_have_nothing(healthy):
         ({"writable": False}, SLOW, "there is not writable"),
         ({"free_memory_bytes": GIB >> 1}, SLOW, "0.50 GiB of memory free"),
         ({"open_files": 256}, SLOW, "ulimit -n is 256"),
-        ({"free_ports": 100}, SLOW, "only 100 ports"),
+        ({"free_ports": 100}, SLOW, "only 100 ephemeral ports"),
         ({"infiniband": True, "locked_bytes": 65536}, NOTED, "ulimit -l is 64 KiB, with InfiniBand"),
         ({"gpus": 2}, SLOW, r"2 NVIDIA GPUs, and torch there \(no CUDA\) sees none"),
         (
@@ -79,9 +79,9 @@ def test_the_healthy_have_nothing(healthy):
         ),
         ({"own_name": {"name": "box", "error": "unknown"}}, SLOW, r"'box' does not resolve \(unknown\)"),
         ({"software": {"late": 8.0}}, SLOW, "importing torch took more than 8 s"),
-        ({"software": {"error": "ImportError: x"}}, IN_THE_WAY, "fails there: ImportError: x; install"),
+        ({"software": {"error": "ImportError: x"}}, IN_THE_WAY, "fails there: ImportError: x; reinstall"),
         ({"folder": False}, IN_THE_WAY, "the working directory .* is not there"),
-        ({"cores": 99}, NOTED, r"numbers of cores differ \(one \d+, two 99\): shares of the batch"),
+        ({"cores": 99}, NOTED, r"numbers of cores differ \(one \d+, two 99\): batch sizes follow"),
         ({"fault": "no answer"}, IN_THE_WAY, "no answer"),
     ],
 )

@@ -48,7 +48,7 @@ def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(s
     assert head == "paceline: nothing was started, because not every host can take part:"
     wanted = {
         "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
-        "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
+        "changed": r"its host key is not the one in known_hosts: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
         "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
         r"since ssh runs without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
@@ -189,7 +189,10 @@ def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
         ("fe80::2:x,[a]:2,a:b:c", r"'fe80::2:x' is no host name; '\[a\]:2' is no host name; 'a:b:c' is no host name"),
         ("[::1]:0,[::1]x", r"'\[::1\]:0' asks for '0' processes.*'\[::1\]x' is no host name"),
         ("::1,me@[::1]", r"::1 is named twice; a host with two processes is \[::1\]:2"),
-        ("a:2222", "'a:2222' asks for '2222' processes; a whole number from 1 to 1024 .*, and a port in ~/.ssh/config"),
+        (
+            "a:2222",
+            "'a:2222' asks for '2222' processes; give a whole number from 1 to 1024 .*, and a port in ~/.ssh/config",
+        ),
         ("@a,%e@c,a:²", "'@a' is no host name; '%e@c' is no host name; 'a:²' asks for '²' processes"),
         ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
     ],

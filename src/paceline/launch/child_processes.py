@@ -66,8 +66,7 @@ def end_with(parent: int) -> None:
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
     """A temporary folder that is removed even if a signal handler raises: signals wait while it is created and removed.
 
-    tempfile.TemporaryDirectory registers the removal after it has created the folder, and unregisters it before the
-    folder is removed. A signal handler that raises in between would leave the folder behind.
+    tempfile.TemporaryDirectory alone leaves the folder behind if a handler raises just after it was created.
     """
 
     def __init__(self, prefix: str = "paceline-"):

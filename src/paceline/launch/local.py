@@ -65,8 +65,7 @@ def free_port() -> int:
 
 
 def once(act: Callable[[int], object]) -> Callable[[int, object], None]:
-    """A signal handler that calls ``act``, but not for a repetition within AGAIN_S: at a shutdown a process gets a
-    signal from the system and again from the process that passes it on."""
+    """A handler that calls ``act``, but not for a repetition within AGAIN_S: at a shutdown signals arrive twice."""
     last_s = -math.inf
 
     def handler(number: int, _: object) -> None:

@@ -90,7 +90,6 @@ def _execute() -> int:
 
 
 def report(values: dict[str, Any]) -> None:
-    """Sends the node's state to the launcher."""
     with contextlib.suppress(OSError):  # the launcher has ended
         os.write(1, REPORT_PREFIX + json.dumps(values).encode() + STARTED[:1] + b"\n")
 

@@ -74,9 +74,9 @@ class Orders:
     together: Callable[[str, int], int] | None = None
     on_change: Callable[[Orders], None] | None = None
 
-    def begin(self, meeting: tuple[str, int]) -> None:
+    def begin(self, rendezvous: tuple[str, int]) -> None:
         """Begins another start, with a new secret, which processes left of an earlier start do not know."""
-        self.secret, self.turn, self.meeting, self.members = secrets.token_hex(32), self.turn + 1, meeting, []
+        self.secret, self.turn, self.meeting, self.members = secrets.token_hex(32), self.turn + 1, rendezvous, []
         self.save()
 
     def set_members(self, members: list[str]) -> None:
@@ -122,13 +122,13 @@ class Orders:
 def start(
     hosts: Sequence[Host],
     orders: Orders,
-    meeting: tuple[str, int] | None,
+    rendezvous: tuple[str, int] | None,
     result: BinaryIO | None = None,
     restarts: int = 0,
 ) -> int:
     """Runs Python with a command on every host, the first of them node 0. Returns the first failing node's exit code.
 
-    ``meeting``: the endpoint that `check` returned; None: the nodes of ``orders`` run, and their launcher was killed.
+    ``rendezvous``: the endpoint from `check`; None: the nodes of ``orders`` run, and their launcher was killed.
     With ``result`` all output goes to stderr, except a JSON object in the first host's last line. Ctrl-C and SIGTERM
     are passed on once to every process, which then has TIMEOUT_S to end, or START_S on a host that has started nothing.
     A second signal, or a node's failure, shortens that to GRACE_S. A closed output counts as SIGTERM. ``restarts``: how
@@ -140,14 +140,14 @@ def start(
     policy = Restarts(restarts)
     try:
         while True:
-            if meeting:
-                orders.begin(meeting)
-            ending = _start(hosts, orders, received, handler, result, again=meeting is None)
+            if rendezvous:
+                orders.begin(rendezvous)
+            ending = _start(hosts, orders, received, handler, result, again=rendezvous is None)
             pause_s = None if received else policy.after(ending)
-            next_meeting = _rendezvous_again(orders, received, pause_s) if pause_s is not None else None
-            if next_meeting is None:
+            next_rendezvous = _rendezvous_again(orders, received, pause_s) if pause_s is not None else None
+            if next_rendezvous is None:
                 return 128 + received[0] if received else ending.code
-            meeting = next_meeting
+            rendezvous = next_rendezvous
             orders.environment["PACELINE_RESUME"] = "1"
     finally:
         for number, old in previous.items():
@@ -179,12 +179,10 @@ def _start(
     if received or failure is None:
         return Ending(128 + received[0] if received else orders.exit_code(nodes), done=done)
     first, code = failure
-    name, last_line = first.host.name, first.errors.last or "it said nothing"
+    name, last_line = first.host.name, first.errors.last or "no output"
     what = f"{name} failed first, with exit code"
-    if code < 0:
-        what = f"the connection to {name} failed, ssh ended with exit code"
-    elif code == SSH_FAILED:  # the exit code of sys.exit(-1), too
-        what = f"the connection to {name} failed, or its script ended with exit code"
+    if code < 0 or code == SSH_FAILED:  # the exit code of sys.exit(-1), too
+        what = f"the connection to {name} failed, {'ssh' if code < 0 else 'or its script'} ended with exit code"
     log.error(f"{what} {code}: {shown(last_line)}")
     faults = frozenset((str(error), step) for node in nodes for error, step in node.failure.get("faults", ()))
     begun = bool(orders.members) or any(node.failure.get("begun") for node in nodes)

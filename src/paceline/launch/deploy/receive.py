@@ -182,15 +182,15 @@ def _lay_out(base: str, tree: dict[str, Any]) -> str:
     """Lays out a folder and returns its path; in a folder that exists, replaces files that differ from those sent."""
     name = tree_hash(tree)
     folder, listing = (os.path.join(base, "trees", name + end) for end in ("", ".json"))
-    target = folder if os.path.isdir(folder) else os.path.join(base, "trees", f".part{os.getpid()}")
+    current = folder if os.path.isdir(folder) else os.path.join(base, "trees", f".part{os.getpid()}")
     parents = {os.path.dirname(path) for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"])}
     for parent in sorted(parents | {""}):
-        full = os.path.join(target, parent)
+        full = os.path.join(current, parent)
         os.makedirs(full, exist_ok=True)
-        if os.path.realpath(full) != os.path.normpath(os.path.join(os.path.realpath(target), parent)):
+        if os.path.realpath(full) != os.path.normpath(os.path.join(os.path.realpath(current), parent)):
             raise Refused(f"{full} there is a link that leads elsewhere; remove it")
     for path, hash_, size, runs in tree["files"]:
-        full, content = os.path.join(target, path), os.path.join(base, "files", hash_)
+        full, content = os.path.join(current, path), os.path.join(base, "files", hash_)
         if not _is_intact(full, size):
             part = os.path.join(base, "trees", f".part{os.getpid()}f")
             _copy(content, part, tree["linked"])
@@ -198,13 +198,13 @@ def _lay_out(base: str, tree: dict[str, Any]) -> str:
                 raise Refused(f"{full} there is a folder, and a file of that name was sent; remove it")
             _move_into_place(part, full, 0o444 if tree["linked"] else 0o755 if runs else 0o644)
     for path, target in (*tree["links"], *((path, os.path.join(base, "trees", to)) for path, to in tree["mounts"])):
-        full = os.path.join(target, path)
+        full = os.path.join(current, path)
         if not (os.path.islink(full) and os.readlink(full) == target):
             if os.path.lexists(full):
                 raise Refused(f"{full} there is not the link that was sent; remove it")
             os.symlink(target, full)
-    if target != folder:
-        os.rename(target, folder)
+    if current != folder:
+        os.rename(current, folder)
     if _read_listing(listing) != tree:
         with open(listing + ".part", "w") as file:
             json.dump(tree, file)
@@ -266,8 +266,7 @@ def _read_listing(path: str) -> dict[str, Any] | None:
 
 
 def _delete_folder(folder: str, tree: dict[str, Any] | None) -> bool:
-    """Deletes a folder's files and listing; returns False if it is held. Without a ``tree`` its files are unknown, and
-    stay."""
+    """Deletes a folder's listing, and the files that it lists; returns False if the folder is held."""
     try:
         with open(folder + ".json", "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -123,7 +123,6 @@ def _transfer(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tr
     assert process.stdin
     listings = [tree.listing() for tree in trees]
     sources = {name: path for tree in trees for name, path in tree.sources.items()}
-    # in the receiver's order
     contents = list({name: size for tree in listings for _, name, size, _ in tree["files"]}.items())
     with contextlib.suppress(OSError):  # its answer, read below, tells why
         process.stdin.write(program(Path(receive.__file__).read_bytes()))
@@ -138,7 +137,7 @@ def _transfer(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tr
         if not answer or "missing" not in answer:
             return answer
         try:
-            wanted = [contents[i] for i in answer["missing"]]
+            wanted = [contents[i] for i in answer["missing"]]  # both ends number the contents in the same order
         except (IndexError, TypeError):
             raise Broken("it requests files that it was not offered; check which program answers there") from None
         to.num_files, to.num_present = len(wanted), len(contents) - len(wanted)

@@ -67,7 +67,6 @@ class Team:
             self.children.append(Child(node, process, bool(more)))
 
     def send(self, number: int, node: int | None = None) -> None:
-        """Sends a signal to all processes that run, or to those of ``node``."""
         for child in self.children:
             if child.code is None and node in (None, child.node):
                 child.process.send_signal(number)

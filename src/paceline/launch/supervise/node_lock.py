@@ -1,6 +1,6 @@
 """Lock of one node of a run on its host: a launcher that restarts the node finds the one that still trains there.
 
-The node may have lost nothing but the connection to its launcher. A file per run and node is locked while the node
+Perhaps only the connection to its launcher has failed. A file per run and node is locked while the node
 runs. It holds the agent's process id, the number of the run's start, and at the end the exit code.
 """
 
@@ -60,8 +60,7 @@ class NodeLock:
     ) -> int | None:
         """Waits for the lock. Returns the exit code that a holder of this start of the run left; None: there is none.
 
-        ``requests``: signals to pass on to the holder. ``report``: gets the holder's state. A holder of an earlier
-        start is ended.
+        ``requests``: signals to pass on to the holder; ``report``: gets its state. An earlier start's holder is ended.
         """
         kills, kill_s, signalled, state = [signal.SIGTERM, signal.SIGKILL], 0.0, False, None
         while not self.try_lock():

@@ -35,8 +35,8 @@ class Launch:
     def check_hosts(self) -> tuple[str, int]:
         return check(self.hosts, self.way, self.paths, self.address, self.needs)
 
-    def start(self, orders: ssh.Orders, meeting: tuple[str, int] | None = None) -> int:
-        """Runs all nodes; returns the exit code. ``meeting``: the rendezvous endpoint; None: the nodes of ``orders``
+    def start(self, orders: ssh.Orders, rendezvous: tuple[str, int] | None = None) -> int:
+        """Runs all nodes; returns the exit code. ``rendezvous``: its endpoint; None: the nodes of ``orders``
         train already, and their launcher was killed."""
         orders = dataclasses.replace(
             orders,
@@ -46,7 +46,7 @@ class Launch:
         )
         detach.mark_begun()
         result = sys.stdout.buffer if self.quiet else None
-        code = ssh.start(self.hosts, orders, meeting, result, self.restarts)
+        code = ssh.start(self.hosts, orders, rendezvous, result, self.restarts)
         detach.remove_orders()
         if code == 0 and self.success:
             print(shown(self.success))
