@@ -78,10 +78,8 @@ def test_a_wall_clock_in_a_source_is_found(source, found):
 @pytest.mark.dear
 def test_a_wall_clock_that_jumps_by_days_changes_nothing(tmp_path):
     """Two nodes, of which one fails: the other continues, saves, and finishes the training."""
-    start = (
-        "import sys; from paceline.launch import local; "
-        "sys.exit(local.start(sys.argv[1:], 'sequential', 2, min_nodes=1))"
-    )
+    start = "import sys; from paceline.launch.local import start; "
+    start += "sys.exit(start(sys.argv[1:], 'sequential', 2, min_nodes=1))"
     command = [sys.executable, "-c", start, sys.executable, str(HERE / "scripts" / "jumping.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -247,10 +247,8 @@ def test_an_unknown_interface_is_reported(sshd, monkeypatch):
 
 def test_nccl_s_interface_is_used_as_in_a_run():
     """Story: the doctor ignored it, and tested another route than the run used."""
-    where = {
-        name: host_probe.find_addresses("127.0.0.1", False, name).get("address")
-        for name in ("lo", "=lo", "=nosuch", "")
-    }
+    names = "lo", "=lo", "=nosuch", ""
+    where = {name: host_probe.find_addresses("127.0.0.1", False, name).get("address") for name in names}
     assert set(where.values()) == {"127.0.0.1"}
     assert "error" in host_probe.find_addresses("127.0.0.1", False, "nosuch")
     away = host_probe.find_addresses("10.255.255.1", False, "=lo")

@@ -25,8 +25,8 @@ from paceline.link.net.ticket import JoinTicket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
 JOINS, RESUMES = "PACELINE_JOIN_TICKET" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
-variables = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
-(FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**variables, "joins": JOINS, "resumes": RESUMES}))
+given = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
+(FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**given, "joins": JOINS, "resumes": RESUMES}))
 def until(*names):
     end = time.monotonic() + 60
     while not all((FOLDER / name).exists() for name in names):

@@ -213,20 +213,16 @@ def test_only_variables_of_training_and_named_ones_are_sent_and_no_command_line_
     )
     given = {"SECRET": "tell nobody 1", "PACELINE_SECRET": "tell nobody 2", "ONLY_HERE": "3", "GLOO_X": "4"}
     output, _ = finish(begin(sshd, "--env", "SECRET", path, cwd=path.parent, **given, PACELINE_HOST="laptop"))
-    variables = dict(line.removeprefix("[one] ").split(" ", 1) for line in output.splitlines())
-    assert (variables["SECRET"], variables["PACELINE_SECRET"], variables["shown"]) == (
-        "tell nobody 1",
-        "tell nobody 2",
-        "0",
-    )
-    assert "GLOO_X" in variables
+    sent = dict(line.removeprefix("[one] ").split(" ", 1) for line in output.splitlines())
+    assert (sent["SECRET"], sent["PACELINE_SECRET"], sent["shown"]) == ("tell nobody 1", "tell nobody 2", "0")
+    assert "GLOO_X" in sent
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     far = subprocess.run([*sshd.ssh.split(), "one", "env"], capture_output=True, text=True, check=True, timeout=20)
     login = {line.partition("=")[0] for line in far.stdout.splitlines()}
     carried = {name for name in os.environ if re.match("PACELINE_|GLOO_|NCCL_|OMP_NUM_THREADS", name)}
     set_there = {"PACELINE_HOST", "PACELINE_NOTES", "PYTHONPATH", "PYTHONUNBUFFERED"}
     set_there.add("LC_CTYPE")  # Python itself sets it in a C locale
-    assert variables.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
+    assert sent.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
 
 
 def test_lines_are_whole(sshd, script):
