@@ -88,7 +88,7 @@ def _host_problems(report: Report) -> Iterator[tuple[int, str]]:
     if abs(skew_s := report.get("skew_s", 0.0)) > SKEW_S + report.get("skew_error_s", 0.0):
         yield SLOW, f"its clock is {skew_s:+.1f} s from this one, so records disagree; there: timedatectl set-ntp true"
     if 0 <= report["open_files"] < FILES:
-        yield SLOW, f"ulimit -n is {report['open_files']}: perhaps too few for a run; raise nofile there"
+        yield SLOW, f"ulimit -n is {report['open_files']}: perhaps too few connections and files; raise nofile"
     if (shared := report["shared_bytes"]) is None or shared < GIB:
         what = "no /dev/shm" if shared is None else f"{shared / GIB:.2f} GiB free in /dev/shm"
         yield SLOW, f"{what}: DataLoader workers then send samples through pipes; a container needs --shm-size 2g"
