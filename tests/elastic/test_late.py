@@ -250,7 +250,7 @@ def start(tmp_path, monkeypatch, lives, node=None):
     monkeypatch.setattr(node_restarts, "RETRY_DELAY_S", 0.02)
     monkeypatch.setenv("PACELINE_NODES", "1:2")
     command = [sys.executable, "-c", NODE, str(tmp_path), str(lives)]
-    how = {"node": node, "asked": tuple} if node is not None else {"least": 1}
+    how = {"node": node, "signals": tuple} if node is not None else {"min_nodes": 1}
     return local.start(command, "sequential", 2, returns=3, **how)
 
 
@@ -281,7 +281,7 @@ def test_the_ticket_of_a_run_that_was_killed_is_nobodys(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_TICKET_FILE", str(stale))
     monkeypatch.setenv("PACELINE_NODES", "2:2")
     script = "import os, sys; sys.exit(9 if 'PACELINE_JOIN_TICKET' in os.environ else 7)"
-    assert local.start([sys.executable, "-c", script], "sequential", 2, returns=3, least=2) == 7
+    assert local.start([sys.executable, "-c", script], "sequential", 2, returns=3, min_nodes=2) == 7
 
 
 def test_a_ticket_says_where_those_are_who_train_now(team, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from paceline.report.record import read
 
 START = (
     "import sys; from paceline.launch import local;"
-    "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), least=int(sys.argv[3])))"
+    "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), min_nodes=int(sys.argv[3])))"
 )
 
 NUM_STEPS = EPOCHS * -(-COUNT // BATCH)

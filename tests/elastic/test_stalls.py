@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 DEADLINE_S = 90.0
 OUTLIVED = (
     "import sys; from paceline.launch import local;"
-    "sys.exit(local.start(sys.argv[3:], 'sequential', int(sys.argv[1]), least=int(sys.argv[2])))"
+    "sys.exit(local.start(sys.argv[3:], 'sequential', int(sys.argv[1]), min_nodes=int(sys.argv[2])))"
 )
 
 

@@ -1,4 +1,4 @@
-"""Nothing waits by the clock on the wall, which may be set at any moment."""
+"""Deadlines use monotonic clocks, not the wall clock, which may be set at any moment."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WAITING = (
     "pace.py",
 )
 WALL = {"time", "time_ns", "ctime", "gmtime", "localtime", "now", "utcnow", "today"}
-# the comparison of two machines' clocks itself
+# allowed where two machines' clocks are compared
 SPARED = {"launch/doctor/examine.py": "time", "launch/doctor/agent.py": "time"}
 
 
 def wall_clocks(source):
-    """(line, name) of every call of a clock that can be set: time.time(), datetime.now() and their like."""
+    """(line, name) of every call of a wall clock: time.time(), datetime.now() and similar functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WALL:
             owner = ast.unparse(node.func.value).rpartition(".")[2]
@@ -52,7 +52,7 @@ def files():
         yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]
 
 
-def test_deadlines_are_of_clocks_that_nobody_sets():
+def test_deadlines_use_monotonic_clocks():
     found = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files()
@@ -71,20 +71,19 @@ def test_deadlines_are_of_clocks_that_nobody_sets():
         ("end = time.monotonic() + 5; time.sleep(1)", []),
     ],
 )
-def test_a_planted_wall_clock_is_found(source, found):
+def test_a_wall_clock_in_a_source_is_found(source, found):
     assert [name for _, name in wall_clocks(source)] == found
 
 
 @pytest.mark.dear
-def test_a_clock_that_jumps_by_days_at_every_look_changes_nothing(tmp_path):
-    """Two nodes, of which one dies: the other goes on, saves, and ends the training."""
-    start = (
-        "import sys; from paceline.launch import local; sys.exit(local.start(sys.argv[1:], 'sequential', 2, least=1))"
-    )
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(tmp_path):
+    """Two nodes, of which one fails: the other continues, saves, and finishes the training."""
+    start = "import sys; from paceline.launch.local import start; "
+    start += "sys.exit(start(sys.argv[1:], 'sequential', 2, min_nodes=1))"
     command = [sys.executable, "-c", start, sys.executable, str(HERE / "scripts" / "jumping.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (said,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-*.json"))
-    assert len(said["losses"]) == checkpoint.read_newest(tmp_path).step == EPOCHS * math.ceil(COUNT / BATCH)
+    (result,) = (json.loads(path.read_text()) for path in tmp_path.glob("*-*.json"))
+    assert len(result["losses"]) == checkpoint.read_newest(tmp_path).step == EPOCHS * math.ceil(COUNT / BATCH)
     dates = [event["time"] for event in read(tmp_path)]
     assert max(dates) - min(dates) > 1e8, "the clock did not jump, so nothing is tested"

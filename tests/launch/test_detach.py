@@ -1,4 +1,4 @@
-"""A detached run goes on without whoever started it, can be followed and stopped, and its end is known afterwards."""
+"""A detached run outlives its terminal; it can be followed and stopped, and its exit code is kept."""
 
 import os
 import re
@@ -20,7 +20,7 @@ DEADLINE_S = 40.0
 
 @pytest.fixture
 def paceline(tmp_path, monkeypatch):
-    """Starts the command, with a state folder of the test's own; what still runs in the end is killed."""
+    """Starts the command, with a state folder of the test's own; kills the runs that are left at the end."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
     def call(*words):
@@ -34,7 +34,7 @@ def paceline(tmp_path, monkeypatch):
 
 @pytest.fixture
 def script(tmp_path):
-    """What it prints first it does not flush, and it is read at once."""
+    """A script whose first output is not flushed by it, but must be readable at once."""
     path = tmp_path / "script.py"
     path.write_text(
         "import signal, sys, time\nfrom pathlib import Path\n"
@@ -75,7 +75,7 @@ def test_it_is_followed_to_its_end_and_exit_code(paceline, script, tmp_path):
     assert "continues" in finish(follower, code=130)[1]
     assert Detached(folder).running
     (tmp_path / "go").touch()
-    for _ in range(2):  # as it ends, and long after
+    for _ in range(2):  # at its end, and long after
         assert finish(paceline("attach", name), code=3)[0] == "first ['--detach']\nlast\n"
     assert re.fullmatch(rf"{name}  exit code 3 .*\n", finish(paceline("attach"))[0])
 
@@ -86,7 +86,7 @@ def test_stop_is_ctrl_c(paceline, script, tmp_path):
     assert Detached(folder).code == 130
 
 
-def test_one_that_was_killed_is_told(paceline, script, tmp_path):
+def test_a_killed_launcher_is_reported(paceline, script, tmp_path):
     name, folder, _ = begun(paceline, script, tmp_path)
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
     finish(paceline("attach", name), code=137)
@@ -94,7 +94,7 @@ def test_one_that_was_killed_is_told(paceline, script, tmp_path):
     assert f"{name} was killed, or its machine stopped" in finish(paceline("attach", name), code=1)[1]
 
 
-def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
+def test_an_error_before_the_start_is_reported_at_once(paceline, script, tmp_path):
     output, errors = finish(paceline("run", "--detach", "--plan", "none.toml", script), code=2)
     assert "there is no plan file 'none.toml'" in output
     assert "continues" not in errors
@@ -103,8 +103,8 @@ def test_a_mistake_is_told_at_once(paceline, script, tmp_path):
     assert finish(paceline("attach", "--stop"), code=2)[1].startswith("paceline: --stop needs the id of a run")
 
 
-def test_the_process_that_waits_for_the_launcher_ends_also_where_it_cannot_note_the_exit_code(tmp_path):
-    """Story: the disk was full, and the forked process went on with the command, beside the one it was forked from."""
+def test_the_process_that_waits_for_the_launcher_exits_even_if_it_cannot_note_the_exit_code(tmp_path):
+    """Story: on a full disk the forked process continued with the command, beside the process that had forked it."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, shutil, sys\nfrom pathlib import Path\nfrom paceline.launch import detach\n"
@@ -120,7 +120,7 @@ def test_the_process_that_waits_for_the_launcher_ends_also_where_it_cannot_note_
 
 
 def test_the_last_twenty_are_kept(tmp_path, monkeypatch):
-    """By when they began: ids have no year, and in January once the newest were forgotten."""
+    """By the time of their start: ids have no year, and in January the newest runs were once removed."""
     from paceline.launch import detach
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -131,13 +131,13 @@ def test_the_last_twenty_are_kept(tmp_path, monkeypatch):
         (folder / "lock").touch()
         (folder / "run.json").write_text("{}")
         os.utime(folder / "run.json", (i, i))
-    detach._forget()
-    assert [run.id for run in detach.everyone()] == names[-20:]
+    detach._remove_old()
+    assert [run.id for run in detach.all_runs()] == names[-20:]
     assert Path(tmp_path, "paceline", "detached").is_dir()
 
 
-def test_a_run_that_was_hardly_begun_or_is_being_forgotten_hinders_nobody(tmp_path, monkeypatch):
-    """A full disk once left a run without a lock, and no other could be listed or begun any more."""
+def test_a_folder_without_lock_or_one_that_is_being_removed_is_ignored(tmp_path, monkeypatch):
+    """Story: a full disk left a run without a lock, and after that no run could be listed or started."""
     from paceline.launch import detach
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -145,5 +145,5 @@ def test_a_run_that_was_hardly_begun_or_is_being_forgotten_hinders_nobody(tmp_pa
         (detach.home() / name).mkdir(parents=True)
         for file in files:
             (detach.home() / name / file).touch()
-    detach._forget()
-    assert [(run.id, run.running) for run in detach.everyone()] == [("2-forgotten", False)]
+    detach._remove_old()
+    assert [(run.id, run.running) for run in detach.all_runs()] == [("2-forgotten", False)]

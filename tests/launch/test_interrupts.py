@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM end the step, save and leave nothing; a kill or a full disk costs no more than the steps since.
+"""Ctrl-C and SIGTERM end the step, save and leave no processes; a kill or a full disk costs only unsaved steps.
 
-Real processes and signals. A run that was stopped is gone on with, and ends as one that never was, bit for bit.
+Real processes and signals. A run that was stopped and resumed is bit-identical to one that was never stopped.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def wait_until(true, process, what):
 
 
 def steps(folder):
-    """(step, loss) as they were said."""
+    """(step, loss) of each line that was printed."""
     with contextlib.suppress(FileNotFoundError):
         lines = (folder / "steps.txt").read_text().splitlines()
         return [(int(step), float(loss)) for step, loss in map(str.split, lines)]
@@ -91,7 +91,7 @@ def stop(command, folder, number, whom, more_steps=4):
 
 
 def small_shm(command):
-    """The command where /dev/shm is its own and holds 64 kB; as it is, where that cannot be had."""
+    """The command with a /dev/shm of its own of 64 kB; unchanged if that cannot be mounted."""
     inside = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"', "sh"]
     can = subprocess.run([*inside, "true"], capture_output=True, check=False).returncode == 0
     return [*inside, *command] if can else command
@@ -120,9 +120,9 @@ def test_two_processes_stopped_twice_end_as_if_never(undisturbed, tmp_path):
         assert output == ("gone on\n" if i else "begun\n")
         last, _ = steps(tmp_path)[-1]
         assert last == checkpoint.read_newest(tmp_path / "run").step
-        told = [line for line in errors.splitlines() if line.startswith("paceline: stopped by signal")]
-        assert len(told) == 1, errors
-        assert f"stopped by signal {number.value} after step {last}; saved {tmp_path / 'run'}" in told[0]
+        messages = [line for line in errors.splitlines() if line.startswith("paceline: stopped by signal")]
+        assert len(messages) == 1, errors
+        assert f"stopped by signal {number.value} after step {last}; saved {tmp_path / 'run'}" in messages[0]
         assert "Traceback" not in errors
     process = begin(TWO, tmp_path)
     _, errors = process.communicate(timeout=LIMIT_S)
@@ -162,10 +162,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
         os.kill(process.pid, signal.SIGINT)
         time.sleep(0.5)
         assert process.poll() is None, "the first is a request to end the step"
-        mine = OwnTime(process.pid, *pids(tmp_path))
+        cpu_time = OwnTime(process.pid, *pids(tmp_path))
         os.kill(process.pid, signal.SIGINT)
         while process.poll() is None:
-            assert mine.passed_s() < 10
+            assert cpu_time.passed_s() < 10
             time.sleep(0.01)
         process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
@@ -175,8 +175,8 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
         process.wait()
 
 
-def test_a_signal_that_comes_again_at_once_is_the_same_one(monkeypatch):
-    """A service's end reaches each process, and the launcher passes it on: the second one once left nothing saved."""
+def test_a_signal_repeated_at_once_is_ignored(monkeypatch):
+    """Story: a service's stop signals each process, the launcher passes it on, and the second prevented saving."""
     noted, others = [], []
     before = signal.signal(signal.SIGTERM, lambda number, _: others.append(number))
     interrupt = Interrupt(noted.append, [signal.SIGTERM])
@@ -192,8 +192,8 @@ def test_a_signal_that_comes_again_at_once_is_the_same_one(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_launcher_that_is_told_twice_at_once_is_as_patient_as_told_once(tmp_path, monkeypatch):
-    """As one below another that passes on what has reached both."""
+def test_a_launcher_ignores_a_signal_repeated_at_once(tmp_path, monkeypatch):
+    """As a launcher below another one that passes on a signal which both have received."""
     monkeypatch.setattr(local, "GRACE_S", 0.2)
     up, saved = tmp_path / "up", tmp_path / "saved"
     script = (
@@ -228,11 +228,11 @@ def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["killed"] >= 7, "a run may be over before its moment comes, not most of them"
-    assert len(set(said["kept"])) > 2, said
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["killed"] >= 7, "a run may be over before its moment comes, not most of them"
+    assert len(set(result["kept"])) > 2, result
     night.train(tmp_path / "whole", engine="sequential", epochs=6)
-    # a step made again after a kill is the same step
+    # a step that is repeated after a kill is the same step
     assert dict(steps(tmp_path / "killed")) == dict(steps(tmp_path / "whole"))
     assert len(steps(tmp_path / "killed")) > len(steps(tmp_path / "whole"))
     weights, want = (torch.load(tmp_path / f / "weights.pt", weights_only=True) for f in ("killed", "whole"))
@@ -240,36 +240,36 @@ def test_sigkill_at_random_moments_never_costs_more_than_the_steps_since(tmp_pat
 
 
 @pytest.mark.dear
-def test_a_full_disk_is_one_clear_error_for_all_and_costs_nothing_kept(tmp_path):
-    """Met while all wait, and beside the training: the next step tells all, or the end."""
+def test_a_full_disk_is_one_error_for_all_and_keeps_the_checkpoints(tmp_path):
+    """Whether all wait for the save or train meanwhile: the next step, or the end, reports the error to all."""
     with tmpfs(tmp_path / "disk", f"size={3 << 20}") as run:
         done = launch("full.py", run, engine="processes:2", code=1)
         assert done.stdout == "saved\n"
         lines = [line for line in done.stderr.splitlines() if line]
         assert len(lines) == 1, done.stderr
-        told = re.search(
+        match = re.search(
             r"^paceline: cannot write the checkpoint of step (\d+) to \S+: No space left on device; it needs [\d,]+ "
             r"bytes, [\d,]+ are free; checkpoint-(\d{8}) is untouched; make room or choose another folder$",
             lines[0],
         )
-        assert told, lines[0]
-        assert int(told[1]) == int(told[2]) + 1
+        assert match, lines[0]
+        assert int(match[1]) == int(match[2]) + 1
         found = checkpoint.read_newest(run)
-        assert (found.step, found.damaged) == (int(told[2]), ())
+        assert (found.step, found.damaged) == (int(match[2]), ())
         assert not [path for path in run.rglob("*") if path.suffix in (".part", ".old")]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_whichever_of_two_runs_ends_first_nobody_hears_afterwards(order):
-    """Story: the one that had ended first was put back by the other, and took the script's next Ctrl-C."""
-    before, heard = signal.getsignal(signal.SIGINT), []
-    both = [Interrupt(lambda number, i=i: heard.append(i)) for i in range(2)]
+def test_two_runs_restore_the_scripts_handlers_whichever_ends_first(order):
+    """Story: the run that ended last restored the handler of the first, which took the script's next Ctrl-C."""
+    before, received = signal.getsignal(signal.SIGINT), []
+    both = [Interrupt(lambda number, i=i: received.append(i)) for i in range(2)]
     for i in order:
         both[i].close()
     assert signal.getsignal(signal.SIGINT) is before
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    assert not heard
+    assert not received
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -277,8 +277,8 @@ def test_whichever_of_two_runs_ends_first_nobody_hears_afterwards(order):
 def test_a_launcher_that_is_ended_before_its_processes_begin_or_after_they_have_ended_leaves_nothing(
     number, when, tmp_path, monkeypatch
 ):
-    """Story: a signal between the handlers and the first process was heard by the launcher alone, which then waited for
-    the script to end by itself; one in which the handlers were gone left the folder."""
+    """Story: a signal between the handlers and the first process reached the launcher alone, which then waited for the
+    script to end by itself; one after the handlers were restored left the folder behind."""
 
     class Struck(tempfile.TemporaryDirectory):
         def __init__(self, *given, **named):

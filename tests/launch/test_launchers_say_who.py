@@ -1,4 +1,4 @@
-"""mpirun and srun say in words of their own who each process is; what they say fits together, or is refused."""
+"""The variables of mpirun and srun give each process its rank; inconsistent ones are refused."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 @pytest.fixture
 def world(monkeypatch):
-    """The World of an environment that holds these variables and nothing else of a launcher's."""
+    """The LaunchEnvironment of an environment that has these variables and no others of a launcher."""
 
     def of(given):
         clean = {name: value for name, value in os.environ.items() if not name.startswith(ABROAD) and name not in RANKS}
@@ -35,20 +35,20 @@ def world(monkeypatch):
 
 def slurm(proc, local, node, **more):
     """One of four tasks on two nodes, as srun sets it."""
-    said = {"PROCID": proc, "LOCALID": local, "NODEID": node, "JOB_ID": 1234, "STEP_ID": 2, "STEP_NUM_TASKS": 4}
-    said |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "gpu[07-08]", "NTASKS": 9, **more}
-    return {f"SLURM_{name}": str(value) for name, value in said.items()}
+    variables = {"PROCID": proc, "LOCALID": local, "NODEID": node, "JOB_ID": 1234, "STEP_ID": 2, "STEP_NUM_TASKS": 4}
+    variables |= {"STEP_TASKS_PER_NODE": "2(x2)", "STEP_NODELIST": "gpu[07-08]", "NTASKS": 9, **more}
+    return {f"SLURM_{name}": str(value) for name, value in variables.items()}
 
 
 def mpi(rank, size, local_rank, local_size, **more):
-    said = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
-    return {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in said.items()}, **more}
+    variables = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+    return {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in variables.items()}, **more}
 
 
 def hydra(rank, size, local_rank, local_size, **more):
     """As the mpirun of MPICH and Intel MPI sets it."""
-    said = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": local_rank, "MPI_LOCALNRANKS": local_size}
-    return {**{name: str(value) for name, value in said.items()}, **more}
+    variables = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": local_rank, "MPI_LOCALNRANKS": local_size}
+    return {**{name: str(value) for name, value in variables.items()}, **more}
 
 
 def test_every_task_of_srun_is_placed(world):
@@ -56,7 +56,7 @@ def test_every_task_of_srun_is_placed(world):
         node, local = divmod(proc, 2)
         want = LaunchEnvironment(local, 2, node, 2, "gpu07", 20_000 + (101 * 1234 + 2) % 12_000)
         assert world(slurm(proc, local, node)) == want
-        # dealt in turns, the tasks of a node are still those of a node
+        # with cyclic distribution a node has the same tasks
         assert world(slurm(local * 2 + node, local, node)) == want
     assert translate(slurm(2, 0, 1))["RANK"] == "2"
     assert world({**slurm(0, 0, 0), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == LaunchEnvironment(
@@ -64,15 +64,15 @@ def test_every_task_of_srun_is_placed(world):
     )
 
 
-def test_a_batch_script_may_say_for_all_tasks_how_many_they_are(world):
-    """Its usual lines export WORLD_SIZE, and no RANK: every task once took itself for rank 0."""
-    said = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+def test_a_batch_script_may_export_world_size_for_all_tasks(world):
+    """Batch scripts usually export WORLD_SIZE, and no RANK. Story: every task took itself for rank 0."""
+    variables = {"WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     for proc in range(4):
         node, local = divmod(proc, 2)
-        assert world({**slurm(proc, local, node), **said}) == LaunchEnvironment(local, 2, node, 2, "a", 5)
+        assert world({**slurm(proc, local, node), **variables}) == LaunchEnvironment(local, 2, node, 2, "a", 5)
 
 
-def test_two_jobs_and_two_steps_meet_at_different_ports():
+def test_two_jobs_and_two_steps_rendezvous_at_different_ports():
     ports = {
         translate(slurm(0, 0, 0, JOB_ID=job, STEP_ID=step))["MASTER_PORT"]
         for job in range(70, 110)
@@ -99,11 +99,11 @@ def test_every_rank_of_mpirun_is_placed(launcher, world):
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},  # a batch script itself
         slurm(0, 0, 0, STEP_NUM_TASKS=1),
         mpi(0, 1, 0, 1),
-        {**slurm(3, 1, 1), **mpi(3, 4, 1, 2), "RANK": "0", "WORLD_SIZE": "1"},  # whoever started it last has spoken
+        {**slurm(3, 1, 1), **mpi(3, 4, 1, 2), "RANK": "0", "WORLD_SIZE": "1"},  # the last launcher counts
     ],
     ids=["nothing", "batch", "one task", "one rank", "another launcher"],
 )
-def test_what_is_no_start_of_several_changes_nothing(given, world):
+def test_the_environment_of_a_single_process_changes_nothing(given, world):
     assert translate(given) == {}
     assert world(given) == LaunchEnvironment()
 
@@ -114,8 +114,8 @@ def test_mpirun_inside_a_job_is_mpirun():
     assert translate({**slurm(2, 0, 1), "PMI_RANK": "2", "PMI_SIZE": "4"})["RANK"] == "2", "srun speaks PMI, too"
 
 
-def test_nodes_of_unlike_numbers_are_placed(world):
-    """As the launcher over ssh says it, and as srun does."""
+def test_nodes_with_different_numbers_of_processes_are_placed(world):
+    """With the variables of the launcher over ssh, and with those of srun."""
     for rank, (node, local) in enumerate([(0, 0), (0, 1), (0, 2), (1, 0)]):
         here = {
             "RANK": rank,
@@ -139,7 +139,7 @@ def test_nodes_of_unlike_numbers_are_placed(world):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         (mpi(1, 4, 0, 2), "mpirun made rank 1 number 0 of the 2 on its node.*--map-by ppr:2:node"),
         (hydra(1, 4, 0, 2), "mpirun made rank 1 number 0 of the 2 on its node.*-ppn 2"),
@@ -153,13 +153,13 @@ def test_nodes_of_unlike_numbers_are_placed(world):
         (slurm(0, 0, 5), "GROUP_RANK=5 do not fit together"),
     ],
 )
-def test_what_does_not_fit_is_told(given, said, world):
-    with pytest.raises(ValueError, match=said):
+def test_inconsistent_variables_are_reported(given, expected, world):
+    with pytest.raises(ValueError, match=expected):
         world(given)
 
 
 @pytest.mark.parametrize(("local_size", "link"), [(2, None), (1, "gloo")])
-def test_where_rank_0_runs_must_be_told_where_mpi_is_not_asked(local_size, link, world):
+def test_the_address_of_rank_0_is_required_without_mpi(local_size, link, world):
     given = mpi(2 * local_size - 1, 2 * local_size, local_size - 1, local_size, PMIX_NAMESPACE="job-1")
     assert world(given | ({"PACELINE_LINK": link} if link else {})).host == ""
     model = torch.nn.Linear(2, 2)
@@ -202,7 +202,7 @@ def test_two_processes_of_a_real_mpirun_train_as_two_of_a_node(mpirun, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("row", "own", "told"),
+    ("row", "own", "expected"),
     [
         ("replicas:2", None, "passive"),
         ("replicas:2+channels_last", None, "passive"),
@@ -210,12 +210,12 @@ def test_two_processes_of_a_real_mpirun_train_as_two_of_a_node(mpirun, tmp_path)
         ("threads:2", None, "-"),
     ],
 )
-def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own, told, monkeypatch, capfd):
+def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own, expected, monkeypatch, capfd):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if own:
         monkeypatch.setenv("OMP_WAIT_POLICY", own)
     assert start([sys.executable, "-c", "import os; print(os.environ.get('OMP_WAIT_POLICY', '-'))"], row) == 0
-    assert capfd.readouterr().out == f"{told}\n"
+    assert capfd.readouterr().out == f"{expected}\n"
 
 
 @pytest.mark.parametrize(("name", "former"), FORMERLY.items())

@@ -1,4 +1,4 @@
-"""A machine whose power failed comes back with another address, under its name: the run takes it in."""
+"""A machine returns from a power failure with another address and the same name: the run admits it."""
 
 import json
 import time
@@ -40,8 +40,8 @@ torch.save(model.state_dict(), folder / f"{node}.pt")
 @needs_machines
 @pytest.mark.dear
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_machine_that_comes_back_with_another_address_is_taken_in(tmp_path, silent):
-    """Its lines are closed, or say nothing more. The launcher and those who train know it by its name."""
+def test_a_machine_that_returns_with_another_address_is_admitted(tmp_path, silent):
+    """Its connections are closed, or silent. The launcher and the other nodes identify it by its name."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Machines(3) as machines:
@@ -62,11 +62,11 @@ def test_a_machine_that_comes_back_with_another_address_is_taken_in(tmp_path, si
             process.kill()
             process.wait()
     assert "the connection to node1 failed; reconnecting" in errors
-    said = [json.loads((tmp_path / f"{node}.json").read_text()) for node in range(3)]
-    assert [address for address, *_ in said] == ["10.77.0.1", ELSEWHERE, "10.77.0.3"]
-    assert len({tuple(rest) for _, *rest in said}) == 1
-    assert said[0][-1] == 3
+    results = [json.loads((tmp_path / f"{node}.json").read_text()) for node in range(3)]
+    assert [address for address, *_ in results] == ["10.77.0.1", ELSEWHERE, "10.77.0.3"]
+    assert len({tuple(rest) for _, *rest in results}) == 1
+    assert results[0][-1] == 3
     states = [torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(3)]
     assert all(torch.equal(value, states[0][name]) for state in states for name, value in state.items())
-    told = [event for event in read(tmp_path / "run") if event["event"] == "regroup"]
-    assert [(event["num_nodes"], len(event["came"])) for event in told] == [(2, 0), (3, 1)]
+    changes = [event for event in read(tmp_path / "run") if event["event"] == "regroup"]
+    assert [(event["num_nodes"], len(event["came"])) for event in changes] == [(2, 0), (3, 1)]

@@ -1,4 +1,4 @@
-"""Output comes out in order, and who does not read it keeps nobody waiting."""
+"""`output.through` forwards output in order, and does not wait for a reader that has stopped."""
 
 import re
 import subprocess
@@ -47,37 +47,37 @@ def until(path):
         time.sleep(0.01)
 
 
-def test_who_reads_late_reads_all(begin, tmp_path):
+def test_a_late_reader_reads_everything(begin, tmp_path):
     process = begin(2 * LINES * LENGTH)
-    until(tmp_path / "over")  # nobody has read a byte, and it is no less done
+    until(tmp_path / "over")  # the run ends although no byte was read
     out, errors = process.communicate(timeout=30)
     assert [int(line) for line in out.splitlines()] == list(range(LINES))
     assert errors == b"beside\n"
     assert process.returncode == 3
 
 
-def test_of_more_than_is_kept_the_last_lines_stay_and_what_is_left_out_is_said(begin, tmp_path):
+def test_beyond_the_buffer_the_last_lines_stay_and_the_dropped_bytes_are_counted(begin, tmp_path):
     kept = 100 * LENGTH
     process = begin(kept)
     until(tmp_path / "over")
     out, _ = process.communicate(timeout=30)
-    (told,) = re.findall(rb"paceline: nobody read for long; (\d+) bytes are left out\n", out)
+    (num_dropped,) = re.findall(rb"paceline: the reader stopped for long; (\d+) bytes are left out\n", out)
     lines = [int(line) for line in re.findall(rb"^\d{29}$", out, re.MULTILINE)]
     assert lines == sorted(set(lines))
     assert lines[0] == 0
     assert lines[-1] == LINES - 1
     assert len(lines) >= kept // LENGTH - 1
     whole = re.sub(rb"\npaceline: [^\n]*\n", b"", out)
-    assert len(whole) + int(told) == LINES * LENGTH
+    assert len(whole) + int(num_dropped) == LINES * LENGTH
 
 
-def test_who_never_reads_is_not_waited_for(begin, tmp_path):
+def test_a_reader_that_never_reads_is_not_waited_for(begin, tmp_path):
     process = begin(LINES * LENGTH)
     assert process.wait(timeout=30) == 3
     assert len(process.stdout.read()) < LINES * LENGTH
 
 
-def test_who_is_gone_is_not_waited_for(begin, tmp_path):
+def test_a_reader_that_has_ended_is_not_waited_for(begin, tmp_path):
     process = begin(LINES * LENGTH)
     process.stdout.close()
     process.stdout = None

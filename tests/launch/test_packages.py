@@ -1,4 +1,4 @@
-"""What a command cannot do without is looked for on every host, and told in one line before anything starts."""
+"""The packages that a command needs are checked on every host; missing ones are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def sshd():
         ("import absent\0", []),
     ],
 )
-def test_a_script_needs_what_its_first_level_imports(source, names, tmp_path):
+def test_a_script_needs_its_top_level_imports(source, names, tmp_path):
     (tmp_path / "beside.py").touch()
     (tmp_path / "folder").mkdir()
     assert imported(source.encode(), tmp_path) == names
 
 
-def test_a_command_needs_what_its_script_and_its_options_ask_for(tmp_path, monkeypatch):
+def test_a_command_needs_the_packages_of_its_script_and_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "train.py").write_text("import absent, part.other")
@@ -55,9 +55,9 @@ def test_a_command_needs_what_its_script_and_its_options_ask_for(tmp_path, monke
     assert needed(["-m", "paceline.train.run", '{"model": "alexnet"}']) == {}
     monkeypatch.setenv("PACELINE_ENCRYPT", "1")
     monkeypatch.setenv("PACELINE_LINK", "mpi")
-    asked = {"cryptography": "--encrypt", "mpi4py": "PACELINE_LINK=mpi"}
-    assert needed(["-m", "paceline.train.run", "{}"]) == asked
-    assert needed(["part/train.py"]) == {"absent": "train.py", "part": "train.py", **asked}
+    by_options = {"cryptography": "--encrypt", "mpi4py": "PACELINE_LINK=mpi"}
+    assert needed(["-m", "paceline.train.run", "{}"]) == by_options
+    assert needed(["part/train.py"]) == {"absent": "train.py", "part": "train.py", **by_options}
 
 
 def test_the_remedy_names_what_pip_knows():
@@ -72,7 +72,7 @@ def test_the_remedy_names_what_pip_knows():
 
 
 @needs_sshd
-def test_packages_that_hosts_lack_are_told_by_each_in_a_line(sshd, tmp_path):
+def test_each_host_reports_its_missing_packages_in_a_line(sshd, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\nfind = util.find_spec\n"
         "util.find_spec = lambda name: None if name == 'cryptography' else find(name)\n"
@@ -81,13 +81,13 @@ def test_packages_that_hosts_lack_are_told_by_each_in_a_line(sshd, tmp_path):
     python.write_text(f'#!/bin/sh\nexport PYTHONPATH={tmp_path}:$PYTHONPATH\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     needs = {"cryptography": "--encrypt", "numpy": "a.py", "absent": "a.py"}
-    with pytest.raises(ValueError, match="not every host") as told:
+    with pytest.raises(ValueError, match="not every host") as raised:
         check(parse("one,two"), Way(sshd.ssh, str(python), str(tmp_path)), needs=needs)
     what = "cryptography (needed by --encrypt), absent (needed by a.py) are not installed for"
     remedy = (
         f"install there: {python} -m pip install 'paceline[encrypt]' absent; or name another interpreter with --python"
     )
-    assert str(told.value).splitlines()[1:] == [f"- {n}: {what} {python} there; {remedy}" for n in ("one", "two")]
+    assert str(raised.value).splitlines()[1:] == [f"- {n}: {what} {python} there; {remedy}" for n in ("one", "two")]
 
 
 @needs_sshd

@@ -1,4 +1,4 @@
-"""The far end: what is sent arrives whole or not at all, and nowhere else; what was changed there is mended."""
+"""The receiving end of --send: files arrive complete or not at all, in one folder; changed files are replaced."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ def work(tmp_path):
 
 @pytest.mark.dear
 def test_a_full_disk_there_is_one_line(work, tmp_path):
-    """A file system of 1 MB, where this may be mounted."""
+    """With a file system of 1 MB, if it can be mounted."""
     small = tmp_path / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", small]
@@ -32,59 +32,59 @@ def test_a_full_disk_there_is_one_line(work, tmp_path):
         want(mounts="file systems cannot be mounted here")
     try:
         (work / "big").write_bytes(os.urandom(3 << 20))
-        told = ask(small, [snapshot.take(work)[0][0].said()])
-        assert told[-1]["error"].startswith("6.3 MB are needed in")
+        replies = ask(small, [snapshot.take(work)[0][0].listing()])
+        assert replies[-1]["error"].startswith("6.3 MB are needed in")
         receive.SPARE_BYTES, spare = -(100 << 20), receive.SPARE_BYTES
         try:
-            told = ask(small, [snapshot.take(work)[0][0].said()], contents(work))
+            replies = ask(small, [snapshot.take(work)[0][0].listing()], contents(work))
         finally:
             receive.SPARE_BYTES = spare
-        assert "no space is left for" in told[-1]["error"]
+        assert "no space is left for" in replies[-1]["error"]
     finally:
         subprocess.run(["umount", small], check=True)
 
 
 def contents(folder):
-    """Every content of the folder's snapshot, in the order in which the far end asks."""
+    """Every content of the folder's snapshot, in the order in which the receiver requests it."""
     tree = snapshot.take(folder)[0][0]
-    names = dict.fromkeys(row[1] for row in tree.said()["files"])
+    names = dict.fromkeys(row[1] for row in tree.listing()["files"])
     return b"".join(tree.sources[name].read_bytes() for name in names)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         (tree([["../out", SHA, 1, False]]), "'../out' is outside"),
         (tree([["/out", SHA, 1, False]]), "'/out' is outside"),
         (tree([["a//b", SHA, 1, False]]), "'a//b' is outside"),
         (tree([["a/./b", SHA, 1, False]]), "is outside"),
         (tree([["a\0b", SHA, 1, False]]), "is outside"),
-        (tree([["a", "../../x", 1, False]]), "a hash is none"),
+        (tree([["a", "../../x", 1, False]]), "a hash is malformed"),
         (tree(links=[["a", "/etc"]]), "the link 'a' points out of the folder, to '/etc'"),
         (tree(links=[["a/b", "../../c"]]), "the link 'a/b' points out"),
         (tree(links=[["../b", "c"]]), "'../b' is outside"),
         (tree(mounts=[["../b", SHA]]), "'../b' is outside"),
-        (tree(mounts=[["b", "../../.."]]), "a hash is none"),
+        (tree(mounts=[["b", "../../.."]]), "a hash is malformed"),
         (tree([["a/b", SHA, 1, False]], [["a", "c"]]), "a there is not the link that was sent"),
     ],
 )
-def test_nothing_leads_out_of_the_folder(given, said, tmp_path):
-    assert said in ask(tmp_path / "sent", [given], b"x")[-1]["error"]
+def test_nothing_leads_out_of_the_folder(given, expected, tmp_path):
+    assert expected in ask(tmp_path / "sent", [given], b"x")[-1]["error"]
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"lock", SHA, "b"}
     assert [path.name for path in tmp_path.iterdir()] == ["sent"]
 
 
-def test_a_content_that_is_not_what_was_announced_is_refused(tmp_path):
-    assert "other than it was announced" in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"y")[-1]["error"]
+def test_a_content_that_does_not_match_its_hash_is_refused(tmp_path):
+    assert "does not match its hash" in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"y")[-1]["error"]
     assert "ended before everything" in ask(tmp_path, [tree([["a", SHA, 1, False]])])[-1]["error"]
     assert not list((tmp_path / "files").glob("[!.]*"))
-    assert [list(said) for said in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"x")] == [
+    assert [list(reply) for reply in ask(tmp_path, [tree([["a", SHA, 1, False]])], b"x")] == [
         ["missing"],
         ["folders", "home"],
     ]
 
 
-def test_what_was_changed_there_is_mended_and_links_there_are_not_followed(tmp_path):
+def test_changed_files_are_replaced_and_links_are_not_followed(tmp_path):
     given = tree([["a/b", SHA, 1, False]])
     folder = Path(ask(tmp_path / "sent", [given], b"x")[-1]["folders"][0])
     (folder / "a" / "b").write_text("y")
@@ -97,10 +97,10 @@ def test_what_was_changed_there_is_mended_and_links_there_are_not_followed(tmp_p
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_only_the_last_folders_stay_besides_those_in_use_and_what_runs_wrote(tmp_path, monkeypatch):
+def test_only_the_last_folders_stay_besides_those_in_use_and_files_of_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     base, names = receive.root(), []
-    for i in range(receive.KEPT + 4):
+    for i in range(receive.MAX_FOLDERS + 4):
         content = str(i).encode()
         given = tree([["a", hashlib.sha256(content).hexdigest(), 1, False]] if i < 10 else [])
         if i == 4:
@@ -112,15 +112,15 @@ def test_only_the_last_folders_stay_besides_those_in_use_and_what_runs_wrote(tmp
         os.utime(names[-1] + ".json", (i, i))
     held.__exit__(None, None, None)
     left = [i for i, name in enumerate(names) if Path(name, "a").exists()]
-    assert left == [1, *range(len(names) - receive.KEPT, len(names))]
+    assert left == [1, *range(len(names) - receive.MAX_FOLDERS, len(names))]
     assert (Path(names[0]) / "result").read_text() == "mine"
     assert not Path(names[2]).exists()
     kept = {hashlib.sha256(str(i).encode()).hexdigest() for i in left}
     assert set(os.listdir(Path(base) / "files")) == kept
 
 
-def test_a_long_list_has_its_time_part_by_part(monkeypatch):
-    """Of a million files it took longer than the minute that was for all of it."""
+def test_a_long_list_has_a_time_limit_per_part(monkeypatch):
+    """Story: a list of a million files took longer than the one minute for the whole list."""
     alarms = []
     monkeypatch.setattr(receive.signal, "alarm", alarms.append)
     line = b"x" * (3 * receive.PART) + b"\n"
@@ -130,8 +130,8 @@ def test_a_long_list_has_its_time_part_by_part(monkeypatch):
 
 
 def test_senders_take_turns(tmp_path):
-    """The second waits, says so, and then needs nothing."""
-    given, told = tree([["a", SHA, 1, False]]), []
+    """The second sender waits, reports that, and then has nothing to send."""
+    given, replies = tree([["a", SHA, 1, False]]), []
     ask(tmp_path, [])
     source, feed = os.pipe()
     with open(source, "rb") as first, open(feed, "wb") as out:
@@ -139,8 +139,8 @@ def test_senders_take_turns(tmp_path):
         one = threading.Thread(target=receive.receive, args=(first, sink, str(tmp_path)), daemon=True)
         out.write(json.dumps({"trees": [given]}).encode() + b"\n")
         out.flush()
-        receive_alone = threading.Thread(target=lambda: told.extend(ask(tmp_path, [given])), daemon=True)
-        # an alarm belongs to the main thread, and these are none
+        receive_alone = threading.Thread(target=lambda: replies.extend(ask(tmp_path, [given])), daemon=True)
+        # alarms work in the main thread alone
         alarm, receive.signal.alarm = receive.signal.alarm, lambda seconds: 0
         try:
             one.start()
@@ -156,5 +156,5 @@ def test_senders_take_turns(tmp_path):
             receive_alone.join(10)
         finally:
             receive.signal.alarm = alarm
-    assert told[0] == {"waiting": True}
-    assert told[1] == {"missing": []}
+    assert replies[0] == {"waiting": True}
+    assert replies[1] == {"missing": []}

@@ -1,4 +1,4 @@
-"""Failed nodes are started again as long as one has all state; where none has, all are, from the newest checkpoint."""
+"""Failed nodes are restarted while one has all state; if none has, the whole run is, from its newest checkpoint."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from paceline.launch.supervise import node_restarts, restart_policy
 from paceline.launch.supervise.restart_policy import Ending, Restarts, fault
 
 DEADLINE_S = 30.0
-# a process of the tests: what it is told is written down; `until` waits for files, `die` ends it as a power loss does
+# a process of the tests: it writes down its variables; `until` waits for files, `die` ends it as a power failure does
 HEAD = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -25,8 +25,8 @@ from paceline.link.net.ticket import JoinTicket
 FOLDER, NODE = Path(sys.argv[1]), int(os.environ["GROUP_RANK"])
 LIFE = len(list(FOLDER.glob(f"life-{NODE}-*"))) + 1
 JOINS, RESUMES = "PACELINE_JOIN_TICKET" in os.environ, os.environ.get("PACELINE_RESUME") == "1"
-told = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
-(FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**told, "joins": JOINS, "resumes": RESUMES}))
+given = {name: os.environ.get(name) for name in ("PACELINE_SECRET", "MASTER_PORT", "PACELINE_WAIT", "PACELINE_NODE")}
+(FOLDER / f"life-{NODE}-{LIFE}").write_text(json.dumps({**given, "joins": JOINS, "resumes": RESUMES}))
 def until(*names):
     end = time.monotonic() + 60
     while not all((FOLDER / name).exists() for name in names):
@@ -51,8 +51,8 @@ def fail(error, step):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Starts three nodes of a script that follows HEAD; gives the exit code, and each node's lives."""
-    monkeypatch.setattr(node_restarts, "RETRY_DELAY_S", 0.5)  # longer than nodes that fail together are apart
+    """Starts three nodes of a script after HEAD; returns the exit code, and the variables of each node's starts."""
+    monkeypatch.setattr(node_restarts, "RETRY_DELAY_S", 0.5)  # longer than the time between failures of one cause
     monkeypatch.setattr(restart_policy, "RETRY_DELAY_S", 0.02)
     for name in ("PACELINE_SECRET", "PACELINE_TICKET_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -60,7 +60,7 @@ def start(tmp_path, monkeypatch):
     def call(script, least=2, num_nodes=3, **how):
         how = {"returns": 3, "restarts": 3, **how}
         command = [sys.executable, "-c", HEAD + script, str(tmp_path)]
-        code = local.start(command, "sequential", num_nodes, least=least, **how)
+        code = local.start(command, "sequential", num_nodes, min_nodes=least, **how)
         lives = {
             node: [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"life-{node}-*"))]
             for node in range(num_nodes)
@@ -70,8 +70,8 @@ def start(tmp_path, monkeypatch):
     return call
 
 
-def test_fewer_than_the_minimum_live_and_the_failed_come_back_to_the_one_that_holds_the_state(start, capfd):
-    """Story: with 2:3, of which two were killed, the launcher gave the last one 15 s, and the run was over."""
+def test_with_fewer_nodes_than_the_minimum_failed_nodes_are_restarted_and_join_the_one_with_all_state(start, capfd):
+    """Story: with 2:3, after two nodes were killed, the launcher ended the last one after 15 s."""
     code, lives = start(
         "if not JOINS:\n    join()\n    if NODE: until('joined-0-1'), die()\n    until('joined-1-2', 'joined-2-2')\n"
         "else:\n    until('life-1-2', 'life-2-2'), join()\n"
@@ -93,7 +93,7 @@ def test_a_joining_node_that_was_admitted_holds_the_state_as_well(start, capfd):
 
 
 def test_all_are_killed_and_all_start_again_to_resume_by_themselves(start, capfd, monkeypatch):
-    """Those who are left of the start before could not meet them: port and secret are others."""
+    """Processes left of the earlier start could not join: port and secret are new."""
     code, lives = start("join()\nif not RESUMES: until('joined-0-1', 'joined-1-1', 'joined-2-1'), die()\n")
     assert code == 0
     first, then = zip(*lives.values(), strict=True)
@@ -102,12 +102,12 @@ def test_all_are_killed_and_all_start_again_to_resume_by_themselves(start, capfd
     for name in ("PACELINE_SECRET", "MASTER_PORT"):
         assert len({each[name] for each in first}) == len({each[name] for each in then}) == 1
         assert first[0][name] != then[0][name]
-    said = capfd.readouterr().err
-    assert "failed with exit code 137; it resumes from its newest checkpoint in 0.02 s (restart 1 of 3)" in said
+    errors = capfd.readouterr().err
+    assert "failed with exit code 137; it resumes from its newest checkpoint in 0.02 s (restart 1 of 3)" in errors
 
 
-def test_joining_nodes_have_nobody_to_join_when_the_last_member_is_lost(start):
-    """They would wait for long, and are started again as members."""
+def test_joining_nodes_have_no_run_to_join_after_the_last_member_failed(start):
+    """They would wait for long; instead they are restarted as members."""
     code, lives = start(
         "if RESUMES:\n    sys.exit()\nif JOINS:\n    time.sleep(60)\njoin()\n"
         "if NODE: until('joined-0-1'), die()\nuntil('life-1-2', 'life-2-2'), die()\n"
@@ -126,8 +126,8 @@ def test_nodes_that_cannot_continue_by_themselves_are_resumed_so_often(start, nu
     assert ("after 2 restarts (--restarts): it ends" in capfd.readouterr().err) == bool(num_restarts)
 
 
-def test_a_node_that_still_saves_is_given_time(start, tmp_path):
-    """Story of a draft: the others had ended with the code that asks for a resume, and who was writing was killed."""
+def test_a_node_that_is_still_saving_is_given_time(start, tmp_path):
+    """Story of a draft: the others had ended with RESUME_CODE, and the node that was writing was killed."""
     code, _ = start(
         "join()\nif RESUMES: sys.exit()\nuntil('joined-0-1', 'joined-1-1', 'joined-2-1')\n"
         f"if not NODE: time.sleep(0.5), touch('saved')\nsys.exit({RESUME_CODE})"
@@ -136,15 +136,15 @@ def test_a_node_that_still_saves_is_given_time(start, tmp_path):
     assert (tmp_path / "saved").exists()
 
 
-def test_the_same_error_after_the_same_number_of_steps_twice_running_is_the_scripts(start, capfd):
+def test_the_same_error_twice_after_the_same_number_of_steps_is_not_retried(start, capfd):
     code, lives = start(
         "join()\nuntil('joined-0-1', 'joined-1-1', 'joined-2-1')\nfail(IndexError(f'at {os.getpid()}'), 12)"
     )
     assert code == 1
     assert [sum(not each["joins"] for each in life) for life in lives.values()] == [2, 2, 2]
-    said = capfd.readouterr().err
-    assert "failed twice after 12 steps with the same error (IndexError: at " in said
-    assert said.rstrip().endswith("not started again")
+    errors = capfd.readouterr().err
+    assert "failed twice after 12 steps with the same error (IndexError: at " in errors
+    assert errors.rstrip().endswith("not started again")
 
 
 def test_an_exit_code_of_the_scripts_own_is_an_error_too(start):
@@ -152,15 +152,15 @@ def test_an_exit_code_of_the_scripts_own_is_an_error_too(start):
     assert (code, len(lives[0])) == (9, 2)
 
 
-def test_what_fails_before_anybody_has_joined_is_told_at_once(start, capfd):
+def test_an_error_before_any_process_has_joined_is_not_retried(start, capfd):
     code, lives = start("raise ImportError('no module named so')")
     assert code == 1
     assert [len(each) for each in lives.values()] == [1, 1, 1]
     assert "paceline:" not in capfd.readouterr().err
 
 
-def test_errors_of_lost_links_are_not_the_scripts(start, capfd):
-    """Those who lose the one that was killed fail at the same step, with the same words, each time."""
+def test_errors_of_failed_links_are_not_the_scripts(start, capfd):
+    """Processes that lose a killed one fail at the same step, with the same text, each time."""
     code, lives = start(
         "join()\nuntil(f'joined-0-{LIFE}', f'joined-1-{LIFE}')\nif LIFE == 3: sys.exit()\nif NODE: die()\n"
         "fail(ConnectionError('lost rank 1'), 5)",
@@ -172,7 +172,7 @@ def test_errors_of_lost_links_are_not_the_scripts(start, capfd):
 
 
 @pytest.mark.dear
-def test_a_node_that_fails_too_often_ends_the_wait_of_the_others_who_save(start, tmp_path):
+def test_a_node_that_fails_too_often_makes_the_others_save_and_end(start, tmp_path):
     code, lives = start(
         "if JOINS: sys.exit(7)\njoin()\nif RESUMES: sys.exit()\n"
         "signal.signal(signal.SIGTERM, lambda *_: (touch('saved'), sys.exit(143)))\n"
@@ -185,7 +185,7 @@ def test_a_node_that_fails_too_often_ends_the_wait_of_the_others_who_save(start,
 
 
 @pytest.mark.parametrize(("num_restarts", "code"), [(0, 137), (1, 0)])
-def test_a_run_whose_nodes_may_not_fail_ends_with_the_first_or_is_started_again_whole(start, num_restarts, code):
+def test_a_run_that_tolerates_no_failure_ends_with_the_first_or_is_restarted_as_a_whole(start, num_restarts, code):
     script = (
         "signal.signal(15, signal.SIG_DFL)\njoin()\nuntil(f'joined-0-{LIFE}', f'joined-1-{LIFE}')\n"
         "if RESUMES: sys.exit()\nif NODE: die()\nuntil('joined-1-1'), time.sleep(0.5), sys.exit(5)"
@@ -195,8 +195,8 @@ def test_a_run_whose_nodes_may_not_fail_ends_with_the_first_or_is_started_again_
 
 
 @pytest.mark.parametrize("returns", [0, 3])
-def test_nodes_that_are_lost_when_another_has_finished_are_resumed_to_finish_as_well(start, returns):
-    """Story: the last node that had not finished was killed while its process ended, and the run failed for good."""
+def test_nodes_that_fail_after_another_has_finished_are_resumed(start, returns):
+    """Story: the last node that had not finished was killed while its process ended, and the run failed."""
     code, lives = start(
         "if RESUMES: sys.exit()\nif JOINS: time.sleep(0.5), fail(ConnectionError('none of them answers'), 0)\njoin()\n"
         "until('joined-0-1', 'joined-1-1', 'joined-2-1')\nif NODE: time.sleep(0.3), die()\n"
@@ -209,7 +209,7 @@ def test_nodes_that_are_lost_when_another_has_finished_are_resumed_to_finish_as_
     assert all(each[-1]["resumes"] for each in lives.values())
 
 
-def test_what_fails_by_itself_when_another_has_finished_is_not_started_again(start):
+def test_an_error_of_the_script_after_another_node_has_finished_is_not_retried(start):
     code, lives = start(
         "join()\nuntil('joined-0-1', 'joined-1-1')\nif NODE: time.sleep(0.3), fail('A', 3)", num_nodes=2, returns=0
     )
@@ -223,7 +223,7 @@ def test_ctrl_c_between_two_starts_ends_it_at_once(start, monkeypatch, tmp_path)
         end = time.monotonic() + DEADLINE_S
         while not (tmp_path / "joined-0-1").exists() and time.monotonic() < end:
             time.sleep(0.01)
-        time.sleep(0.5)  # it is dead then, and the launcher waits
+        time.sleep(0.5)  # by then the process has ended, and the launcher waits
         os.kill(os.getpid(), signal.SIGINT)
 
     stopping = threading.Thread(target=stop, daemon=True)
@@ -265,7 +265,7 @@ def test_pauses_between_starts(endings, pauses):
     assert [policy.after(each) for each in endings] == pauses
 
 
-def test_who_trained_in_peace_may_be_started_again_as_often(monkeypatch):
+def test_a_start_that_ran_for_long_resets_the_number_of_restarts(monkeypatch):
     monkeypatch.setattr(restart_policy, "STABLE_AFTER_S", -1.0)
     policy = Restarts(1)
     assert [policy.after(Ending(1, begun=True)) for _ in range(4)] == [1.0] * 4

@@ -1,4 +1,4 @@
-"""What is sent arrives whole or not at all, once, and nowhere else; a run starts in it as it would here."""
+"""--send transfers files completely or not at all, once, into one folder; a run starts there as it would here."""
 
 import hashlib
 import json
@@ -60,12 +60,12 @@ def test_a_run_starts_in_the_snapshot_and_a_second_sends_only_what_changed(sshd,
     assert "sent to one: 4 files" in errors
     (work / "package" / "words.py").write_text("SAID = 'changed'\n")
     (work / "more.py").write_text(
-        "import os, sys, package.words\nsys.modules['dask'] = None\n"  # as if it met the other by that
+        "import os, sys, package.words\nsys.modules['dask'] = None\n"  # as if the processes had joined by that library
         "print(package.words.SAID, os.access('tool', os.X_OK), os.readlink('short'), os.stat('package/empty').st_size)"
     )
     output, errors = finish(begin(sshd, "run", "-H", "one,two", "--send", work / "more.py", cwd=work))
     assert sorted(output.splitlines()) == [f"[{name}] changed True package/words.py 0" for name in ("one", "two")]
-    # both names are this machine: whoever comes second finds everything there
+    # both names are this machine: the second host has everything already
     counts = sorted(line.partition(": ")[2].split(",")[0] for line in errors.splitlines() if line.startswith("sent"))
     assert counts == ["0 files", "2 files"]
     folders = [path for path in (base_of(sshd) / "trees").iterdir() if path.is_dir()]
@@ -75,8 +75,8 @@ def test_a_run_starts_in_the_snapshot_and_a_second_sends_only_what_changed(sshd,
 
 @pytest.mark.dear
 @needs_sshd
-def test_training_goes_on_data_that_were_sent(sshd, work, tmp_path):
-    """Real images, packed; the run's folder is below the home folder there, or where an absolute path says."""
+def test_training_uses_data_that_were_sent(sshd, work, tmp_path):
+    """Real images, packed; the run's folder is below the home folder there, or at an absolute path."""
     from PIL import Image
 
     for name, shade in (("dark", 20), ("light", 220)):
@@ -101,23 +101,23 @@ def test_training_goes_on_data_that_were_sent(sshd, work, tmp_path):
     ]
     started = begin(sshd, "train", "-H", "one,two", "--send", "--data", tmp_path / "images", "--json", *words, cwd=work)
     output, errors = finish(started)
-    said = json.loads(output)
-    assert said["run"] == str(tmp_path / "run")
-    assert said["epochs"] == 1
+    result = json.loads(output)
+    assert result["run"] == str(tmp_path / "run")
+    assert result["epochs"] == 1
     assert "sent to one" in errors
     assert list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @needs_sshd
-def test_data_lie_where_they_lay_and_are_there_once(sshd, work, photos):
+def test_data_keep_their_path_and_are_stored_once(sshd, work, photos):
     (work / "photos").symlink_to(photos)
     for changed, whole in ((False, 30_000), (True, 25_001)):
         if changed:
             (photos / "cat" / "0.jpg").write_bytes(b"x")
         trees, place = snapshot.take(work, Path("photos"))
         (host,), (went,) = send(parse("one"), Way(sshd.ssh), trees)
-        assert went.files + went.there == 10
-        assert went.files == 1 or not changed
+        assert went.num_files + went.num_present == 10
+        assert went.num_files == 1 or not changed
         assert place == "photos"
         found = list(Path(host.folder, "photos").glob("*/*.jpg"))
         assert sum(path.stat().st_size for path in found) == whole
@@ -126,7 +126,7 @@ def test_data_lie_where_they_lay_and_are_there_once(sshd, work, photos):
 
 
 @needs_sshd
-def test_a_package_that_is_missing_is_told_before_anything_is_sent(sshd, work, tmp_path):
+def test_a_missing_package_is_reported_before_anything_is_sent(sshd, work, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     bare = tmp_path / "bare" / "bin" / "python"
     (work / "big").write_bytes(os.urandom(100))
@@ -137,7 +137,7 @@ def test_a_package_that_is_missing_is_told_before_anything_is_sent(sshd, work, t
 
 
 @needs_sshd
-def test_a_connection_that_breaks_is_told_and_the_next_time_goes_on(sshd, work):
+def test_a_failed_connection_is_reported_and_the_next_transfer_resumes(sshd, work):
     for i in range(4):
         (work / f"part{i}").write_bytes(os.urandom(8 << 20))
     trees, _ = snapshot.take(work)
@@ -152,11 +152,11 @@ def test_a_connection_that_breaks_is_told_and_the_next_time_goes_on(sshd, work):
                 os.kill(int(pid), 9)
 
     slow = Way(f"{sys.executable} {write_slow(work.parent, sshd)}")
-    with pytest.raises(ValueError, match=r"- one: the connection was lost after .* start again: what has arrived"):
+    with pytest.raises(ValueError, match=r"- one: the connection failed after .* start again: the files that have"):
         send(parse("one"), slow, trees, cut)
     assert seen
     hosts, (went,) = send(parse("one"), Way(sshd.ssh), trees)
-    # small files may come after all parts: bytes tell, not files
+    # small files may follow all parts: bytes are compared, not files
     assert 0 < went.all_bytes < 4 * (8 << 20), "the first part has arrived, the last has not"
     for i in range(4):
         assert (Path(hosts[0].folder) / f"part{i}").read_bytes() == (work / f"part{i}").read_bytes()
@@ -164,7 +164,7 @@ def test_a_connection_that_breaks_is_told_and_the_next_time_goes_on(sshd, work):
 
 
 def write_slow(folder, sshd):
-    """An ssh that takes 30 MB/s, so that there is something to break."""
+    """An ssh limited to 30 MB/s, so that the connection fails during the transfer."""
     path = folder / "slow.py"
     path.write_text(
         "import subprocess, sys, time, os\n"
@@ -176,13 +176,13 @@ def write_slow(folder, sshd):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--send", "train.py"], "--send sends to the hosts of -H, and there is none"),
         (["--data", "x", "train.py"], "--data x needs --send"),
     ],
 )
-def test_options_that_do_not_fit_are_told(words, said, work):
+def test_inconsistent_options_are_reported(words, expected, work):
     done = subprocess.run(
         [sys.executable, "-m", "paceline", "run", *words],
         **{"cwd": work, "capture_output": True, "text": True, "timeout": 60},
@@ -190,4 +190,4 @@ def test_options_that_do_not_fit_are_told(words, said, work):
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"paceline: {said}")
+    assert done.stderr.startswith(f"paceline: {expected}")

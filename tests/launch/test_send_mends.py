@@ -1,4 +1,4 @@
-"""What is wrong at either end does not stop sending for ever, and what is nobody's business stays here."""
+"""Errors at either end do not break later transfers, and private files are not sent."""
 
 import hashlib
 import io
@@ -23,8 +23,8 @@ def one(name, content):
     return tree([[name, hashlib.sha256(content).hexdigest(), len(content), False]])
 
 
-def test_a_broken_description_is_forgotten(tmp_path):
-    """One file without a byte, as a machine that stops may leave it, once ended every later send."""
+def test_a_broken_listing_is_deleted(tmp_path):
+    """Story: one empty listing, as a power failure may leave it, broke every later transfer."""
     first = Path(ask(tmp_path, [one("a", b"1")], b"1")[-1]["folders"][0])
     for text in ("", '{"files": ['):
         (tmp_path / "trees" / f"{first.name}.json").write_text(text)
@@ -34,7 +34,7 @@ def test_a_broken_description_is_forgotten(tmp_path):
         assert json.loads((tmp_path / "trees" / f"{first.name}.json").read_text()) == one("a", b"1")
 
 
-def test_a_folder_that_cannot_be_removed_stays_and_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_removed_stays_and_stops_no_transfer(tmp_path, monkeypatch):
     folders = [ask(tmp_path, [one("a", b"%d" % i)], b"%d" % i)[-1]["folders"][0] for i in range(3)]
     for i, folder in enumerate(folders):
         os.utime(f"{folder}.json", (i, i))
@@ -46,13 +46,13 @@ def test_a_folder_that_cannot_be_removed_stays_and_holds_nobody_up(tmp_path, mon
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    receive.sweep(str(tmp_path), [], kept=1)
+    receive.sweep(str(tmp_path), [], max_kept=1)
     assert [Path(folder, "a").exists() for folder in folders] == [True, False, True]
     contents = {hashlib.sha256(b"%d" % i).hexdigest() for i in (0, 2)}
     assert set(os.listdir(tmp_path / "files")) == contents
 
 
-def test_where_there_is_no_room_old_folders_go_first_and_what_arrived_stays(tmp_path, monkeypatch):
+def test_without_space_old_folders_are_deleted_first_and_arrived_files_stay(tmp_path, monkeypatch):
     old, new = one("a", b"old"), one("a", b"new")
     (folder,) = ask(tmp_path, [old], b"old")[-1]["folders"]
     both = tree(new["files"] + one("b", b"late")["files"])
@@ -63,21 +63,21 @@ def test_where_there_is_no_room_old_folders_go_first_and_what_arrived_stays(tmp_
         return usage(path)._replace(free=0 if Path(folder, "a").exists() else 1 << 30)
 
     monkeypatch.setattr(shutil, "disk_usage", small)
-    missing, told = ask(tmp_path, [new])
-    assert (missing, "folders" in told) == ({"missing": []}, True)
+    missing, reply = ask(tmp_path, [new])
+    assert (missing, "folders" in reply) == ({"missing": []}, True)
     assert not Path(folder).exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=0))
     assert "MB are needed in" in ask(tmp_path, [one("a", b"more")], b"more")[-1]["error"]
 
 
 def git(folder, *words):
-    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
-    subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, timeout=20)
+    options = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", "-C", folder, *options, *words], check=True, capture_output=True, timeout=20)
 
 
 @needs_git
-def test_what_is_new_and_hidden_or_an_environment_stays_here(tmp_path):
-    """A password in .env, or .venv with its links out of the folder; without git they never went along."""
+def test_untracked_hidden_files_and_environments_are_not_sent(tmp_path):
+    """A password in .env, or .venv with links out of the folder; without git they were never sent."""
     git(tmp_path, "init", "-q")
     for name in ("train.py", "new.py", ".env", ".venv/pyvenv.cfg", "env/pyvenv.cfg", "env/lib/a.py", "environ.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +91,8 @@ def test_what_is_new_and_hidden_or_an_environment_stays_here(tmp_path):
 
 
 @needs_git
-def test_a_submodule_that_is_not_here_is_empty(tmp_path):
-    """Git lists its folder as './', and that was looked into again and again."""
+def test_a_submodule_that_is_not_checked_out_is_empty(tmp_path):
+    """Story: git lists its folder as './', which was searched without end."""
     for name in ("inner", "outer"):
         (tmp_path / name).mkdir()
         git(tmp_path / name, "init", "-q")
@@ -106,31 +106,31 @@ def test_a_submodule_that_is_not_here_is_empty(tmp_path):
     assert {path for path, *_ in sent.files} == {".gitmodules", "train.py"}
 
 
-def test_a_host_that_waits_for_another_sender_is_waited_for_as_long_as_it_says_so(monkeypatch):
-    """It says so every two seconds; a stopped one does not."""
+def test_a_host_may_wait_for_another_sender_as_long_as_it_reports_that(monkeypatch):
+    """A waiting host reports it every two seconds; a stopped one does not."""
     ended, now = [], [0.0]
     monkeypatch.setattr(sender, "kill", ended.append)
     monkeypatch.setattr(sender.time, "monotonic", lambda: now[0])
     to = sender.Delivery(parse("one")[0], process=object())
     for _ in range(5):
-        to.waits += 1
+        to.num_waits += 1
         now[0] += 0.9 * sender.STALL_S
-        to.look()
+        to.check_progress()
     assert not ended
     now[0] += 1.1 * sender.STALL_S
-    to.look()
+    to.check_progress()
     assert len(ended) == 1
 
 
-def test_a_long_list_that_goes_out_slowly_is_no_stall(monkeypatch):
+def test_a_long_list_that_is_sent_slowly_is_no_stall(monkeypatch):
     monkeypatch.setattr(sender, "PART", 1 << 16)
-    to, far = sender.Delivery(*parse("a")), []
+    to, states = sender.Delivery(*parse("a")), []
 
     def write(data):
-        to.look()
-        far.append(to.since[0])
+        to.check_progress()
+        states.append(to.progress[0])
 
-    listed = SimpleNamespace(sources={}, said=lambda: tree([[f"{i:0100}", "a", 1, False] for i in range(2000)]))
+    listed = SimpleNamespace(sources={}, listing=lambda: tree([[f"{i:0100}", "a", 1, False] for i in range(2000)]))
     stdin = SimpleNamespace(write=write, flush=lambda: None)
-    assert sender._talk(SimpleNamespace(stdin=stdin, stdout=io.BytesIO()), to, [listed]) is None
-    assert len(set(far)) > 2000 * 100 // sender.PART
+    assert sender._transfer(SimpleNamespace(stdin=stdin, stdout=io.BytesIO()), to, [listed]) is None
+    assert len(set(states)) > 2000 * 100 // sender.PART

@@ -1,4 +1,4 @@
-"""What goes along: all that git sees, or what looks like work; what cannot is named."""
+"""--send takes the files that git lists, or those that look like work; it names files that cannot be sent."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def work(tmp_path):
 
 
 @needs_git
-def test_along_goes_what_git_sees(work):
+def test_files_that_git_lists_are_sent(work):
     def git(*words):
         subprocess.run(["git", "-C", work, *words], check=True, capture_output=True, timeout=20)
 
@@ -45,7 +45,7 @@ def test_along_goes_what_git_sees(work):
     assert place is None
 
 
-def test_without_git_along_goes_what_looks_like_work(work, monkeypatch):
+def test_without_git_files_that_look_like_work_are_sent(work, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(work.parent))
     for name in (".secret/a", "runs/b", "package/__pycache__/c.pyc", "env/pyvenv.cfg", "env/d", ".hidden"):
         (work / name).parent.mkdir(exist_ok=True)
@@ -54,14 +54,14 @@ def test_without_git_along_goes_what_looks_like_work(work, monkeypatch):
     assert {path for path, *_ in tree.files} == {"package/empty", "package/words.py", "tool", "train.py"}
 
 
-def test_what_cannot_go_along_is_named(work, monkeypatch):
+def test_files_that_cannot_be_sent_are_named(work, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(work.parent))
     (work / "far").symlink_to("/etc")
     (work / "up").symlink_to("../other")
     os.mkfifo(work / "pipe")
-    with pytest.raises(ValueError, match=r"--send: not all of .* can go along: ") as told:
+    with pytest.raises(ValueError, match=r"--send: not all of .* can be sent: ") as raised:
         snapshot.take(work)
-    for said in ("the link far leads out of it, to /etc", "the link up leads out", "pipe is neither file nor link"):
-        assert said in str(told.value)
-    with pytest.raises(ValueError, match="there is no folder absent here to send along"):
+    for expected in ("the link far leads out of it, to /etc", "the link up leads out", "pipe is neither file nor link"):
+        assert expected in str(raised.value)
+    with pytest.raises(ValueError, match="there is no folder absent here to send"):
         snapshot.take(work, Path("absent"))

@@ -1,4 +1,4 @@
-"""Every host is asked before anything starts; each that cannot take part gets a line that says why and what to do."""
+"""Every host is checked before anything starts; each that cannot take part is reported with a cause and a remedy."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from needs import needs
 from paceline.launch import output as lines_
 from paceline.launch.doctor import host_facts
 from paceline.launch.doctor.preflight import check, faults, unreachable
-from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.hosts import Host, Way, configurations, parse
 from paceline.launch.output import Lines
 from sshd import Sshd, unavailable
 
@@ -48,54 +48,54 @@ def test_every_host_that_cannot_be_reached_has_its_own_line_within_ten_seconds(s
     assert head == "paceline: nothing was started, because not every host can take part:"
     wanted = {
         "stranger": r"its host key is not known here; connect once by hand and compare it: ssh stranger",
-        "changed": r"its host key is not the one that is known here: .*ssh-keygen -R changed",
+        "changed": r"its host key is not the one in known_hosts: .*ssh-keygen -R changed",
         "locked": r"it accepts none of your keys \(Permission denied \(publickey\)\.?\); .*ssh-copy-id locked",
         "asking": r"it asks for a password \(Permission denied \(password\)\.?\), and a password cannot be typed, "
-        r"since ssh is asked without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
+        r"since ssh runs without a terminal \(BatchMode\); set PubkeyAuthentication yes .*ssh-copy-id asking",
         "either": r"it accepts none of your keys \(.*\), and a password cannot be typed, .*; .*ssh-copy-id either",
-        "shut": r"nothing takes ssh connections there \(.*port \d+: Connection refused\); start sshd",
+        "shut": r"no ssh server listens there \(.*port \d+: Connection refused\); start sshd",
         "silent": r"no answer.*; is it on, and does its firewall let ssh in\?",
         "nowhere": r"no machine of that name is known here \(.*nowhere\.invalid.*\); check the name",
     }
     assert len(lines) == len(wanted), done.stderr
-    for line, (name, said) in zip(lines, wanted.items(), strict=True):
-        assert re.match(rf"- {name}: {said}", line), line
+    for line, (name, expected) in zip(lines, wanted.items(), strict=True):
+        assert re.match(rf"- {name}: {expected}", line), line
     assert done.returncode == 2
     assert took_s < 10 + 2, "besides the start of Python"
     assert not (tmp_path / "started").exists()
 
 
 @needs_sshd
-def test_what_is_not_there_is_told_by_every_host(sshd, tmp_path):
+def test_every_host_reports_what_it_lacks(sshd, tmp_path):
     (tmp_path / "here.py").touch()
-    with pytest.raises(ValueError, match="not every host") as told:
+    with pytest.raises(ValueError, match="not every host") as raised:
         check(parse("one,two"), Way(sshd.ssh, folder=str(tmp_path)), ["here.py", "absent.py"])
     lines = [f"- {name}: absent.py is not in {tmp_path} there; copy it there, or add --send" for name in ("one", "two")]
-    assert str(told.value).splitlines()[1:] == lines
+    assert str(raised.value).splitlines()[1:] == lines
     missing = f"the working directory {tmp_path}/not is not there; make it there"
     with pytest.raises(ValueError, match=f"- one: {missing}.*"):
         check(parse("one"), Way(sshd.ssh, folder=f"{tmp_path}/not"), ["here.py"])
 
 
 @needs_sshd
-def test_another_interpreter_is_told_what_it_lacks(sshd, tmp_path):
+def test_another_interpreter_reports_what_it_lacks(sshd, tmp_path):
     with pytest.raises(ValueError, match=r"- one: /no/python did not run there \(exit code 127: .*--python"):
         check(parse("one"), Way(sshd.ssh, python="/no/python"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=60)
     bare = Way(sshd.ssh, python=str(tmp_path / "bare" / "bin" / "python"))
-    mine = host_facts.tell(".", [])["versions"]["torch"].partition("+")[0]
+    own = host_facts.collect(".", [])["versions"]["torch"].partition("+")[0]
     with pytest.raises(ValueError, match=re.escape(f"- one: torch is not installed for {bare.python} there, and here")):
         check(parse("one"), bare)
     (packages,) = tmp_path.glob("bare/lib/python*/site-packages")
     for name in ("torch", "paceline"):
         (packages / f"{name}-0.0.1.dist-info").mkdir()
         (packages / f"{name}-0.0.1.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 0.0.1\n")
-    with pytest.raises(ValueError, match=re.escape(f"- one: torch is 0.0.1 there and {mine} here; install it there: ")):
+    with pytest.raises(ValueError, match=re.escape(f"- one: torch is 0.0.1 there and {own} here; install it there: ")):
         check(parse("one"), bare)
 
 
 @needs_sshd
-def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
+def test_the_rendezvous_is_where_ssh_reached_the_first_host_by_default(sshd):
     assert check(parse("one,two"), Way(sshd.ssh))[0] == "127.0.0.1"
     host, port = check(parse("one"), Way(sshd.ssh), address="10.1.2.3")
     assert host == "10.1.2.3"
@@ -103,22 +103,22 @@ def test_nodes_meet_where_ssh_reached_the_first_unless_told(sshd):
 
 
 @pytest.mark.parametrize(
-    ("addresses", "said"),
+    ("addresses", "expected"),
     [
         (["10.0.0.1", "10.0.0.2"], None),
         (["127.0.0.1"], None),
         (["127.0.0.1", "127.0.0.1"], None),
         (["10.0.0.1", "127.0.0.1"], None),
-        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, where the other hosts find only themselves.*--address"),
-        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, an address of one cable alone.*--address"),
+        (["127.0.1.1", "10.0.0.2"], r"reached at 127\.0\.1\.1, a loopback address.*--address"),
+        (["fe80::1%eth0", "10.0.0.2"], r"reached at fe80::1%eth0, a link-local address.*--address"),
         (["fd77::1", "fd77::2"], None),
-        (["", ""], r"nothing there says at which address it was reached .*give it with --address"),
-        (["::1", "fd77::2"], r"reached at ::1, where the other hosts find only themselves.*--address"),
+        (["", ""], r"the address at which ssh reached it is unknown .*give it with --address"),
+        (["::1", "fd77::2"], r"reached at ::1, a loopback address.*--address"),
     ],
 )
-def test_an_address_that_leads_the_others_nowhere_is_told(addresses, said):
-    told = unreachable([{"address": address} for address in addresses])
-    assert told is None if said is None else re.search(said, told)
+def test_an_address_that_the_others_cannot_reach_is_reported(addresses, expected):
+    problem = unreachable([{"address": address} for address in addresses])
+    assert problem is None if expected is None else re.search(expected, problem)
 
 
 @pytest.mark.parametrize("words", [["train"], ["run", __file__]])
@@ -136,25 +136,25 @@ def test_one_process_of_several_does_not_start_hosts(words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_host_without_ssh_client_is_told():
-    with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' here to reach it with; install OpenSSH"):
+def test_a_machine_without_ssh_client_is_reported():
+    with pytest.raises(ValueError, match="- one: there is no 'no-such-ssh' on this machine; install OpenSSH"):
         check(parse("one"), Way("no-such-ssh -v"))
 
 
-def test_an_ssh_command_that_is_none_is_told():
+def test_an_invalid_ssh_command_is_reported():
     with pytest.raises(ValueError, match='--ssh "ssh \'x" cannot be split into arguments: No closing quotation'):
         Way("ssh 'x")
     with pytest.raises(ValueError, match="--ssh needs a command, as in 'ssh -F file', and is empty"):
         Way(" ")
 
 
-def test_a_script_that_differs_is_told(tmp_path):
+def test_a_script_that_differs_is_reported(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    mine = host_facts.tell(str(tmp_path), ["a.py"])
-    assert faults(mine, mine, Way()) == []
+    own = host_facts.collect(str(tmp_path), ["a.py"])
+    assert faults(own, own, Way()) == []
     (tmp_path / "a.py").write_text("2")
-    theirs = host_facts.tell(str(tmp_path), ["a.py"])
-    assert faults(mine, theirs, Way()) == ["a.py there is another than here; copy it there again, or add --send"]
+    theirs = host_facts.collect(str(tmp_path), ["a.py"])
+    assert faults(own, theirs, Way()) == ["a.py there differs from the one here; copy it there again, or add --send"]
 
 
 def test_hosts_are_read_with_users_and_slots():
@@ -162,20 +162,21 @@ def test_hosts_are_read_with_users_and_slots():
     ours = [Host("fd00::1", "fd00::1"), Host("::1", "me@::1", 2), Host("fe80::2%eth0", "fe80::2%eth0")]
     assert parse("fd00::1,me@[::1]:2,fe80::2%eth0") == ours
     assert parse(",".join(host.target for host in ours)) == [dataclasses.replace(host, slots=None) for host in ours]
-    assert rows(parse("a,b"), "") == rows(parse("a:1,b"), "") == ["", ""]
-    assert rows(parse("a:3,b:3"), "") == rows(parse("a,b"), "processes:3") == ["processes:3"] * 2
+    assert configurations(parse("a,b"), "") == configurations(parse("a:1,b"), "") == ["", ""]
+    assert configurations(parse("a:3,b:3"), "") == configurations(parse("a,b"), "processes:3") == ["processes:3"] * 2
 
 
-def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
+def test_every_host_has_the_configuration_of_its_slots_or_the_plan():
     hosts = parse("a:4,b:2,c")
-    assert rows(hosts, "") == ["processes:4", "processes:2", ""]
-    assert rows(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
-    assert rows(hosts, "threads:2", {"a": "processes:4/stages:2"}) == ["processes:4/stages:2", "threads:2", "threads:2"]
-    assert rows(parse("a:1"), "threads:4") == ["threads:4"], "one process"
+    assert configurations(hosts, "") == ["processes:4", "processes:2", ""]
+    assert configurations(hosts, "threads+bf16") == ["threads:4+bf16", "threads:2+bf16", "threads+bf16"]
+    planned = {"a": "processes:4/stages:2"}
+    assert configurations(hosts, "threads:2", planned) == ["processes:4/stages:2", "threads:2", "threads:2"]
+    assert configurations(parse("a:1"), "threads:4") == ["threads:4"], "one process"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "'' is no host name; accepted: hosts as ssh knows them"),
         ("a,,b", "-H a,,b: '' is no host name"),
@@ -185,37 +186,37 @@ def test_every_host_has_the_row_that_its_slots_or_the_plan_say():
         ("fe80::2:x,[a]:2,a:b:c", r"'fe80::2:x' is no host name; '\[a\]:2' is no host name; 'a:b:c' is no host name"),
         ("[::1]:0,[::1]x", r"'\[::1\]:0' asks for '0' processes.*'\[::1\]x' is no host name"),
         ("::1,me@[::1]", r"::1 is named twice; a host with two processes is \[::1\]:2"),
-        ("a:2222", "'a:2222' asks for '2222' processes; a whole number from 1 to 1024 .*, and a port in ~/.ssh/config"),
+        ("a:2222", "'a:2222' asks for '2222' processes; give a whole number .* 1024 .*, and a port in ~/.ssh/config"),
         ("@a,%e@c,a:²", "'@a' is no host name; '%e@c' is no host name; 'a:²' asks for '²' processes"),
         ("a,b,me@a", "a is named twice; a host with two processes is a:2"),
     ],
 )
-def test_what_is_no_host_is_told(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_host_is_reported(text, expected):
+    with pytest.raises(ValueError, match=expected):
         parse(text)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "asked", "said"),
+    ("hosts", "requested", "expected"),
     [
-        ("a:2,b", "threads:4", "^-H asks for 2 on a, the row 'threads:4' for another number; leave one out$"),
-        ("a:2,b:3", "sequential", "for 2 on a, the row 'sequential'.*for 3 on b, the row 'sequential'"),
+        ("a:2,b", "threads:4", "^-H asks for 2 on a, 'threads:4' for another number; leave one out$"),
+        ("a:2,b:3", "sequential", "for 2 on a, 'sequential'.*for 3 on b, 'sequential'"),
     ],
 )
-def test_slots_that_contradict_are_told(hosts, asked, said):
-    with pytest.raises(ValueError, match=said):
-        rows(parse(hosts), asked)
-    assert rows(parse("a"), "", {"a": "threads:1", "b": "threads:2"}) == ["threads:1"], "one of those of the plan"
-    with pytest.raises(ValueError, match="rows for elsewhere, and -H names a, b; name these"):
-        rows(parse("a,b"), "", {"elsewhere": "threads:2"})
+def test_slots_that_contradict_are_reported(hosts, requested, expected):
+    with pytest.raises(ValueError, match=expected):
+        configurations(parse(hosts), requested)
+    assert configurations(parse("a"), "", {"a": "threads:1", "b": "threads:2"}) == ["threads:1"], "one of the plan"
+    with pytest.raises(ValueError, match="plan is for elsewhere, and -H names a, b; name these"):
+        configurations(parse("a,b"), "", {"elsewhere": "threads:2"})
 
 
 NODE = "import sys; from paceline.launch import local, node_agent; local.GRACE_S = 0.5; sys.exit(node_agent.main())"
 
 
 @pytest.mark.parametrize(("then", "code"), [("0\n", 137), ("15\n0\n", 143), ("", 143)], ids=["failed", "stop", "gone"])
-def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path):
-    """A node elsewhere has failed; a signal came; the launcher is gone: each time a stubborn script is killed."""
+def test_a_node_passes_signals_on_and_kills_processes_that_ignore_them(then, code, tmp_path):
+    """After a failure of another node, a signal, or the launcher's end, a script that ignores signals is killed."""
     stubborn = "import os, signal, time; signal.signal(15, signal.SIG_IGN); open('{}', 'w'); time.sleep(60)"
     words = [sys.executable, "-c", stubborn.format(tmp_path / "up")]
     order = {"node": 1, "sizes": [1, 1], "host": "h", "port": 1, "engine": "", "folder": "/", "environment": {}}
@@ -246,7 +247,7 @@ def test_a_node_obeys_and_ends_what_does_not_end_by_itself(then, code, tmp_path)
 
 
 def test_one_ctrl_c_gives_a_limited_time():
-    """Once it gave as long as it took."""
+    """Story: there was no limit."""
     start = (
         "import sys; from paceline.launch import local; local.TIMEOUT_S = 0.5; "
         "sys.exit(local.start([sys.executable, '-c', sys.argv[1]], ''))"
@@ -264,7 +265,7 @@ def test_one_ctrl_c_gives_a_limited_time():
         assert "1 processes did not end within 0 s; killed" in process.stderr.read()
 
 
-def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
+def test_a_line_of_any_length_passes_in_linear_time(tmp_path):
     sent = b"first\n\n" + b"\xff" * 50_000_000 + b"\nlast"
     (tmp_path / "sent").write_bytes(sent)
     start = time.monotonic()
@@ -279,7 +280,7 @@ def test_a_line_of_any_length_passes_in_time_that_grows_with_it_alone(tmp_path):
 
 
 def test_a_progress_bar_is_shown_now_and_then(tmp_path, monkeypatch):
-    """It ends its line when all is over, and nothing of it was seen until then."""
+    """Story: a bar ends its line only when it is complete, and nothing was shown until then."""
     source, sink = os.pipe()
     with open(source, "rb") as source, open(sink, "wb", 0) as sink, open(tmp_path / "out", "wb") as out:
         bars = Lines("one", source.fileno(), out)
@@ -296,7 +297,7 @@ def test_a_progress_bar_is_shown_now_and_then(tmp_path, monkeypatch):
         assert shown(b"\n") == "[one]  2%\n[one]  5%\n[one]  6%\n"
 
 
-def test_a_node_without_orders_says_who_starts_it():
+def test_a_node_without_orders_reports_which_command_starts_it():
     done = subprocess.run(
         [sys.executable, "-m", "paceline.launch.node_agent"],
         input="",
@@ -306,4 +307,4 @@ def test_a_node_without_orders_says_who_starts_it():
         check=False,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("paceline: stdin ended before the orders came")
+    assert done.stderr.startswith("paceline: stdin ended before the orders")

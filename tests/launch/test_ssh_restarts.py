@@ -1,4 +1,4 @@
-"""Runs over ssh outlive the loss of every node, of a line, of a machine that comes back; stand-ins for scripts."""
+"""Runs over ssh survive failures of all nodes, of a connection, and of a machine that returns; without training."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from paceline.launch.signals import RESUME_CODE
 from sshd import Sshd, unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "sshd is here")
-# as when the power of a host fails: its script, and what the launcher has there, which stands still first: it hears of
-# the other's end by SIGTERM, and would note an exit code
+# as after a power failure of a host: kills the script and the agent there; the agent is stopped first, since it gets
+# SIGTERM at the other's end, and would note an exit code
 FAIL_POWER = """
 def fail_power():
     launcher = os.getppid()
@@ -37,7 +37,7 @@ def sshd():
 
 @pytest.fixture
 def start(sshd, tmp_path):
-    """Three nodes over ssh, of which two must train; gives what was said, and each node's lives."""
+    """Three nodes over ssh, of which two must train; returns the output, and the variables of each node's starts."""
 
     def call(script, *words, code=0, nodes=("--nodes", "2:3"), before=lambda process: None):
         path = tmp_path / "script.py"
@@ -68,7 +68,7 @@ def test_all_are_killed_and_all_start_again_to_resume(start):
     assert len({each["PACELINE_SECRET"] for life in lives for each in life}) == 2
 
 
-def test_a_machine_that_comes_back_is_reached_by_its_name_and_its_node_joins(start):
+def test_a_machine_that_returns_is_reconnected_by_its_name_and_its_node_joins(start):
     errors, lives = start(
         "join()\nif JOINS: sys.exit()\nif NODE == 1: until('joined-0-1', 'joined-2-1'), time.sleep(0.5), fail_power()\n"
         "until('joined-1-2')"
@@ -80,7 +80,7 @@ def test_a_machine_that_comes_back_is_reached_by_its_name_and_its_node_joins(sta
 
 
 @pytest.mark.dear
-def test_a_node_that_lost_its_line_alone_is_found_where_it_trains(start, tmp_path):
+def test_a_node_that_lost_only_its_connection_is_found_where_it_trains(start, tmp_path):
     def cut(process):
         until(tmp_path, "joined-0-1", "joined-1-1", "joined-2-1")
         (victim,) = [
@@ -117,13 +117,13 @@ def test_without_restarts_the_exit_code_asks_for_a_resume(start, script, code, l
 
 
 @pytest.mark.dear
-def test_the_same_error_twice_is_the_scripts(start):
+def test_the_same_error_twice_is_not_retried(start):
     errors, lives = start("join()\nfail(IndexError('x'), 12)", "--restarts", 3, nodes=(), code=1)
     assert [len(each) for each in lives] == [2, 2, 2]
     assert "failed twice after 12 steps with the same error (IndexError: x): not started again" in errors
 
 
-def test_what_fails_before_anybody_has_joined_is_told_at_once(start):
+def test_an_error_before_any_process_has_joined_is_not_retried(start):
     errors, lives = start("sys.exit('no such file')", code=1)
     assert max(len(each) for each in lives) == 1
     assert "no such file" in errors
@@ -154,7 +154,7 @@ def detached(sshd, tmp_path):
         return name, call, begin
 
     yield start
-    for name in ("hung", "go", "end"):  # whatever happens, the nodes end
+    for name in ("hung", "go", "end"):  # the nodes end in any case
         (tmp_path / name).touch()
 
 
@@ -184,8 +184,8 @@ def test_another_launcher_finds_the_nodes_and_starts_a_failed_one_again(detached
     assert re.search(rf"^{name}  exit code 0 ", call("attach")[0], re.MULTILINE)
 
 
-def test_another_launcher_hears_how_the_nodes_end(detached, tmp_path):
-    """One ended before it came, and nobody heard."""
+def test_another_launcher_receives_the_exit_codes_of_the_nodes(detached, tmp_path):
+    """One node ended before it started, when no launcher received the exit code."""
     name, _, begin = detached(
         "join()\nif NODE == 1: until('go'), touch('gone'), sys.exit()\nuntil('end'), sys.exit(3 * NODE)"
     )

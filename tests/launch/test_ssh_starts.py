@@ -1,4 +1,4 @@
-"""Nodes started over ssh train as nodes started here do; they end together, and what they say is told by host."""
+"""Nodes started over ssh train as nodes started here do; they end together, and their output has the host's name."""
 
 import os
 import re
@@ -34,13 +34,13 @@ def begin(sshd, *words, hosts="one,two", cwd=None, **environment):
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script that needs no torch; its first lines know FOLDER and NODE."""
+    """Writes a script that needs no torch; its first lines define FOLDER and NODE."""
 
     def write(text):
         path = tmp_path / "script.py"
         path.write_text(
             "import contextlib, os, signal, sys, time\nfrom pathlib import Path\n"
-            "sys.modules['dask'] = None\n"  # they meet by means of their own, as far as anybody can see
+            "sys.modules['dask'] = None\n"  # as if the processes had joined by a library of their own
             f"FOLDER, NODE = Path({str(tmp_path)!r}), os.environ['GROUP_RANK']\n"
             "(FOLDER / f'pid.{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n" + text
         )
@@ -52,9 +52,9 @@ def script(tmp_path):
 def wait_for_pids(folder, count, process):
     end = time.monotonic() + DEADLINE_S
     while True:
-        said = [path.read_text() for path in folder.glob("pid.*")]
-        if len(said) == count and all(said):
-            return [int(text) for text in said]
+        texts = [path.read_text() for path in folder.glob("pid.*")]
+        if len(texts) == count and all(texts):
+            return [int(text) for text in texts]
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "not started"
         time.sleep(0.02)
@@ -90,7 +90,7 @@ def test_nodes_that_each_train_alone_are_a_failure(sshd, tmp_path, hosts, engine
     path = tmp_path / "script.py"
     path.write_text("print('trained')")
     output, errors = finish(begin(sshd, "--engine", engine, path, hosts=hosts), code=1)
-    assert output.count("trained") == len(hosts.split(","))  # what a node's first process says is passed on
+    assert output.count("trained") == len(hosts.split(","))  # the output of a node's first process is passed on
     assert errors.count("2 processes ran the script, and none joined the others") == 1
     assert "started again" not in errors
 
@@ -125,9 +125,9 @@ def test_the_exit_code_of_the_first_to_fail_is_passed_on(sshd, script):
 
 
 @pytest.mark.dear
-def test_a_script_that_ends_as_ssh_does_is_not_said_to_be_lost(sshd, script):
+def test_a_script_with_the_exit_code_of_ssh_is_named_as_a_possible_cause(sshd, script):
     _, errors = finish(begin(sshd, script("print('oh', file=sys.stderr)\nsys.exit(-1)"), hosts="one"), code=255)
-    assert errors == "[one] oh\npaceline: lost one, or its script ended with exit code 255: oh\n"
+    assert errors == "[one] oh\npaceline: the connection to one failed, or its script ended with exit code 255: oh\n"
 
 
 def test_ctrl_c_reaches_every_process_once_and_nothing_is_left(sshd, script, tmp_path):
@@ -167,7 +167,7 @@ def test_a_launcher_that_is_killed_takes_every_process_with_it(sshd, script, tmp
 
 
 def test_a_laptop_that_is_closed_keeps_no_node_waiting(sshd, script, tmp_path):
-    """It reads nothing, and its lines stay open: more than ssh holds is kept until it is opened again."""
+    """It reads nothing, and its connections stay open: output beyond ssh's buffers is kept until it is opened again."""
     text = "for i in range(5000):\n    print(f'{i:01000}', flush=True)\n(FOLDER / f'over.{NODE}').touch()"
     process = begin(sshd, script(f"while not (FOLDER / 'go').exists():\n    time.sleep(0.02)\n{text}"))
     wait_for_pids(tmp_path, 2, process)
@@ -184,7 +184,7 @@ def test_a_laptop_that_is_closed_keeps_no_node_waiting(sshd, script, tmp_path):
         assert [int(line.split()[1]) for line in lines] == list(range(5000))
 
 
-def test_a_detached_run_on_hosts_goes_on_without_its_launcher_and_is_followed(sshd, script, tmp_path):
+def test_a_detached_run_on_hosts_continues_without_its_terminal_and_is_followed(sshd, script, tmp_path):
     path = script("while not (FOLDER / 'go').exists():\n    time.sleep(0.02)\nprint('done', NODE, flush=True)")
     where = {"XDG_STATE_HOME": str(tmp_path)}
     _, errors = finish(begin(sshd, "--detach", path, own_session=True, **where))
@@ -194,17 +194,17 @@ def test_a_detached_run_on_hosts_goes_on_without_its_launcher_and_is_followed(ss
         pids = wait_for_pids(tmp_path, 2, follower)
         assert all(map(alive, pids))
     finally:
-        (tmp_path / "go").touch()  # whatever happens, it ends
+        (tmp_path / "go").touch()  # it ends in any case
     output, _ = finish(follower)
     assert {"[one] done 0", "[two] done 1"} <= set(output.splitlines())
     wait_until_gone(pids)
 
 
-def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_shows_it(sshd, script):
+def test_only_variables_of_training_and_named_ones_are_sent_and_no_command_line_shows_them(sshd, script):
     path = script(
         "lines = []\n"
         "for path in Path('/proc').glob('[0-9]*/cmdline'):\n"
-        "    with contextlib.suppress(ProcessLookupError, FileNotFoundError):\n"  # it has ended in between
+        "    with contextlib.suppress(ProcessLookupError, FileNotFoundError):\n"  # it has ended meanwhile
         "        lines.append(path.read_bytes())\n"
         "assert len(lines) > 5\n"
         "if NODE == '0':\n"
@@ -213,16 +213,16 @@ def test_only_what_is_about_training_or_named_goes_over_and_no_command_line_show
     )
     given = {"SECRET": "tell nobody 1", "PACELINE_SECRET": "tell nobody 2", "ONLY_HERE": "3", "GLOO_X": "4"}
     output, _ = finish(begin(sshd, "--env", "SECRET", path, cwd=path.parent, **given, PACELINE_HOST="laptop"))
-    said = dict(line.removeprefix("[one] ").split(" ", 1) for line in output.splitlines())
-    assert (said["SECRET"], said["PACELINE_SECRET"], said["shown"]) == ("tell nobody 1", "tell nobody 2", "0")
-    assert "GLOO_X" in said
+    sent = dict(line.removeprefix("[one] ").split(" ", 1) for line in output.splitlines())
+    assert (sent["SECRET"], sent["PACELINE_SECRET"], sent["shown"]) == ("tell nobody 1", "tell nobody 2", "0")
+    assert "GLOO_X" in sent
     ours = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     far = subprocess.run([*sshd.ssh.split(), "one", "env"], capture_output=True, text=True, check=True, timeout=20)
     login = {line.partition("=")[0] for line in far.stdout.splitlines()}
     carried = {name for name in os.environ if re.match("PACELINE_|GLOO_|NCCL_|OMP_NUM_THREADS", name)}
     set_there = {"PACELINE_HOST", "PACELINE_NOTES", "PYTHONPATH", "PYTHONUNBUFFERED"}
     set_there.add("LC_CTYPE")  # Python itself sets it in a C locale
-    assert said.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
+    assert sent.keys() - login - carried - ours - set_there == {"SECRET", "PACELINE_SECRET", "GLOO_X", "shown"}
 
 
 def test_lines_are_whole(sshd, script):
@@ -233,12 +233,12 @@ def test_lines_are_whole(sshd, script):
     output, _ = finish(begin(sshd, path))
     lines = output.splitlines()
     for index, name in enumerate(("one", "two")):
-        mine = [line for line in lines if line.startswith(f"[{name}] ")]
-        assert mine == [f"[{name}] begin {index} end"] * 40 + [f"[{name}] last"]
+        host_lines = [line for line in lines if line.startswith(f"[{name}] ")]
+        assert host_lines == [f"[{name}] begin {index} end"] * 40 + [f"[{name}] last"]
     assert len(lines) == 82
 
 
-def test_a_variable_that_is_not_set_is_told(sshd, script):
+def test_a_variable_that_is_not_set_is_reported(sshd, script):
     _, errors = finish(begin(sshd, "--env", "NOT_SET_HERE", script("")), code=2)
     assert (
         errors == "paceline: --env names NOT_SET_HERE, which this environment does not have; set it, or leave it out\n"
@@ -246,8 +246,8 @@ def test_a_variable_that_is_not_set_is_told(sshd, script):
 
 
 @pytest.mark.dear
-def test_hosts_of_unlike_slots_train_as_one_process_does(sshd, tmp_path):
-    """Slots say how many processes the one host has; a plan's file says another row for the other."""
+def test_hosts_with_different_slots_train_as_one_process_does(sshd, tmp_path):
+    """Slots set the processes of one host; a plan file gives another configuration for the other host."""
     unlike, (alone, both) = (
         str(Path(__file__).parents[1] / "support" / "scripts" / "unlike.py"),
         (tmp_path / "alone", tmp_path / "both"),
@@ -264,8 +264,8 @@ def test_hosts_of_unlike_slots_train_as_one_process_does(sshd, tmp_path):
     assert all(torch.allclose(found[key], wanted[key], rtol=1e-9) for key in wanted)
 
 
-def test_what_a_script_leaves_behind_holds_nobody_up(sshd, script, tmp_path):
-    """A child in the background with the script's stdout once kept ssh, and with it the run, open until it ended."""
+def test_background_processes_of_a_script_do_not_delay_the_end(sshd, script, tmp_path):
+    """Story: a background child with the script's stdout kept ssh, and so the run, open until it ended."""
     path = script(
         "import subprocess\nchild = subprocess.Popen(['sleep', '50'], start_new_session=True)\n"
         "(FOLDER / 'left').write_text(str(child.pid))\nprint('x' * 200_000)\nprint('done')"
@@ -279,7 +279,7 @@ def test_what_a_script_leaves_behind_holds_nobody_up(sshd, script, tmp_path):
     assert time.monotonic() - start < 40
 
 
-def test_sigterm_while_hosts_are_asked_leaves_no_ssh(sshd, script):
+def test_sigterm_while_hosts_are_checked_leaves_no_ssh(sshd, script):
     process = begin(sshd, script(""), hosts="silent")
     tasks = Path(f"/proc/{process.pid}/task")
     end, pids = time.monotonic() + DEADLINE_S, []
@@ -294,7 +294,7 @@ def test_sigterm_while_hosts_are_asked_leaves_no_ssh(sshd, script):
 
 
 @pytest.mark.parametrize("end", [">&-", "| head -1"], ids=["closed", "left"])
-def test_a_launcher_that_nobody_hears_ends_without_a_traceback(sshd, script, end):
+def test_a_launcher_whose_output_is_closed_ends_without_a_traceback(sshd, script, end):
     path = script("for i in range(20_000):\n    print('line', i, flush=True)")
     line = f"{sys.executable} -m paceline run -H one {path} {end}"
     environment = {**os.environ, "PACELINE_SSH": sshd.ssh}
@@ -305,7 +305,7 @@ def test_a_launcher_that_nobody_hears_ends_without_a_traceback(sshd, script, end
 
 
 def test_a_result_goes_alone_to_stdout(sshd, script):
-    """`train --json` with real training is among the tests of sending."""
+    """test_send.py tests `train --json` with real training."""
     text = "import sys\nprint('noise')\nprint('{\"a\": 1}' if NODE == '0' else 'more')"
     start = (
         "import sys\nfrom paceline.launch import ssh\nfrom paceline.launch.hosts import Way, parse\n"

@@ -1,4 +1,4 @@
-"""Whatever a host says, commands end in time, tell it in a line, and let nothing of it act on the terminal."""
+"""Whatever a host sends, commands end in time, report it in a line, and keep control sequences from the terminal."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def near(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """`paceline` with these words, here: its exit code, stdout and stderr."""
+    """Runs `paceline` with these arguments here; returns its exit code, stdout and stderr."""
 
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["paceline", *map(str, words)])
@@ -45,8 +45,8 @@ def run(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("login", ENDLESS.values(), ids=ENDLESS)
-def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, monkeypatch):
-    """A doctor once looked at the clock only where a host was silent, and listened for ever."""
+def test_a_host_that_writes_without_end_has_a_time_limit(near, login, monkeypatch):
+    """Story: the deadline was checked only while a host was silent, so that the doctor read without end."""
     monkeypatch.setattr(checking, "LIMIT_S", 0.5)
     way = near(login)
     with pytest.raises(ValueError, match=r"- a: no answer within 0\.5 s; is it on"):
@@ -54,13 +54,13 @@ def test_a_host_that_writes_without_end_has_its_time_and_no_more(near, login, mo
     visit = RemoteSession(*parse("a"), way)
     try:
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s; is it on"):
-            visit.ask("clock", 0.5)
+            visit.query("clock", 0.5)
         assert len(visit._received) <= MAX_BYTES
     finally:
         visit.close(1.0)
 
 
-def test_of_what_is_received_the_end_is_kept():
+def test_the_last_bytes_of_an_output_are_kept():
     words = ["sh", "-c", "head -c 5000000 /dev/zero; echo end; echo oh >&2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(words, **pipes) as process:
@@ -72,20 +72,20 @@ def test_of_what_is_received_the_end_is_kept():
 
 
 @pytest.mark.parametrize("answer", ["", "{}", "5", "[1]", "hello", "[" * 100_000, '{"folder": 1}'])
-def test_an_answer_that_is_none_is_told(near, answer, work):
+def test_an_invalid_answer_is_reported(near, answer, work):
     way = near(f"cat <<'X'\npaceline doctor: {answer}\nX\ncat > /dev/null")
     visit = RemoteSession(*parse("a"), way)
     try:
         if answer not in ("{}", '{"folder": 1}'):
             with pytest.raises(ConnectionError, match=r"it answered .*, which is no answer of paceline"):
-                visit.ask("tell", 10.0)
+                visit.query("tell", 10.0)
     finally:
         visit.close(1.0)
     way = near(f"cat <<'X'\n{answer}\nX\ncat > /dev/null")
-    with pytest.raises(ValueError, match=r"- a: .* answered .*, which no Python does; name another with --python"):
+    with pytest.raises(ValueError, match=r"- a: .* answered .*, which is no answer of Python; name another "):
         check(parse("a"), way)
     way = near(f"cat <<'X'\n{answer}\nX")
-    with pytest.raises(ValueError, match="- a: the connection was lost after"):
+    with pytest.raises(ValueError, match="- a: the connection failed after"):
         send(parse("a"), way, snapshot.take(work)[0])
 
 
@@ -99,15 +99,15 @@ def work(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_host_that_asks_for_what_it_was_not_offered_gets_nothing(near, work):
+def test_a_host_that_requests_files_it_was_not_offered_gets_nothing(near, work):
     way = near("""echo '{"missing": [0, 7]}'; cat > got""")
-    with pytest.raises(ValueError, match="- a: it asks for what it was not offered"):
+    with pytest.raises(ValueError, match="- a: it requests files that it was not offered"):
         send(parse("a"), way, snapshot.take(work)[0])
     assert b"os.getcwd" not in (near.home / "got").read_bytes()
 
 
 def test_a_login_may_greet_and_its_home_may_hold_files_named_as_pythons(near, work, run):
-    """A line from .bashrc once made --send say that the connection was lost; json.py in the home was imported."""
+    """Story: with output from .bashrc --send reported a failed connection; json.py in the home folder was imported."""
     for name in ("json", "socket", "hashlib", "paceline"):
         (near.home / f"{name}.py").write_text("raise SystemExit('the wrong one')")
     way = near(f"echo welcome\n{ON}")
@@ -116,13 +116,13 @@ def test_a_login_may_greet_and_its_home_may_hold_files_named_as_pythons(near, wo
     assert f"[a] True {near.home}/paceline/sent/trees/" in output
     visit = RemoteSession(*parse("a"), way)
     try:
-        assert visit.ask("clock", 20.0) > 1e9
+        assert visit.query("clock", 20.0) > 1e9
     finally:
         visit.close(1.0)
 
 
-def test_no_word_of_a_host_acts_on_the_terminal(near, work, run):
-    """What the script itself prints comes as it is; messages about a host hold nothing but text."""
+def test_text_of_a_host_does_not_control_the_terminal(near, work, run):
+    """The script's own output is unchanged; messages about a host contain no control sequences."""
     way = near("printf '\\033]0;mine\\007\\033[2Jnot \\302\\233today\\r\\n' >&2\nexit 255")
     code, _, errors = run("run", "-H", "a", "--ssh", way.ssh, "train.py")
     assert code == 2
@@ -153,7 +153,7 @@ def test_a_folder_may_be_called_as_markup_is(work, run):
     assert os.path.isdir("x[/b]")
 
 
-def test_words_of_every_kind_arrive_as_they_were_given(near, work, run):
+def test_arguments_of_every_kind_arrive_unchanged(near, work, run):
     words = ["a b", "it's", '"', "$HOME `id` \\", "line\nline", "*", "", "-x", "\u00e9\u4e2d", ";exit 1", "\udcff"]
     folder = work / 'it\'s a "folder" $HOME é'
     folder.mkdir()
@@ -164,8 +164,8 @@ def test_words_of_every_kind_arrive_as_they_were_given(near, work, run):
     assert (code, output) == (0, f"[a] {words!a} {str(folder)!a}\n"), errors
 
 
-def test_a_doctor_that_is_ended_leaves_nothing(near):
-    """SIGTERM once ended it before it had ended what it had begun."""
+def test_a_terminated_doctor_leaves_no_processes(near):
+    """Story: SIGTERM ended it before it had ended the processes that it had started."""
     way = near("echo $$ > pid.part\nmv pid.part pid\nsleep 60")
     words = [sys.executable, "-m", "paceline", "doctor", "-H", "a", "--ssh", way.ssh]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -179,9 +179,9 @@ def test_a_doctor_that_is_ended_leaves_nothing(near):
     assert not os.path.exists(f"/proc/{(near.home / 'pid').read_text().strip()}")
 
 
-def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, monkeypatch):
-    """A process that was starting when SIGTERM came stayed: the doctor ended only those it knew of by then."""
-    ward, begun, ended = examine._HostExam(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
+def test_a_session_that_opens_while_the_doctor_ends_is_closed(near, monkeypatch):
+    """Story: a process that was starting at SIGTERM stayed, since the doctor ended only those that had started."""
+    exam, begun, ended = examine._HostExam(parse("a"), near("echo $$ > pid\nexec sleep 60")), threading.Event(), []
 
     def slow(*given):
         begun.set()
@@ -189,20 +189,20 @@ def test_a_host_that_is_reached_while_the_doctor_ends_is_left_in_peace(near, mon
         ended.append(visit := RemoteSession(*given))
         return visit
 
-    closing, shutdown = threading.Event(), ward._crowd.shutdown
+    closing, shutdown = threading.Event(), exam._pool.shutdown
     monkeypatch.setattr(examine, "RemoteSession", slow)
-    # by then it has ended those that it knows of
-    monkeypatch.setattr(ward._crowd, "shutdown", lambda: (closing.set(), shutdown()))
-    coming = threading.Thread(target=ward.come)
+    # by then it has closed the sessions that were open
+    monkeypatch.setattr(exam._pool, "shutdown", lambda: (closing.set(), shutdown()))
+    coming = threading.Thread(target=exam.collect)
     coming.start()
     assert begun.wait(60)
-    ward.close()
+    exam.close()
     coming.join(60)
     assert ended[0]._process.returncode is not None
-    assert "ended" in ward.told["a"]["fault"]
+    assert "ended" in exam.reports["a"]["fault"]
 
 
-def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tmp_path):
+def test_the_output_of_a_login_is_separated_from_the_mark_of_the_start(tmp_path):
     (tmp_path / "sent").write_bytes(b"welcome\nno end" + STARTED + b"\nfirst\n" + STARTED + b"\n")
     with open(tmp_path / "sent", "rb") as source, open(tmp_path / "out", "wb") as out:
         lines = Lines("a", source.fileno(), out, mark=STARTED)
@@ -213,8 +213,8 @@ def test_what_a_login_says_stands_apart_from_the_word_that_a_host_has_started(tm
     assert (tmp_path / "out").read_bytes() == b"[a] welcome\n[a] no end\n[a] first\n[a] " + STARTED + b"\n"
 
 
-def test_whom_nobody_reads_any_more_saves_in_peace(near, monkeypatch, tmp_path):
-    """`tee` dies of the Ctrl-C that ends the run. What the node is told is longer than a pipe holds."""
+def test_a_node_whose_output_is_closed_can_save(near, monkeypatch, tmp_path):
+    """`tee` ends at the Ctrl-C that ends the run. The request to the node is longer than a pipe's buffer."""
     saved, script = tmp_path / "saved", tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\nfrom pathlib import Path\n"
@@ -224,14 +224,14 @@ def test_whom_nobody_reads_any_more_saves_in_peace(near, monkeypatch, tmp_path):
     )
     source, sink = os.pipe()
     os.close(source)
-    with open(sink, "w") as nobody, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", nobody)
+    with open(sink, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
         code = ssh.start(parse("a"), ssh.Orders([str(script)], [""], near(), {"LONG": "x" * 120_000}), ("127.0.0.1", 9))
     assert code == 143
     assert len(saved.read_text()) == 120_000
 
 
-def test_ctrl_c_is_not_kept_waiting_by_a_host_that_takes_no_orders(near, monkeypatch):
+def test_ctrl_c_does_not_wait_for_a_host_that_reads_no_orders(near, monkeypatch):
     monkeypatch.setattr(ssh, "START_S", 0.2)
     way, up = near("touch up\nexec sleep 5"), near.home / "up"
 
@@ -246,8 +246,8 @@ def test_ctrl_c_is_not_kept_waiting_by_a_host_that_takes_no_orders(near, monkeyp
     assert time.monotonic() - start < 4
 
 
-def test_ctrl_c_is_not_kept_waiting_by_a_host_that_has_started_nothing(near, run, monkeypatch, tmp_path):
-    """Where a login hung after the check, Ctrl-C once gave it the five minutes that are for saving."""
+def test_ctrl_c_does_not_wait_for_a_host_that_has_started_nothing(near, run, monkeypatch, tmp_path):
+    """Story: if a login hung after the check, Ctrl-C waited the five minutes that are meant for saving."""
     monkeypatch.setattr(ssh, "START_S", 0.3)
     hung, up, script = tmp_path / "hung", tmp_path / "up", tmp_path / "script.py"
     script.write_text(
@@ -267,6 +267,6 @@ def test_ctrl_c_is_not_kept_waiting_by_a_host_that_has_started_nothing(near, run
     start = time.monotonic()
     code, _, errors = run("run", "-H", "a", "-H", "b", "--ssh", way.ssh, script)
     assert code == 130, errors
-    assert "paceline: cut off from b, which had started nothing yet\n" in errors
+    assert "paceline: ended the connection to b, which had started nothing yet\n" in errors
     assert "[a] heard\n" in errors
     assert time.monotonic() - start < 100

@@ -1,4 +1,4 @@
-"""What a host says of its libraries, devices and ports is what is there."""
+"""A host's report of its libraries, devices and ports is correct."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_driver_is_the_kernel_modules(words, version):
 
 
 def test_a_port_that_is_used_is_not_free():
-    low, high = host_probe.tell(".")["ports"]
+    low, high = host_probe.collect(".")["ports"]
     used = set(host_probe._ports())
     port = next(port for port in range(low, high) if port not in used)
     with socket.create_server(("127.0.0.1", port)):
@@ -40,13 +40,13 @@ def test_a_port_that_is_used_is_not_free():
 
 
 def test_gpus_come_with_their_memory_and_driver():
-    told = {**host_facts.tell(".", []), **host_probe.tell("."), "driver": "550.54.15"}
-    told["software"] = {"gpus": [{"name": "NVIDIA T4", "memory_bytes": 15 << 30}]}
-    assert "NVIDIA T4 (15.0 GiB), NVIDIA driver 550.54.15" in _host(told)
+    report = {**host_facts.collect(".", []), **host_probe.collect("."), "driver": "550.54.15"}
+    report["software"] = {"gpus": [{"name": "NVIDIA T4", "memory_bytes": 15 << 30}]}
+    assert "NVIDIA T4 (15.0 GiB), NVIDIA driver 550.54.15" in _host(report)
 
 
-def test_openblas_says_its_version(tmp_path):
-    """A torch that is not built with MKL, as on ARM; here one that is made up, with the library that numpy brings."""
+def test_openblas_reports_its_version(tmp_path):
+    """For a torch built without MKL, as on ARM; here a fake one with the library of numpy."""
     libraries = list(Path(np.__file__).parents[1].glob("numpy.libs/*.so*"))
     blas = [path for path in libraries if "openblas" in path.name]
     if not blas:

@@ -1,4 +1,4 @@
-"""Several processes that each train alone are a failure: no join, or no step. Other scripts are told nothing."""
+"""Several processes that each train alone are a failure: no join, or no step. Other scripts get no message."""
 
 import os
 import sys
@@ -54,7 +54,7 @@ def run(folder, text, capfd, engine="processes:2", num_nodes=1, **how):
 
 @pytest.mark.parametrize("where", [("processes:2", 1), ("sequential", 2)], ids=["processes", "nodes"])
 def test_a_script_that_never_joins(tmp_path, capfd, where):
-    """Story: each process trained on all the data, twice, and the run ended with 0."""
+    """Story: each process trained alone on all the data, and the run ended with 0."""
     code, errors = run(tmp_path, "print(1)", capfd, *where)
     assert code == 1
     assert errors.count(SAID) == 1
@@ -76,13 +76,13 @@ def test_a_script_that_never_joins(tmp_path, capfd, where):
     ],
     ids=["torch", "torch, left", "inside", "mpi", "joined", "no data", "evaluated", "fails", "ends at once"],
 )
-def test_whoever_meets_or_fails_is_told_nothing(tmp_path, capfd, text, want):
+def test_processes_that_join_or_fail_get_no_message(tmp_path, capfd, text, want):
     code, errors = run(tmp_path, text, capfd)
     assert code == want, errors
     assert "joined" not in errors
 
 
-def test_one_process_is_alone_by_right(tmp_path, capfd):
+def test_one_process_may_train_alone(tmp_path, capfd):
     assert run(tmp_path, "print(1)", capfd, "sequential") == (0, "")
 
 
@@ -95,7 +95,7 @@ def test_a_loop_that_joins_and_never_steps(tmp_path, capfd, end):
     assert "Traceback" not in errors
 
 
-def test_alone_a_loop_of_ones_own_is_ones_own(tmp_path, capfd):
+def test_one_process_may_use_a_loop_of_its_own(tmp_path, capfd):
     assert run(tmp_path, JOINED + OWN_LOOP + "pace.close()", capfd, "sequential") == (0, "")
 
 
@@ -110,7 +110,7 @@ def test_the_users_own_sitecustomize_runs_and_the_path_is_theirs(tmp_path, capfd
     assert errors.count(f"{tmp_path / 'own' / 'sitecustomize.py'}|{tmp_path / 'own'}") == 2
 
 
-def test_the_command_says_it(tmp_path):
+def test_the_command_reports_it(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print(1)")
     command = ["run", "--plan", "processes:2", script]

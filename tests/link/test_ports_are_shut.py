@@ -106,6 +106,6 @@ def test_a_free_port_is_given_to_nobody_but_who_names_it():
 
 def test_ports_are_kept_for_the_last_that_asked():
     before = set(sockets())
-    ports = [free_port() for _ in range(2 * local.MAX_KEPT)]
-    assert len(set(ports[-local.MAX_KEPT :])) == local.MAX_KEPT
-    assert len(set(sockets()) - before) <= local.MAX_KEPT
+    ports = [free_port() for _ in range(2 * local.MAX_RESERVED)]
+    assert len(set(ports[-local.MAX_RESERVED :])) == local.MAX_RESERVED
+    assert len(set(sockets()) - before) <= local.MAX_RESERVED

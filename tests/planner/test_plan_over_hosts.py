@@ -154,7 +154,7 @@ class Told:
     def __init__(self, collective=""):
         self.wires, self.tried = dataclasses.replace(self.WIRES, collective=collective), []
 
-    def ask(self, hosts, asked, limit_s, options=()):
+    def query(self, hosts, asked, limit_s, options=()):
         names = [host.name for host in hosts]
         if asked["do"] == "wire":
             met = tuple(pair for pair in self.wires.pairs if pair.other < len(hosts))
@@ -316,10 +316,10 @@ def test_a_hosts_own_measuring_has_an_end_that_is_waited_for(tmp_path, monkeypat
     limits = []
 
     class Timed(Told):
-        def ask(self, hosts, asked, limit_s, options=()):
+        def query(self, hosts, asked, limit_s, options=()):
             if asked["do"] == "node":
                 limits.append((asked["budget_s"], limit_s))
-            return super().ask(hosts, asked, limit_s, options)
+            return super().query(hosts, asked, limit_s, options)
 
     for budget_s in (None, 60.0):
         make_over([Host(name, name) for name in "abc"], Timed(), ["x.py"], budget_s=budget_s)
@@ -516,4 +516,4 @@ def test_what_a_host_says_wrong_is_told_in_its_words():
     from paceline.launch.ask_hosts import RemoteQuery
 
     with pytest.raises(ValueError, match=r"nothing was started.*\n- nowhere\.invalid: "):
-        RemoteQuery(Way()).ask([Host("nowhere.invalid", "nowhere.invalid")], {"do": "wire"}, 30.0)
+        RemoteQuery(Way()).query([Host("nowhere.invalid", "nowhere.invalid")], {"do": "wire"}, 30.0)

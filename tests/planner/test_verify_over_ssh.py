@@ -96,7 +96,7 @@ def test_a_script_that_ends_early_is_told(sshd, tmp_path):
 def test_a_host_that_cannot_take_part_is_told_before_anything_starts(sshd):
     _, errors = verify(sshd, "-H", "one,shut", OWN_LOOP, code=2)
     assert "nothing was started" in errors
-    assert "shut: nothing takes ssh connections there" in errors
+    assert "shut: no ssh server listens there" in errors
 
 
 def test_a_script_that_does_not_end_is_told_in_one_line(monkeypatch):

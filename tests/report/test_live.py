@@ -70,7 +70,7 @@ def test_whatever_names_others_choose_stacks_are_found(name):
 def test_what_answers_and_is_no_run_is_none_of_those_that_are_asked_for(served, particular):
     """Story: `doctor --run` ended in a KeyError wherever anything else answered on the machine."""
     with pytest.raises(ValueError, match="no process of run 'mine' answers on this machine"):
-        live_status.ask("mine")
+        live_status.query("mine")
 
 
 def test_after_its_end_nothing_is_left():
@@ -118,7 +118,7 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
         assert status_server.query(name, 0.3) is None
         assert time.monotonic() - start < 10
         with pytest.raises(ValueError, match=rf"without an answer: .*pid {asked.pid}, stopped: .*python"):
-            live_status.ask(str(tmp_path))
+            live_status.query(str(tmp_path))
     finally:
         asked.kill()
         asked.communicate()
@@ -133,11 +133,11 @@ def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_pa
     )
     try:
         for name in (str(tmp_path), "1121-1"):
-            head, state, *stack = live_status.lines(live_status.ask(name, stacks=True))
+            head, state, *stack = live_status.lines(live_status.query(name, stacks=True))
             assert head == "1121-1000-ab: train.py, 1 node"
             assert state.startswith(f"rank 0 on {mine.host}, at step 0: outside of a step, in the script's own code")
             assert stack == ["", "rank 0:", "  here"]
         with pytest.raises(ValueError, match=r"no process of run '0304' answers.*running here: .*1121-1000-ab"):
-            live_status.ask("0304")
+            live_status.query("0304")
     finally:
         server.close()

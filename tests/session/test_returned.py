@@ -20,7 +20,7 @@ from paceline.report.record import read
 
 START = (
     "import sys; from paceline.launch import local;"
-    "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), least=int(sys.argv[3]), returns=3))"
+    "sys.exit(local.start(sys.argv[4:], sys.argv[1], int(sys.argv[2]), min_nodes=int(sys.argv[3]), returns=3))"
 )
 LENGTHS = [min(BATCH, COUNT - at) for at in range(0, COUNT, BATCH)] * EPOCHS
 
@@ -85,7 +85,7 @@ def test_the_others_go_on_and_it_comes_back(tmp_path, num_nodes, victim):
     (welcome,) = (event for event in events if event["event"] == "welcome")
     assert welcome["num_bytes"] < 50_000  # all else went ahead of it
     assert welcome["ahead_bytes"] > 2 * sum(p.nbytes for p in build(Plain).parameters())
-    assert f"node {victim} ended, and is started again" in done.stderr
+    assert f"node {victim} failed; restarting it" in done.stderr
     assert len([event for event in events if event["event"] == "redo"]) <= 2  # one for the forms
 
 
@@ -157,7 +157,7 @@ def test_who_has_too_little_memory_for_more_rows_takes_them_in_more_parts_until_
 def test_who_comes_back_and_dies_while_it_is_given_the_state_costs_a_step(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "take")
     events = check(tmp_path, done)
-    assert done.stderr.count("node 2 ended, and is started again") == 2
+    assert done.stderr.count("node 2 failed; restarting it") == 2
     assert [event["num_nodes"] for event in events if event["event"] == "regroup"] == [2, 3, 2, 3]
 
 
@@ -165,7 +165,7 @@ def test_who_comes_back_and_dies_while_it_is_given_the_state_costs_a_step(tmp_pa
 def test_who_dies_while_it_is_given_a_copy_costs_nothing(tmp_path):
     done = launch(tmp_path, "2:3:forward", "back", "copy")
     events = check(tmp_path, done)
-    assert done.stderr.count("node 2 ended, and is started again") == 2
+    assert done.stderr.count("node 2 failed; restarting it") == 2
     told = [event for event in events if event["event"] == "regroup"]
     assert [len(event["lost"]) for event in told] in ([1, 0], [1, 0, 0])  # they may have met to find it gone
     assert len([event for event in events if event["event"] == "redo"]) <= 2  # and one for the forms
@@ -176,7 +176,7 @@ def test_who_comes_back_and_is_reached_by_nobody_ends_nobody(tmp_path):
     """Story: of members that did not reach a new one, the one with the highest rank ended itself."""
     done = launch(tmp_path, "2:3:forward", "back", "shut")
     check(tmp_path, done)
-    assert done.stderr.count("node 2 ended, and is started again") == 2
+    assert done.stderr.count("node 2 failed; restarting it") == 2
     assert "node 1 ended" not in done.stderr
 
 
@@ -270,5 +270,5 @@ def test_fewer_than_the_minimum_are_left_and_wait_and_both_come_back(tmp_path, v
     """Story: the launcher gave the last one 15 s, nodes that came back found nobody, and a traceback said so."""
     done = launch(tmp_path, *(f"{node}:3:forward" for node in victims), "back", least=2)
     check(tmp_path, done)
-    assert all(done.stderr.count(f"node {node} ended, and is started again") == 1 for node in victims)
+    assert all(done.stderr.count(f"node {node} failed; restarting it") == 1 for node in victims)
     assert "resumes from" not in done.stderr

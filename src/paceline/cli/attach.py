@@ -32,16 +32,16 @@ def attach(
     if run is None:
         if stop:
             raise ValueError("--stop needs the id of a run; `paceline attach` lists all")
-        for one in detach.everyone():
+        for one in detach.all_runs():
             code = "cut off" if one.code is None else f"exit code {one.code}"
-            state = "runs" if one.running else "no launcher" if one.lost else code
+            state = "runs" if one.running else "no launcher" if one.launcher_killed else code
             about = one.about
             print(f"{one.id}  {state:14}{about['date']}  {about['folder']}: {' '.join(about['command'])}")
         return
     found = detach.find(run)
-    if detach.chosen():
+    if detach.assume_launcher_role():
         raise typer.Exit(take_over(found))
-    if found.lost:
+    if found.launcher_killed:
         detach.replace(found)
         found.wait_begun()
     if stop:

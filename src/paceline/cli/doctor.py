@@ -49,7 +49,7 @@ def doctor(
     paceline doctor --run runs/mine --stacks
     """
     if run is not None:
-        answers = live_status.ask(run, stacks)
+        answers = live_status.query(run, stacks)
         print(json.dumps(answers, indent=2) if as_json else "\n".join(map(shown, live_status.lines(answers))))
         return
     if stacks:

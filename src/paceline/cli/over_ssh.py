@@ -17,7 +17,7 @@ from paceline.launch.deploy import snapshot
 from paceline.launch.deploy.packages import needed
 from paceline.launch.deploy.send import send as deliver
 from paceline.launch.doctor.preflight import check
-from paceline.launch.hosts import Host, Way, parse, rows
+from paceline.launch.hosts import Host, Way, configurations, parse
 from paceline.launch.supervise.takeover import Launch
 from paceline.planner import plan_cache
 from paceline.planner.planner import Plan
@@ -68,7 +68,7 @@ def start(
     quiet = bool(settings and settings.json)
     success = f"run: {home / out} on {nodes[0].name}" if out and not quiet else ""
     launch = Launch(nodes, way, paths, address, needs, how.num_restarts, quiet, success)
-    rendezvous = launch.meet()
+    rendezvous = launch.check_hosts()
     # the hosts may refuse to resume a run with other settings than the saved ones
     saves_later = settings and out and (out / "settings.json").is_file() and Settings.read(out).fixed != settings.fixed
     if settings and out and not saves_later:
@@ -114,7 +114,7 @@ def planned(
     if made:
         requested, own = made.chosen, made.hosts
         nodes = hosts if min_nodes else _used(hosts, made, shares)
-    found = rows(nodes, requested, own)
+    found = configurations(nodes, requested, own)
     for each in filter(None, found):
         check_configuration(each)  # raises ValueError
     return nodes, found, made
@@ -155,7 +155,7 @@ def send_tree(
     with Console(stderr=True).status("sending") as status:
         nodes, deliveries = deliver(nodes, way, trees, status.update)
     for each in deliveries:
-        what = f"{each.files} files, {each.done_bytes / 1e6:.1f} MB, in {each.seconds:.1f} s"
-        print(f"sent to {each.host.name}: {what}; {each.there} were already there", file=sys.stderr)
+        what = f"{each.num_files} files, {each.done_bytes / 1e6:.1f} MB, in {each.seconds:.1f} s"
+        print(f"sent to {each.host.name}: {what}; {each.num_present} were already there", file=sys.stderr)
     first = script.relative_to(working_dir).as_posix() if script else command[0]
     return nodes, Path(deliveries[0].home), [first, *command[1:]], Path(data_there) if data_there else None

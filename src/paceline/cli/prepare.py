@@ -126,13 +126,13 @@ def start(
         environment["PACELINE_FOLDER"] = str(out)
         if how.min_nodes:
             environment["PACELINE_TICKET_FILE"] = str(out / "ticket.json")
-    detach.begun()
+    detach.mark_begun()
     code = local.start(
         [sys.executable, *command],
         plan.chosen,
         how.count,
         environment,
-        least=how.min_nodes,
+        min_nodes=how.min_nodes,
         returns=RETURNS if how.min_nodes else 0,
         restarts=how.num_restarts,
         together=trained_alone.exit_code,
@@ -144,7 +144,7 @@ def start(
 
 def run_detached(command_line: list[str], hosts: str | None) -> None:
     """With --detach: a detached launcher takes over; this process follows it until the run has begun, and exits."""
-    if run := detach.leave(command_line, hosts):
+    if run := detach.start_detached(command_line, hosts):
         follow(run, until_begun=True)
 
 

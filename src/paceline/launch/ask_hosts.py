@@ -1,4 +1,4 @@
-"""Sends a question to every host at once, by `paceline run -H` itself, and receives each one's answer."""
+"""Queries all hosts in parallel, by running `paceline run -H`, and returns each host's answer."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from paceline.launch.hosts import Host, Way
 from paceline.launch.output import shown
 
 MARK = "paceline-measured"
-GRACE_S = 25.0  # to end every node
+GRACE_S = 25.0  # for `paceline run` to end its nodes
 
 
 @dataclass(frozen=True)
 class RemoteQuery:
-    """How all are reached. ``names``: variables that go along; ``address``: of host ``first``, as others reach it."""
+    """How hosts are reached. ``names``: variables to set there; ``address``: of host ``first``, as others reach it."""
 
     way: Way
     names: str = ""
     address: str = ""
     first: str = ""
 
-    def ask(
-        self, hosts: Sequence[Host], what: dict[str, Any], limit_s: float, options: Sequence[str] = ()
+    def query(
+        self, hosts: Sequence[Host], request: dict[str, Any], limit_s: float, options: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Each host's answer by its name. Raises ValueError with the words of the one that failed, and TimeoutError."""
+        """Each host's answer, by its name. Raises ValueError with the error of a host that failed; TimeoutError."""
         names = ",".join(host.target for host in hosts)
         reached = ["--ssh", self.way.ssh, "--python", self.way.python]
         reached += ["--env", self.names] if self.names else []
         reached += ["--address", self.address] if self.address and hosts[0].name == self.first else []
         command = [sys.executable, "-m", "paceline", "run", "-H", names, *reached, *options]
-        command += ["-m", "paceline.planner.measure.node_agent", json.dumps(what)]
-        own = {name: value for name, value in os.environ.items() if name != "PACELINE_ENGINE"}  # it is said, or none
-        asking = subprocess.Popen(
+        command += ["-m", "paceline.planner.measure.node_agent", json.dumps(request)]
+        environment = {name: value for name, value in os.environ.items() if name != "PACELINE_ENGINE"}
+        process = subprocess.Popen(
             command,
-            env=own,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -50,36 +50,36 @@ class RemoteQuery:
             preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - one system call, safe beside threads
         )
         try:
-            output, errors = asking.communicate(timeout=limit_s)
+            output, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            remedy = "; look at them with paceline doctor, or give a shorter --budget" if what["do"] == "node" else ""
+            remedy = "; check them with paceline doctor, or give a shorter --budget" if request["do"] == "node" else ""
             raise TimeoutError(
-                f"{names} did not answer within {limit_s:.0f} s when asked for {what['do']}{remedy}"
+                f"{names} did not answer within {limit_s:.0f} s when asked for {request['do']}{remedy}"
             ) from None
         finally:
-            _end(asking)
-        if asking.returncode:
-            last = (errors.strip() or f"exit code {asking.returncode}").splitlines()
-            # a fault before anything was started is told in several lines, that of a node in the last
+            _end(process)
+        if process.returncode:
+            last = (errors.strip() or f"exit code {process.returncode}").splitlines()
+            # errors found before the start have several lines; a node's error is the last line
             start = next((i for i, line in enumerate(last) if "nothing was started" in line), len(last) - 1)
             raise ValueError(shown("\n".join(last[start:])).removeprefix("paceline: "))
-        found = {}
+        answers = {}
         for line in output.splitlines():
-            name, mark, said = line.partition(f"] {MARK} ")
-            if mark:
-                found[name.removeprefix("[")] = json.loads(said)
-        if missing := [host.name for host in hosts if host.name not in found]:
-            raise ValueError(f"{', '.join(missing)} ended without an answer when asked for {what['do']}")
-        return found
+            name, marker, answer = line.partition(f"] {MARK} ")
+            if marker:
+                answers[name.removeprefix("[")] = json.loads(answer)
+        if missing := [host.name for host in hosts if host.name not in answers]:
+            raise ValueError(f"{', '.join(missing)} ended without an answer when asked for {request['do']}")
+        return answers
 
 
-def _end(asking: subprocess.Popen[str]) -> None:
-    """Asked first, so that it ends its nodes; then killed, and they see their input end."""
-    if asking.poll() is not None:
+def _end(process: subprocess.Popen[str]) -> None:
+    """Terminates the launcher, so that it ends its nodes; kills it after GRACE_S, so that the nodes' stdin ends."""
+    if process.poll() is not None:
         return
-    asking.terminate()
+    process.terminate()
     try:
-        asking.communicate(timeout=GRACE_S)
+        process.communicate(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
-        asking.kill()
-        asking.communicate()
+        process.kill()
+        process.communicate()

@@ -15,72 +15,72 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import IO, Any
 
-MAX_BYTES = 1 << 18  # that are kept of a program's output
+MAX_BYTES = 1 << 18  # kept of a program's output, the last ones
 PR_SET_PDEATHSIG = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildProcesses:
-    """While this is entered, SIGTERM is an exit like any other; at its end, what still runs is killed."""
+    """Context of child processes: in it SIGTERM raises SystemExit; its exit kills the children that still run."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[Any]] = []
-        self._lock, self._over = threading.Lock(), False
-        self._before: Any = None
+        self._lock, self._closed = threading.Lock(), False
+        self._previous: Any = None
 
     def __enter__(self) -> ChildProcesses:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, _leave)
+            self._previous = signal.signal(signal.SIGTERM, _raise_exit)
         return self
 
-    def start(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-        """In a session of its own: a terminal's Ctrl-C comes here alone. The caller closes its pipes."""
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Starts it in its own session: a terminal's Ctrl-C reaches this process alone. The caller closes its pipes."""
         with self._lock:
-            if self._over:
-                raise InterruptedError("nothing is started any more")
-            process = subprocess.Popen(command, start_new_session=True, **how)
+            if self._closed:
+                raise InterruptedError("this process is ending and starts no more child processes")
+            process = subprocess.Popen(command, start_new_session=True, **options)
             self._running.append(process)
             return process
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._lock:
-            self._over = True
+            self._closed = True
         for process in self._running:
             kill(process)
         for process in self._running:
             process.wait()
-        if self._before is not None:
-            # one more on the way out would take the exit code away
-            left = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if left else self._before)
+        if self._previous is not None:
+            # a second SIGTERM during the exit would replace the exit code
+            exits = isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if exits else self._previous)
 
 
 def end_with(parent: int) -> None:
-    """In a process just forked: the end of its parent ends it by SIGTERM, also where that has come already."""
+    """In a process just forked: the kernel sends it SIGTERM when its parent ends. Exits if the parent has ended."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(143)
 
 
 class ScratchFolder(tempfile.TemporaryDirectory[str]):
-    """A folder for what programs answer, which a signal that raises does not leave behind: it waits meanwhile.
+    """A temporary folder that is removed even if a signal handler raises: signals wait while it is created and removed.
 
-    Python's own knows how to remove the folder some time after there is one, and forgets it before it has gone.
+    tempfile.TemporaryDirectory alone leaves the folder behind if a handler raises just after it was created.
     """
 
     def __init__(self, prefix: str = "paceline-"):
-        with _held():
+        with _deferred_signals():
             super().__init__(prefix=prefix)
 
     def cleanup(self) -> None:
-        with _held():
+        with _deferred_signals():
             super().cleanup()
 
 
 @contextlib.contextmanager
-def _held() -> Iterator[None]:
-    """Signals that have a handler come at the end. In other threads there is nothing to hold: none runs in them."""
+def _deferred_signals() -> Iterator[None]:
+    """Delays handled signals until the context exits; not in other threads, since handlers run in the main one."""
     before: dict[int, Any] = {}
     noted: list[int] = []
     try:
@@ -98,14 +98,14 @@ def _held() -> Iterator[None]:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """With what it started itself, as ssh does: its session is its own."""
+    """Kills a process that leads its session, and the processes that it started, as ssh starts some."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def piped(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes], IO[bytes]]:
-    """A program and its three pipes, in a session of its own: a terminal's Ctrl-C comes to this process alone."""
+    """Starts a program in its own session, out of reach of a terminal's Ctrl-C; returns it and its three pipes."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     assert process.stdin
@@ -115,7 +115,7 @@ def piped(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], IO[bytes], I
 
 
 def received(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str]:
-    """Its stdout and stderr until it has ended; of each, the last MAX_BYTES. Raises TimeoutError."""
+    """Waits until a process ends. Returns the last MAX_BYTES of its stdout and of its stderr. Raises TimeoutError."""
     end = time.monotonic() + limit_s
     output: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
     with selectors.DefaultSelector() as selector:
@@ -138,5 +138,5 @@ def received(process: subprocess.Popen[bytes], limit_s: float) -> tuple[str, str
     return output[process.stdout].decode(errors="replace"), output[process.stderr].decode(errors="replace")
 
 
-def _leave(number: int, _: FrameType | None) -> None:
+def _raise_exit(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)

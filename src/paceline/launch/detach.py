@@ -1,13 +1,13 @@
-"""Detached runs outlive their terminal: the launcher has its own session, its output and exit code go to files.
+"""Detached runs outlive their terminal: the launcher has its own session, and writes output and exit code to files.
 
-~/.local/state/paceline/detached/ID/     for its owner alone
-    run.json    what was started, from which folder, on which host
-    output      all that it prints
-    lock        held as long as it runs
-    pid         of the launcher
-    begun       there when processes have been started
-    code        its exit code, at the end
-    orders      what another launcher needs to know to take its place, as long as it runs on hosts
+~/.local/state/paceline/detached/ID/     readable by its owner alone
+    run.json    command, folder and host of the run
+    output      all that the launcher prints
+    lock        held while the launcher runs
+    pid         the launcher's process id
+    begun       exists once processes have been started
+    code        the launcher's exit code, at the end
+    orders      state that another launcher needs to replace this one; exists while the run trains on hosts
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, BinaryIO
 from paceline.launch.child_processes import end_with
 from paceline.report.log import log
 
-VARIABLE = "PACELINE_DETACHED"  # tells the launcher that it is the one
-RUN = "PACELINE_RUN"  # tells its processes by which id they are asked for
-KEPT = 20  # runs that have ended, and can still be looked at
+VARIABLE = "PACELINE_DETACHED"  # in the launcher's environment: the folder of its run
+RUN = "PACELINE_RUN"  # in its processes' environment: the id by which `paceline doctor --run` finds them
+MAX_ENDED = 20  # ended runs whose folders are kept
 POLL_S = 0.05
 
-_mine: list[Path] = []
+_own_folders: list[Path] = []
 
 
 class Detached:
-    """A run by its folder; ``id`` is the folder's name."""
+    """A detached run, read from its folder; ``id`` is the folder's name."""
 
     def __init__(self, folder: Path):
         self.folder, self.id = folder, folder.name
@@ -49,7 +49,7 @@ class Detached:
 
     @property
     def running(self) -> bool:
-        # it may be forgotten now
+        # another process may remove the folder now
         with contextlib.suppress(FileNotFoundError), open(self.folder / "lock", "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -63,22 +63,22 @@ class Detached:
 
     @property
     def code(self) -> int | None:
-        """None: it runs, or was killed together with the process that would have noted it."""
+        """The exit code; None: the launcher runs, or was killed together with the process that notes its exit code."""
         try:
             return int((self.folder / "code").read_text())
         except (FileNotFoundError, ValueError):
             return None
 
     @property
-    def lost(self) -> bool:
-        """Whether its launcher was killed, and its nodes may train on without it."""
+    def launcher_killed(self) -> bool:
+        """Whether the launcher was killed, and its nodes may continue to train."""
         return not self.running and (self.folder / "orders").exists()
 
     def follow(self, to: BinaryIO, until_begun: bool = False) -> int | None:
-        """Passes its output on, from the beginning to its end, or until it has begun. Returns its exit code then."""
+        """Copies the run's output from its beginning. Returns the exit code at its end, or None once it has begun."""
         with open(self.folder / "output", "rb") as output:
             while True:
-                over = not self.running or (until_begun and self.begun)  # asked first, so that nothing is left unread
+                over = not self.running or (until_begun and self.begun)  # before the read, so that no output is missed
                 while data := output.read(1 << 16):
                     to.write(data)
                     to.flush()
@@ -89,15 +89,15 @@ class Detached:
     def _end(self) -> int:
         if self.code is None:
             log.error(f"{self.id} was killed, or its machine stopped: no exit code was noted")
-        if self.lost:
+        if self.launcher_killed:
             log.error(
-                f"the launcher of {self.id} was killed, and its nodes may train on without it, on "
-                f"{self.about['hosts']}: paceline attach {self.id} takes its place, with --stop they save and end"
+                f"the launcher of {self.id} was killed, and its nodes may continue to train on {self.about['hosts']}: "
+                f"paceline attach {self.id} replaces the launcher; with --stop the nodes save and end"
             )
         return 1 if self.code is None else self.code
 
     def interrupt(self) -> None:
-        """As Ctrl-C would. Raises ValueError on another machine than its own."""
+        """Sends the launcher SIGINT, as Ctrl-C does. Raises ValueError on another machine than the run's."""
         self.check_here()
         if self.running:
             with contextlib.suppress(ProcessLookupError):
@@ -109,7 +109,7 @@ class Detached:
 
     def check_here(self) -> None:
         if (host := self.about["host"]) != socket.gethostname():
-            raise ValueError(f"{self.id} was started on {host}: paceline attach {self.id} belongs there")
+            raise ValueError(f"{self.id} was started on {host}: run paceline attach {self.id} there")
 
 
 def home() -> Path:
@@ -117,18 +117,18 @@ def home() -> Path:
     return Path(state) / "paceline" / "detached"
 
 
-def everyone() -> list[Detached]:
-    """The oldest first: ids have no year."""
-    found = []
+def all_runs() -> list[Detached]:
+    """All detached runs of this user, the oldest first; by file time, since ids have no year."""
+    runs = []
     for path in home().glob("*/run.json"):
-        with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile
-            found.append((path.stat().st_mtime_ns, path.parent))
-    return [Detached(folder) for _, folder in sorted(found)]
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            runs.append((path.stat().st_mtime_ns, path.parent))
+    return [Detached(folder) for _, folder in sorted(runs)]
 
 
 def find(name: str) -> Detached:
-    """By its id, or by how only one begins. Raises ValueError."""
-    runs = everyone()
+    """The run with this id, or the only one whose id begins with ``name``. Raises ValueError."""
+    runs = all_runs()
     fits = [run for run in runs if run.id == name] or [run for run in runs if run.id.startswith(name)]
     if len(fits) != 1:
         known = ", ".join(run.id for run in fits or runs) or "none"
@@ -137,16 +137,16 @@ def find(name: str) -> Detached:
     return fits[0]
 
 
-def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
-    """Starts this very command once more, detached, and returns that; None in the one that was started so. ``hosts``:
-    where its nodes run, if elsewhere."""
-    if chosen():
+def start_detached(command: Sequence[str], hosts: str | None = None) -> Detached | None:
+    """Starts this command again, detached, and returns the run; returns None in that detached process. ``hosts``: the
+    hosts of the run's nodes, if not this machine."""
+    if assume_launcher_role():
         return None
-    _forget()
+    _remove_old()
     folder = home() / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     folder.mkdir(parents=True, mode=0o700)
     try:
-        output, lock = _lay(folder, words, hosts)
+        output, lock = _create_files(folder, command, hosts)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -155,8 +155,8 @@ def leave(words: Sequence[str], hosts: str | None = None) -> Detached | None:
 
 
 def replace(run: Detached) -> None:
-    """Starts this very command once more, detached, as the launcher of a run that lost its own. Raises ValueError on
-    another machine than its own."""
+    """Starts this command again, detached, as the launcher of a run whose launcher was killed. Raises ValueError on
+    another machine than the run's."""
     run.check_here()
     lock = os.open(run.folder / "lock", os.O_WRONLY)
     try:
@@ -170,51 +170,51 @@ def replace(run: Detached) -> None:
     _fork(run.folder, output, lock)
 
 
-def chosen() -> bool:
-    """Whether this process was started as the launcher of a detached run."""
-    if mine := os.environ.pop(VARIABLE, None):
-        _mine.append(Path(mine))
-        os.environ[RUN] = Path(mine).name
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
-    return bool(mine)
+def assume_launcher_role() -> bool:
+    """Whether this process was started as the launcher of a detached run; if so, notes its folder."""
+    if folder := os.environ.pop(VARIABLE, None):
+        _own_folders.append(Path(folder))
+        os.environ[RUN] = Path(folder).name
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores SIGINT
+    return bool(folder)
 
 
-def _lay(folder: Path, words: Sequence[str], hosts: str | None) -> tuple[int, int]:
-    """The files of a run, open: its output and its lock, which is held. run.json comes last, and whole."""
-    about = {"command": list(words), "folder": os.getcwd(), "host": socket.gethostname(), "hosts": hosts}
+def _create_files(folder: Path, command: Sequence[str], hosts: str | None) -> tuple[int, int]:
+    """Creates a run's files and returns two open ones: output and the locked lock. Writes run.json last, atomically."""
+    about = {"command": list(command), "folder": os.getcwd(), "host": socket.gethostname(), "hosts": hosts}
     about["date"] = time.strftime("%F %T")
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     lock = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # each process that has a copy of this descriptor holds it
+    fcntl.flock(lock, fcntl.LOCK_EX)  # held by every process that inherits this descriptor
     _write(folder / "run.json", json.dumps(about))
     return output, lock
 
 
-def begun() -> None:
-    """Called by a launcher when all is checked and the processes start: its terminal is not needed any more."""
-    for folder in _mine:
+def mark_begun() -> None:
+    """Called by a launcher after all checks, when the processes start: the user's terminal is no longer needed."""
+    for folder in _own_folders:
         (folder / "begun").touch()
 
 
-def keep_orders(orders: str) -> None:
-    """For another launcher, should this one be killed."""
-    for folder in _mine:
+def save_orders(orders: str) -> None:
+    """Saves the orders, from which another launcher can replace this one if it is killed."""
+    for folder in _own_folders:
         _write(folder / "orders", orders)
 
 
-def forget_orders() -> None:
-    """Called when the run has ended."""
-    for folder in _mine:
+def remove_orders() -> None:
+    """Removes the saved orders; called when the run has ended."""
+    for folder in _own_folders:
         (folder / "orders").unlink(missing_ok=True)
 
 
-def left() -> bool:
-    """Whether this launcher is detached: what it starts elsewhere then outlives it."""
-    return bool(_mine)
+def is_detached() -> bool:
+    """Whether this launcher is detached; nodes that a detached launcher starts on hosts outlive it."""
+    return bool(_own_folders)
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, and for its owner alone: a secret may be in it."""
+    """Writes a file atomically, readable by its owner alone, since it may contain a secret."""
     part = path.with_name(f"{path.name}.part")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
@@ -222,7 +222,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _fork(folder: Path, output: int, lock: int) -> None:
-    """Forks a process that only waits for the launcher, its child, and notes its end; closes the files here."""
+    """Forks a process that starts the launcher and notes its exit code; closes the two descriptors in this process."""
     sys.stdout.flush()
     if os.fork():
         os.close(output)
@@ -232,15 +232,15 @@ def _fork(folder: Path, output: int, lock: int) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        nowhere = os.open(os.devnull, os.O_RDONLY)
-        for source, number in ((nowhere, 0), (output, 1), (output, 2)):
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        for source, number in ((devnull, 0), (output, 1), (output, 2)):
             os.dup2(source, number)
         os.set_inheritable(lock, True)
-        keeper, launcher = os.getpid(), os.fork()
+        parent, launcher = os.getpid(), os.fork()
         if not launcher:
-            end_with(keeper)
+            end_with(parent)
             os.environ[VARIABLE] = str(folder)
-            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # followers read what was printed just now
+            os.environ.setdefault("PYTHONUNBUFFERED", "1")  # `follow` reads output as soon as it is printed
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(launcher, number))
@@ -248,12 +248,12 @@ def _fork(folder: Path, output: int, lock: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
         code = code if code >= 0 else 128 - code
     finally:
-        with contextlib.suppress(OSError):  # a full disk: it must not go on as the command that it was forked from
+        with contextlib.suppress(OSError):  # on a full disk, too, this fork must exit here
             _write(folder / "code", str(code))
         os._exit(0)
 
 
-def _forget() -> None:
-    """All but the last that have ended."""
-    for run in [run for run in everyone() if not run.running and not run.lost][:-KEPT]:
+def _remove_old() -> None:
+    """Removes the folders of ended runs, except the last MAX_ENDED."""
+    for run in [run for run in all_runs() if not run.running and not run.launcher_killed][:-MAX_ENDED]:
         shutil.rmtree(run.folder, ignore_errors=True)

@@ -14,33 +14,33 @@ from dataclasses import dataclass, field
 from paceline.launch.local import num_processes
 from paceline.registry import PROCESSES, head, says
 
-COUNTED = "thread", "copy"  # a host's slots are as many of these
-MAX_SLOTS = 1024  # what is more is a port
+COUNTED = "thread", "copy"  # units of an engine's count that a host's slots set
+MAX_SLOTS = 1024  # a larger number is taken for a port
 USER = re.compile(r"[A-Za-z0-9_][^\s@:,\[\]]*")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# the user's own options stand before these and win; nobody is asked anything, and a dead connection ends in 15 s
+# the user's options precede these and override them; ssh never prompts, and a dead connection ends within 15 s
 OPTIONS = (
     *("-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=3", "-o", "ControlMaster=no", "-o", "ClearAllForwardings=yes"),
     *("-o", "RemoteCommand=none"),
 )
-# a file of the user's, in the folder in which ssh begins, may be named as one of Python's
+# a file in the user's home folder may have the name of a standard module
 OWN_PATH = "import sys; sys.path[:] = [folder for folder in sys.path if folder]"
-# in one line, since not every shell can quote several; what it reads may be any Python's, also one that is too old
+# in one line, since not every shell can quote several; it runs on Pythons that are too old, too
 READ = f"{OWN_PATH}; source = getattr(sys.stdin, 'buffer', sys.stdin); exec(source.read(int(source.readline())))"
 TOO_OLD = 'if sys.version_info < (3, 10):\n    sys.exit("Python %d.%d" % sys.version_info[:2])\n'
 
 
 def program(text: bytes) -> bytes:
-    """As what runs READ takes it from stdin; a command line has room for little."""
+    """The program as READ expects it on stdin; command lines are limited in length."""
     return b"%d\n%s" % (len(text), text)
 
 
 @dataclass(frozen=True)
 class Host:
-    """``name`` is for messages and output, ``target`` for ssh, ``slots`` the number of processes, if given.
+    """``name``: for messages and output; ``target``: for ssh; ``slots``: the number of processes, if given.
 
-    ``folder``: where the run starts there, if not in the same folder as here.
+    ``folder``: the run's working directory there; None: the same path as here.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Way:
-    """How hosts are reached, and what is used there: ssh's command line, the interpreter, the working directory."""
+    """How to run Python on hosts: ssh's command line, the interpreter, and the working directory there."""
 
     ssh: str = "ssh"
     python: str = sys.executable
@@ -65,27 +65,27 @@ class Way:
         if not given:
             raise ValueError("--ssh needs a command, as in 'ssh -F file', and is empty; leave it out for plain ssh")
 
-    def command(self, host: Host, *words: str) -> list[str]:
-        """What starts Python with ``words`` on a host. Nothing secret may be among them: anybody there sees them."""
-        return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *words])}"]
+    def command(self, host: Host, *arguments: str) -> list[str]:
+        """The command that starts Python on a host. The arguments must hold no secret: every user there sees them."""
+        return [*shlex.split(self.ssh), *OPTIONS, host.target, f"exec {shlex.join([self.python, *arguments])}"]
 
     def at(self, host: Host) -> Way:
-        """With the folder there."""
+        """The same, with the working directory of this host."""
         return dataclasses.replace(self, folder=host.folder or self.folder)
 
 
 def parse(text: str) -> list[Host]:
-    """Raises ValueError that names every fault."""
+    """Parses -H. Raises ValueError that names every error."""
     hosts: list[Host] = []
     faults = []
     for word in map(str.strip, text.split(",")):
-        user, at, place = word.rpartition("@")
-        name, count = _apart(place)
+        user, at, host_text = word.rpartition("@")
+        name, count = _apart(host_text)
         if not (NAME.fullmatch(name) or _is_ipv6(name)) or (at and not USER.fullmatch(user)):
             faults.append(f"{word!r} is no host name")
         elif count is not None and not (count.isdecimal() and 0 < int(count) <= MAX_SLOTS):
             faults.append(
-                f"{word!r} asks for {count!r} processes; a whole number from 1 to {MAX_SLOTS} stands after the colon, "
+                f"{word!r} asks for {count!r} processes; give a whole number from 1 to {MAX_SLOTS} after the colon, "
                 f"and a port in ~/.ssh/config"
             )
         elif name in [host.name for host in hosts]:
@@ -102,12 +102,12 @@ def parse(text: str) -> list[Host]:
     return hosts
 
 
-def _apart(place: str) -> tuple[str, str | None]:
-    """A host and what follows its colon; None without one."""
-    if bracketed := re.fullmatch(r"\[([^\]]*)\](?::(.*))?", place):
-        return (bracketed[1] if _is_ipv6(bracketed[1]) else place), bracketed[2]
-    name, colon, count = place.partition(":")
-    return (name, count if colon else None) if place.count(":") < 2 else (place, None)
+def _apart(host_text: str) -> tuple[str, str | None]:
+    """A host and the text after its colon; None without a colon."""
+    if bracketed := re.fullmatch(r"\[([^\]]*)\](?::(.*))?", host_text):
+        return (bracketed[1] if _is_ipv6(bracketed[1]) else host_text), bracketed[2]
+    name, colon, count = host_text.partition(":")
+    return (name, count if colon else None) if host_text.count(":") < 2 else (host_text, None)
 
 
 def _is_ipv6(name: str) -> bool:
@@ -119,29 +119,29 @@ def _is_ipv6(name: str) -> bool:
     return not percent or bool(NAME.fullmatch(scope))
 
 
-def rows(hosts: Sequence[Host], asked: str, own: Mapping[str, str] | None = None) -> list[str]:
-    """The row of each node: its own by its host's name, or the one asked for; "" leaves it to the node.
+def configurations(hosts: Sequence[Host], requested: str, planned: Mapping[str, str] | None = None) -> list[str]:
+    """Each node's configuration: the ``planned`` one of its host, or the ``requested`` one; "": the node's default.
 
-    A host's slots are what its engine counts: threads and processes:2 become threads:4 and processes:2 on hostA:4 and
-    hostB:2; where nothing is asked for, they are processes. Raises ValueError where the two contradict each other.
+    A host's slots set the engine's count: ``threads`` becomes threads:4 on hostA:4 and threads:2 on hostB:2; without a
+    configuration they are processes. Raises ValueError if slots and configuration contradict each other.
     """
-    own = own or {}
+    planned = planned or {}
     faults, names = [], {host.name for host in hosts}
-    if (unknown := sorted(own.keys() - names)) and not names <= own.keys():
+    if (unknown := sorted(planned.keys() - names)) and not names <= planned.keys():
         known = ", ".join(host.name for host in hosts)
-        faults.append(f"the plan has rows for {', '.join(unknown)}, and -H names {known}; name these, or fix the plan")
+        faults.append(f"the plan is for {', '.join(unknown)}, and -H names {known}; name these, or fix the plan")
     found = []
     for host in hosts:
-        row = own.get(host.name, asked)
-        engine, plus, numerics = row.partition("+")
-        name, count = head(row)
-        if not row:
-            row = f"{PROCESSES}:{host.slots}" if (host.slots or 1) > 1 else ""
-        elif host.slots is not None and says("engine", name, "counts") in COUNTED and engine == name:
-            row = f"{name}:{host.slots}{plus}{numerics}"
-        elif host.slots not in (None, num_processes(row)) and count != str(host.slots):
-            faults.append(f"-H asks for {host.slots} on {host.name}, the row {row!r} for another number; leave one out")
-        found.append(row)
+        engine = planned.get(host.name, requested)
+        base, plus, numerics = engine.partition("+")
+        name, count = head(engine)
+        if not engine:
+            engine = f"{PROCESSES}:{host.slots}" if (host.slots or 1) > 1 else ""
+        elif host.slots is not None and says("engine", name, "counts") in COUNTED and base == name:
+            engine = f"{name}:{host.slots}{plus}{numerics}"
+        elif host.slots not in (None, num_processes(engine)) and count != str(host.slots):
+            faults.append(f"-H asks for {host.slots} on {host.name}, {engine!r} for another number; leave one out")
+        found.append(engine)
     if faults:
         raise ValueError("; ".join(faults))
     return found

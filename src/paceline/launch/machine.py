@@ -1,6 +1,6 @@
-"""Hardware of this machine: cores, caches, memory, processor. Read from the kernel; needs nothing but Python.
+"""Hardware of this machine: cores, caches, memory, processor, read from the kernel with the standard library alone.
 
-A container's limits count, not the host's: the cores this process may run on, and what its cgroup allows.
+A container's limits apply, not the host's: the cores that this process may run on, and the limits of its cgroup.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 from paceline.engine.node import cgroup_limits
 
-# what changes which numerics pay; all other flags are noise in a fingerprint
+# flags that decide which reduced precision is faster; a fingerprint ignores all others
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """*Units*: bytes. ``cores`` are those usable here; ``gpus``: always (), as in the digests of older plans."""
+    """*Units*: bytes. ``cores``: those that this process may use; ``gpus``: always (), as in digests of older plans."""
 
     name: str = ""
     cpu: str = ""
@@ -36,9 +36,9 @@ class Machine:
     gpus: tuple[str, ...] = ()
 
     def digest(self) -> str:
-        """Equal where a plan may be used again: another host name or kernel is no other machine."""
-        facts = dataclasses.replace(self, name="", kernel="", memory_bytes=self.memory_bytes >> 28)
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        """Equal for machines that can share a plan; the host name and the kernel are not included."""
+        comparable = dataclasses.replace(self, name="", kernel="", memory_bytes=self.memory_bytes >> 28)
+        return hashlib.sha256(repr(comparable).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return f"{self.name}, {self.cores} cores, {self.memory_bytes / 2**30:.0f} GiB"
@@ -56,23 +56,23 @@ def survey() -> Machine:
         for node in Path("/sys/devices/system/node").glob("node[0-9]*")
         if any((node / f"cpu{core}").exists() for core in usable)
     }
-    words = _cpu_info()
+    info = _cpu_info()
     return Machine(
         platform.node(),
-        words.get("model name") or words.get("Model") or platform.machine(),
+        info.get("model name") or info.get("Model") or platform.machine(),
         num_cores,
         min(num_cores, len(siblings)),
         max(1, len(nodes)),
         _cache_bytes(usable[0]),
         memory_bytes(),
-        tuple(flag for flag in FLAGS if flag in (words.get("flags") or words.get("Features") or "").split()),
+        tuple(flag for flag in FLAGS if flag in (info.get("flags") or info.get("Features") or "").split()),
         platform.release(),
         any(shutil.which(name) for name in ("g++", "clang++", "c++")),
     )
 
 
 def memory_bytes() -> int:
-    """Of the machine, or what the cgroup allows where that is less."""
+    """The machine's memory, or the cgroup's limit if that is less."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in cgroup_limits.cgroups():
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -82,13 +82,13 @@ def memory_bytes() -> int:
 
 
 def _cpu_info() -> dict[str, str]:
-    """Of the first processor."""
+    """The entries of the first processor in /proc/cpuinfo."""
     pairs = (line.partition(":") for line in cgroup_limits.read("/proc/cpuinfo").partition("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _cache_bytes(core: int) -> int:
-    """The largest cache that the core sees."""
+    """The size of the largest cache of a core."""
     units = {"K": 10, "M": 20, "G": 30}
     sizes = [0]
     for size in Path(f"/sys/devices/system/cpu/cpu{core}/cache").glob("index*/size"):

@@ -60,13 +60,13 @@ def make_over(
     if len(hosts) == 1:
         check_links(what_if)
     show("measuring the network between the hosts")
-    reply = remote.ask(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]] if len(hosts) > 1 else None
+    reply = remote.query(hosts, {"do": "wire"}, WIRE_LIMIT_S)[names[0]] if len(hosts) > 1 else None
     measured = NetworkMeasurement.of(reply) if reply else NetworkMeasurement(1)
     show("measuring each host by itself")
     budget_s = budget_s or planning.MIN_BUDGET_S  # the wait for a host needs a deadline
     request = {"do": "node", "command": list(command), "fidelity": fidelity, "budget_s": budget_s, "rows": rows}
     limit_s = START_LIMIT_S + 20 * budget_s
-    replies = remote.ask(hosts, request, limit_s)
+    replies = remote.query(hosts, request, limit_s)
     nodes = [Node.of(name, replies[name]) for name in names]
     sizes = {node.batch_size for node in nodes}
     if len(sizes) > 1:
@@ -153,7 +153,7 @@ def _run(remote: RemoteQuery, hosts: Sequence[Host], one: TeamTrial, command: Se
         Plan(one.rows[0], hosts=dict(zip((host.name for host in hosts), one.rows, strict=True))).write(plan_path)
         options = ["--plan", str(plan_path), "--shares", shares]
         try:
-            reply = remote.ask(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
+            reply = remote.query(hosts, request, limit_s + START_LIMIT_S, options)[hosts[0].name]
         except (ValueError, TimeoutError) as error:
             return Trial(one.rows[0], error=str(error).splitlines()[-1])
     return Trial(**{**reply, "steps_s": tuple(reply["steps_s"])})

@@ -24,7 +24,7 @@ from paceline.launch import local, ssh
 from paceline.launch.child_processes import ScratchFolder
 from paceline.launch.deploy.packages import needed
 from paceline.launch.doctor.preflight import check
-from paceline.launch.hosts import OWN_PATH, Host, Way, parse, rows
+from paceline.launch.hosts import OWN_PATH, Host, Way, configurations, parse
 from paceline.planner.diagnose.causes import Cause
 from paceline.planner.diagnose.equivalence import Comparison, compare, explain, finished
 from paceline.registry import BASELINE
@@ -122,7 +122,7 @@ def over_ssh(
 ) -> Comparison:
     """`verify` with the nodes ``hosts``, such as hostA,hostB. ``names``: environment variables to pass on."""
     nodes = parse(hosts)
-    each = [name or BASELINE for name in rows(nodes, engine)]
+    each = [name or BASELINE for name in configurations(nodes, engine)]
     carried = ssh.carried(names)
     rendezvous = check(nodes, way, [] if command[0] == "-m" else [command[0]], address, needed(command))
     # an unguessable name; the first host's temporary folder may differ from this machine's

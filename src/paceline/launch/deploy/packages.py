@@ -19,20 +19,20 @@ TRAIN = "paceline.train.run"
 
 
 def needed(command: Sequence[str]) -> dict[str, str]:
-    """By each package: who needs it."""
-    link, asked = os.environ.get("PACELINE_LINK", ""), {}
+    """The packages that a command needs, each with the script or option that needs it."""
+    link, required = os.environ.get("PACELINE_LINK", ""), {}
     if package := says("link", link, "package")[0]:
-        asked[package] = f"PACELINE_LINK={link}"
+        required[package] = f"PACELINE_LINK={link}"
     if os.environ.get("PACELINE_ENCRYPT") == "1":
-        asked[says("link", ENCRYPTED, "package")[0]] = "--encrypt"
+        required[says("link", ENCRYPTED, "package")[0]] = "--encrypt"
     for script, own in _sources(command):
         if script.is_file():
-            return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **asked}
-    return asked
+            return {**dict.fromkeys(imported(script.read_bytes(), own), script.name), **required}
+    return required
 
 
 def _sources(command: Sequence[str]) -> list[tuple[Path, Path]]:
-    """Where the user's own code may lie, and from which folder it imports; the first that is there counts."""
+    """Possible paths of the user's script, each with the folder from which it imports; the first that exists is it."""
     if command[0] != "-m":
         return [(Path(command[0]), Path(command[0]).parent)]
     module = command[1]
@@ -41,19 +41,19 @@ def _sources(command: Sequence[str]) -> list[tuple[Path, Path]]:
         module = str(model or "").partition(":")[0]
         if not module or ":" not in str(model):
             return []
-    place = Path(*module.split("."))
-    return [(place.with_suffix(".py"), Path()), (place / "__main__.py", Path()), (place / "__init__.py", Path())]
+    path = Path(*module.split("."))
+    return [(path.with_suffix(".py"), Path()), (path / "__main__.py", Path()), (path / "__init__.py", Path())]
 
 
 def imported(source: bytes, own: Path) -> list[str]:
-    """What a script cannot start without: what its first level imports, neither from beside it nor Python's own.
+    """Packages that a script imports at its top level, without the standard library and modules beside the script.
 
-    What it looks for in places that it names itself (sys.path) is no package.
+    If the script changes sys.path, modules that are not found here are no packages.
     """
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
-        return []  # it tells that itself
+        return []  # the script itself will raise the error
     modules = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in body if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     found = {name.partition(".")[0] for name in modules} - set(PACKAGES) - sys.stdlib_module_names
@@ -67,7 +67,7 @@ def imported(source: bytes, own: Path) -> list[str]:
 
 
 def lacking(needs: Mapping[str, str], lacks: Sequence[str], python: str) -> list[str]:
-    """One line, where ``python`` on a host ``lacks`` some."""
+    """One line that names the needed packages that ``python`` on a host lacks; empty if there are none."""
     if not (missing := [name for name in needs if name in lacks]):
         return []
     what = ", ".join(f"{name} (needed by {needs[name]})" for name in missing)
@@ -80,7 +80,7 @@ def lacking(needs: Mapping[str, str], lacks: Sequence[str], python: str) -> list
 
 
 def _distribution(package: str) -> str:
-    """As pip calls it: what brought it here, in the same version."""
+    """The name and version for pip: the distribution that installed the package here."""
     if extra := dict(says("link", name, "package") for name in names("link")).get(package):
         return f"'paceline[{extra}]'"
     if not (found := importlib.metadata.packages_distributions().get(package)):

@@ -1,12 +1,13 @@
-"""Receiving end of `--send`: keeps contents by hash, and lays out folders. Sent over as source: Python alone.
+"""Receiving end of `--send`: stores contents by hash, and lays out folders. Sent as source: standard library alone.
 
-    files/HASH         a content, read-only, its time set to STAMP: what was changed in place no longer counts
-    trees/HASH/        a folder laid out; HASH is that of trees/HASH.json, which says what is in it
-    lock               held while anything here changes: those who send take turns
+    files/HASH         a content, read-only, its time set to STAMP, which shows whether it was changed in place
+    trees/HASH/        a folder laid out; HASH is that of trees/HASH.json, which lists its content
+    lock               held while anything here changes, so that senders take turns
 
-All below ~/.cache/paceline/sent, for its owner alone. The talk over stdin and stdout: a line of JSON asks for folders;
-a line says which contents are missing, by number; these follow as they are, one after the other, since their sizes are
-known; a line says where the folders are, or what stood in the way. Nothing that arrives is evaluated.
+All of it is below ~/.cache/paceline/sent, readable by its owner alone. The protocol over stdin and stdout: the sender
+lists the folders in a line of JSON; the receiver replies with the numbers of the missing contents; their bytes follow
+without separators, since the sizes are known; the receiver replies with the paths of the folders, or with an error.
+Nothing that arrives is executed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 STAMP = 1_000_000_000  # seconds
-TIMEOUT_S = 60  # without a byte; then the sender is gone, and the lock with this process
-KEPT = 6  # folders that stay; what is in use stays besides
-PART = 1 << 16  # what TIMEOUT_S is for
-SPARE_BYTES = 16 << 20  # of a disk
+TIMEOUT_S = 60  # for each PART bytes; then this process ends, and releases the lock
+MAX_FOLDERS = 6  # folders that are kept, besides those in use
+PART = 1 << 16
+SPARE_BYTES = 16 << 20  # of the disk, left free
 
 
 class Refused(Exception):
-    """The error that is sent to the sender."""
+    """An error whose text is sent to the sender."""
 
 
 def root() -> str:
@@ -41,46 +42,46 @@ def root() -> str:
     return os.path.join(cache, "paceline", "sent")
 
 
-def mark(tree: dict[str, Any]) -> str:
-    """The name of a folder that holds this."""
+def tree_hash(tree: dict[str, Any]) -> str:
+    """The hash that names the folder of this tree."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
 def receive(source: BinaryIO, sink: BinaryIO, base: str) -> None:
-    def say(**what: Any) -> None:
-        sink.write(json.dumps(what).encode() + b"\n")
+    def reply(**fields: Any) -> None:
+        sink.write(json.dumps(fields).encode() + b"\n")
         sink.flush()
 
     try:
-        asked = json.loads(_line(source))
-        for tree in asked["trees"]:
-            _check(tree)
+        request = json.loads(_line(source))
+        for tree in request["trees"]:
+            _check_paths(tree)
         for name in ("files", "trees"):
             os.makedirs(os.path.join(base, name), mode=0o700, exist_ok=True)
         os.chmod(base, 0o700)
-        with _alone(base, say):
+        with _lock(base, reply):
             _clear_parts(base)
-            wanted = {hash_: size for tree in asked["trees"] for _, hash_, size, _ in tree["files"]}
+            wanted = {hash_: size for tree in request["trees"] for _, hash_, size, _ in tree["files"]}
             contents, files = list(wanted.items()), os.path.join(base, "files")
-            missing = [i for i, (name, size) in enumerate(contents) if not _right(os.path.join(files, name), size)]
-            _room(base, asked["trees"], sum(contents[i][1] for i in missing))
-            say(missing=missing)
+            missing = [i for i, (name, size) in enumerate(contents) if not _is_intact(os.path.join(files, name), size)]
+            _make_room(base, request["trees"], sum(contents[i][1] for i in missing))
+            reply(missing=missing)
             for i in missing:
-                _keep(source, base, *contents[i])
-            folders = [_lay(base, tree) for tree in asked["trees"]]
-            sweep(base, [mark(tree) for tree in asked["trees"]])
-        say(folders=folders, home=os.path.expanduser("~"))
+                _receive_file(source, base, *contents[i])
+            folders = [_lay_out(base, tree) for tree in request["trees"]]
+            sweep(base, [tree_hash(tree) for tree in request["trees"]])
+        reply(folders=folders, home=os.path.expanduser("~"))
     except Refused as error:
-        say(error=str(error))
+        reply(error=str(error))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            say(error=f"no space is left for {base} there; free some, or point XDG_CACHE_HOME there elsewhere")
+            reply(error=f"no space is left for {base} there; free some, or set XDG_CACHE_HOME there to another disk")
         else:
-            say(error=f"what was sent cannot be kept in {base} there: {error}")
+            reply(error=f"the files that were sent cannot be stored in {base} there: {error}")
 
 
 def _line(source: BinaryIO) -> bytes:
-    """In parts: a list of a million files is long, too."""
+    """Reads a line in parts, each within TIMEOUT_S, since a list of a million files is long."""
     parts = [b""]
     while not parts[-1].endswith(b"\n"):
         signal.alarm(TIMEOUT_S)
@@ -91,38 +92,38 @@ def _line(source: BinaryIO) -> bytes:
     return b"".join(parts)
 
 
-def _check(tree: dict[str, Any]) -> None:
-    """Nothing leads out of the folder."""
+def _check_paths(tree: dict[str, Any]) -> None:
+    """Raises Refused if a path or link leads out of the folder, or a hash is malformed."""
     for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"]):
         if path.startswith("/") or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
             raise Refused(f"{path!r} is outside of the folder, and was not written")
     for path, target in tree["links"]:
         ends = os.path.normpath(os.path.join(os.path.dirname(path), target))
         if target.startswith("/") or ends.split("/")[0] == "..":
-            raise Refused(f"the link {path!r} points out of the folder, to {target!r}, and was not made")
+            raise Refused(f"the link {path!r} points out of the folder, to {target!r}, and was not created")
     names = [hash_ for _, hash_, _, _ in tree["files"]] + [name for _, name in tree["mounts"]]
     if any(not name.isalnum() for name in names):
-        raise Refused("a hash is none, and nothing was written")
+        raise Refused("a hash is malformed, and nothing was written")
 
 
 @contextlib.contextmanager
-def _alone(base: str, say: Any) -> Iterator[None]:
+def _lock(base: str, reply: Any) -> Iterator[None]:
     with open(os.path.join(base, "lock"), "a") as lock:
-        said = 0.0
+        reported_s = 0.0
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() - said > 2.0:
-                    said = time.monotonic()
-                    say(waiting=True)
+                if time.monotonic() - reported_s > 2.0:
+                    reported_s = time.monotonic()
+                    reply(waiting=True)
                 time.sleep(0.05)
         yield
 
 
 def _clear_parts(base: str) -> None:
-    """Of those who were cut off; nobody else is at work."""
+    """Removes the partial files of interrupted transfers. The caller holds the lock."""
     for folder in ("files", "trees"):
         for name in os.listdir(os.path.join(base, folder)):
             path = os.path.join(base, folder, name)
@@ -132,7 +133,7 @@ def _clear_parts(base: str) -> None:
                 os.unlink(path)
 
 
-def _right(path: str, size: int) -> bool:
+def _is_intact(path: str, size: int) -> bool:
     try:
         found = os.lstat(path)
     except OSError:
@@ -140,21 +141,21 @@ def _right(path: str, size: int) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_size == size and found.st_mtime_ns == STAMP * 10**9
 
 
-def _room(base: str, trees: list[dict[str, Any]], arriving: int) -> None:
-    """Where there is too little, all folders that nobody needs go first."""
-    new = [tree for tree in trees if not os.path.isdir(os.path.join(base, "trees", mark(tree)))]
+def _make_room(base: str, trees: list[dict[str, Any]], arriving: int) -> None:
+    """Deletes all unused folders if the disk has too little space. Raises Refused if that does not suffice."""
+    new = [tree for tree in trees if not os.path.isdir(os.path.join(base, "trees", tree_hash(tree)))]
     wanted = arriving + sum(size for tree in new if not tree["linked"] for _, _, size, _ in tree["files"])
     if wanted + SPARE_BYTES > shutil.disk_usage(base).free:
-        sweep(base, [mark(tree) for tree in trees], 0, {hash_ for tree in trees for _, hash_, *_ in tree["files"]})
+        sweep(base, [tree_hash(tree) for tree in trees], 0, {hash_ for tree in trees for _, hash_, *_ in tree["files"]})
     if wanted + SPARE_BYTES > (free := shutil.disk_usage(base).free):
         raise Refused(
-            f"{wanted / 1e6:.1f} MB are needed in {base} there, and {free / 1e6:.1f} MB are free; free some, or point "
-            f"XDG_CACHE_HOME there elsewhere"
+            f"{wanted / 1e6:.1f} MB are needed in {base} there, and {free / 1e6:.1f} MB are free; free some, or set "
+            f"XDG_CACHE_HOME there to another disk"
         )
 
 
-def _keep(source: BinaryIO, base: str, hash_: str, size: int) -> None:
-    """One content as it comes, under its name when all of it is there and right."""
+def _receive_file(source: BinaryIO, base: str, hash_: str, size: int) -> None:
+    """Receives one content, and stores it under its hash once it is complete and verified."""
     part, found, left = os.path.join(base, "files", f".part{os.getpid()}"), hashlib.sha256(), size
     with open(part, "wb") as file:
         while left:
@@ -167,53 +168,53 @@ def _keep(source: BinaryIO, base: str, hash_: str, size: int) -> None:
             found.update(data)
             left -= len(data)
     if found.hexdigest() != hash_:
-        raise Refused("a file arrived other than it was announced: it changed meanwhile, or on its way; start again")
-    _finish(part, os.path.join(base, "files", hash_), 0o444)
+        raise Refused("a file does not match its hash: it changed while it was sent, or on the network; start again")
+    _move_into_place(part, os.path.join(base, "files", hash_), 0o444)
 
 
-def _finish(part: str, path: str, mode: int) -> None:
+def _move_into_place(part: str, path: str, mode: int) -> None:
     os.chmod(part, mode)
     os.utime(part, (STAMP, STAMP))
     os.replace(part, path)
 
 
-def _lay(base: str, tree: dict[str, Any]) -> str:
-    """The folder; one that is there already is mended where it is not as it was sent."""
-    name = mark(tree)
-    folder, said = (os.path.join(base, "trees", name + end) for end in ("", ".json"))
-    here = folder if os.path.isdir(folder) else os.path.join(base, "trees", f".part{os.getpid()}")
-    below_all = {os.path.dirname(path) for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"])}
-    for below in sorted(below_all | {""}):
-        full = os.path.join(here, below)
+def _lay_out(base: str, tree: dict[str, Any]) -> str:
+    """Lays out a folder and returns its path; in a folder that exists, replaces files that differ from those sent."""
+    name = tree_hash(tree)
+    folder, listing = (os.path.join(base, "trees", name + end) for end in ("", ".json"))
+    current = folder if os.path.isdir(folder) else os.path.join(base, "trees", f".part{os.getpid()}")
+    parents = {os.path.dirname(path) for path, *_ in (*tree["files"], *tree["links"], *tree["mounts"])}
+    for parent in sorted(parents | {""}):
+        full = os.path.join(current, parent)
         os.makedirs(full, exist_ok=True)
-        if os.path.realpath(full) != os.path.normpath(os.path.join(os.path.realpath(here), below)):
+        if os.path.realpath(full) != os.path.normpath(os.path.join(os.path.realpath(current), parent)):
             raise Refused(f"{full} there is a link that leads elsewhere; remove it")
     for path, hash_, size, runs in tree["files"]:
-        full, content = os.path.join(here, path), os.path.join(base, "files", hash_)
-        if not _right(full, size):
+        full, content = os.path.join(current, path), os.path.join(base, "files", hash_)
+        if not _is_intact(full, size):
             part = os.path.join(base, "trees", f".part{os.getpid()}f")
             _copy(content, part, tree["linked"])
             if os.path.isdir(full) and not os.path.islink(full):
                 raise Refused(f"{full} there is a folder, and a file of that name was sent; remove it")
-            _finish(part, full, 0o444 if tree["linked"] else 0o755 if runs else 0o644)
+            _move_into_place(part, full, 0o444 if tree["linked"] else 0o755 if runs else 0o644)
     for path, target in (*tree["links"], *((path, os.path.join(base, "trees", to)) for path, to in tree["mounts"])):
-        full = os.path.join(here, path)
+        full = os.path.join(current, path)
         if not (os.path.islink(full) and os.readlink(full) == target):
             if os.path.lexists(full):
                 raise Refused(f"{full} there is not the link that was sent; remove it")
             os.symlink(target, full)
-    if here != folder:
-        os.rename(here, folder)
-    if _said(said) != tree:
-        with open(said + ".part", "w") as file:
+    if current != folder:
+        os.rename(current, folder)
+    if _read_listing(listing) != tree:
+        with open(listing + ".part", "w") as file:
             json.dump(tree, file)
-        os.replace(said + ".part", said)
-    os.utime(said)  # used now
+        os.replace(listing + ".part", listing)
+    os.utime(listing)  # used now
     return folder
 
 
 def _copy(content: str, part: str, linked: bool) -> None:
-    """Large data are there once; a file system that cannot link, or has linked enough, copies."""
+    """Copies a content; a ``linked`` one is a hard link, so that large data are stored once, if the disk allows it."""
     if linked:
         with contextlib.suppress(OSError):
             os.link(content, part)
@@ -223,7 +224,7 @@ def _copy(content: str, part: str, linked: bool) -> None:
 
 @contextlib.contextmanager
 def hold(folder: str) -> Iterator[None]:
-    """While this is entered, a folder that was laid out here is not swept away. Other folders are not concerned."""
+    """Context in which `sweep` does not delete a folder that was laid out here; has no effect on other folders."""
     trees = os.path.join(root(), "trees")
     with contextlib.ExitStack() as held:
         names = [os.path.basename(folder)] if os.path.dirname(folder) == trees else []
@@ -234,28 +235,28 @@ def hold(folder: str) -> Iterator[None]:
         yield
 
 
-def sweep(base: str, needed: list[str], kept: int = KEPT, arrived: Iterable[str] = ()) -> None:
-    """Forgets all folders but the last few, those needed and those held; then the contents that no folder has.
+def sweep(base: str, needed: list[str], max_kept: int = MAX_FOLDERS, arrived: Iterable[str] = ()) -> None:
+    """Deletes all folders except the last ``max_kept``, those needed and those held; then contents in no folder.
 
-    ``arrived``: contents of folders that are yet to be laid out. What a run itself wrote into a folder is not ours, and
-    stays; so does what cannot be removed.
+    ``arrived``: contents of folders that are yet to be laid out. Files that a run wrote into a folder stay, and so do
+    files that cannot be removed.
     """
     trees = os.path.join(base, "trees")
     names = [name[: -len(".json")] for name in os.listdir(trees) if name.endswith(".json")]
     names.sort(key=lambda name: os.stat(os.path.join(trees, name + ".json")).st_mtime_ns, reverse=True)
     used = set(arrived)
     for i, name in enumerate(names):
-        tree = _said(os.path.join(trees, name + ".json"))
-        gone = name not in needed and (i >= kept or not tree) and _forget(os.path.join(trees, name), tree)
-        used |= {hash_ for _, hash_, _, _ in tree["files"]} if tree and not gone else set()
+        tree = _read_listing(os.path.join(trees, name + ".json"))
+        deleted = name not in needed and (i >= max_kept or not tree) and _delete_folder(os.path.join(trees, name), tree)
+        used |= {hash_ for _, hash_, _, _ in tree["files"]} if tree and not deleted else set()
     for name in os.listdir(os.path.join(base, "files")):
         if name not in used:
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(base, "files", name))
 
 
-def _said(path: str) -> dict[str, Any] | None:
-    """What is in a folder; None where that cannot be read, as after a machine stopped."""
+def _read_listing(path: str) -> dict[str, Any] | None:
+    """The listing of a folder; None if it cannot be read, as after a power failure."""
     try:
         with open(path, "rb") as file:
             tree: dict[str, Any] = json.load(file)
@@ -264,11 +265,11 @@ def _said(path: str) -> dict[str, Any] | None:
         return None
 
 
-def _forget(folder: str, tree: dict[str, Any] | None) -> bool:
-    """Whether it could be: not while it is held. Of a folder without a tree nobody knows what in it is ours."""
+def _delete_folder(folder: str, tree: dict[str, Any] | None) -> bool:
+    """Deletes a folder's listing, and the files that it lists; returns False if the folder is held."""
     try:
-        with open(folder + ".json", "rb") as said:
-            fcntl.flock(said, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(folder + ".json", "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if tree:
                 _remove(folder, tree)
             os.unlink(folder + ".json")
@@ -279,17 +280,17 @@ def _forget(folder: str, tree: dict[str, Any] | None) -> bool:
 
 def _remove(folder: str, tree: dict[str, Any]) -> None:
     for path, _, size, _ in tree["files"]:
-        if _right(os.path.join(folder, path), size):
+        if _is_intact(os.path.join(folder, path), size):
             os.unlink(os.path.join(folder, path))
     for path, _ in (*tree["links"], *tree["mounts"]):
         if os.path.islink(os.path.join(folder, path)):
             os.unlink(os.path.join(folder, path))
-    for here, _, names in os.walk(folder, topdown=False):
-        if os.path.basename(here) == "__pycache__":
+    for parent, _, names in os.walk(folder, topdown=False):
+        if os.path.basename(parent) == "__pycache__":
             for name in names:
-                os.unlink(os.path.join(here, name))
+                os.unlink(os.path.join(parent, name))
         with contextlib.suppress(OSError):
-            os.rmdir(here)
+            os.rmdir(parent)
 
 
 if __name__ == "__main__":

@@ -20,80 +20,80 @@ from paceline.launch.deploy import receive
 from paceline.launch.deploy.snapshot import PART, Tree
 from paceline.launch.hosts import READ, Host, Way, program
 
-STALL_S = 300.0  # in which nothing was sent and nothing answered: longer than a disk needs to look at what it has
-MAX_LINES, LONGEST = 1000, 64 << 20  # of what a host says before it answers; bytes of an answer
+STALL_S = 300.0  # without progress, after which a transfer ends: longer than a host needs to check the files it has
+MAX_LINES, MAX_LINE_BYTES = 1000, 64 << 20  # lines of other output before an answer; bytes of an answer
 
 
 @dataclass
 class Delivery:
-    """To one host. ``home`` is the user's home folder there; ``there``: files that it had."""
+    """A transfer to one host. ``home``: the user's home folder there; ``num_present``: files that the host had."""
 
     host: Host
     home: str = ""
-    files: int = 0
-    there: int = 0
+    num_files: int = 0
+    num_present: int = 0
     done_bytes: int = 0
     all_bytes: int = 0
-    listed_bytes: int = 0  # of the list of all files
-    waits: int = 0  # times that it has said so
+    listed_bytes: int = 0  # bytes sent of the list of all files
+    num_waits: int = 0  # messages that it waits for another sender
     seconds: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     stalled: bool = False
-    since: tuple[object, float] = ((), 0.0)  # how far it was, and when it got there
+    progress: tuple[object, float] = ((), 0.0)  # the last state, and when it was reached
 
-    def look(self) -> None:
-        """Ends it where nothing has moved for long: a stopped process there keeps a line open for ever."""
+    def check_progress(self) -> None:
+        """Ends the transfer after STALL_S without progress: a stopped process there would keep the connection open."""
         sent = self.listed_bytes, self.done_bytes
-        far, now = (sent, self.all_bytes, self.waits, self.process is None), time.monotonic()
-        if far != self.since[0]:
-            self.since = far, now
-        process = self.process  # another thread's, and gone when it is done
-        if process and now - self.since[1] > STALL_S:
+        progress, now = (sent, self.all_bytes, self.num_waits, self.process is None), time.monotonic()
+        if progress != self.progress[0]:
+            self.progress = progress, now
+        process = self.process  # set and reset by another thread
+        if process and now - self.progress[1] > STALL_S:
             self.stalled = True
             kill(process)
 
     def __str__(self) -> str:
-        if self.waits:
+        if self.num_waits:
             return f"{self.host.name}: another sender is at work there"
         return f"{self.host.name}: {self.done_bytes / 1e6:.1f} of {self.all_bytes / 1e6:.1f} MB"
 
 
 class Broken(Exception):
-    """Why one host has not got everything."""
+    """The reason why the transfer to one host failed."""
 
 
 def send(
     hosts: Sequence[Host], way: Way, trees: Sequence[Tree], show: Callable[[str], None] = lambda doing: None
 ) -> tuple[list[Host], list[Delivery]]:
-    """The hosts, each with the folder there in which the last of the ``trees`` lies, and what went to each.
+    """Returns the hosts, each with the folder there that holds the last of the ``trees``, and the transfers.
 
-    ``show`` gets the progress now and then. What has arrived when something fails stays there, and is not sent
-    again. Raises ValueError with a line for each host that has not got everything.
+    ``show`` is called with the progress. Files that have arrived before a failure stay there, and are not sent again.
+    Raises ValueError with a line for each host that has not received everything.
     """
     deliveries = [Delivery(host) for host in hosts]
-    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as calls:
-        waiting = [pool.submit(_deliver, calls, each, way, trees) for each in deliveries]
-        while not all(one.done() for one in waiting):
-            for each in deliveries:
-                each.look()
+    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as children:
+        pending = [pool.submit(_deliver, children, delivery, way, trees) for delivery in deliveries]
+        while not all(each.done() for each in pending):
+            for delivery in deliveries:
+                delivery.check_progress()
             show("; ".join(map(str, deliveries)))
             time.sleep(0.05)
-        ends = [one.result() for one in waiting]
+        ends = [each.result() for each in pending]
     if faults := [f"{host.name}: {end}" for host, end in zip(hosts, ends, strict=True) if isinstance(end, Broken)]:
         raise ValueError(
-            "nothing was started, because not every host has got what --send sends:\n- " + "\n- ".join(faults)
+            "nothing was started, because not every host received what --send sends:\n- " + "\n- ".join(faults)
         )
     return [dataclasses.replace(host, folder=str(end)) for host, end in zip(hosts, ends, strict=True)], deliveries
 
 
-def _deliver(calls: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
+def _deliver(children: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree]) -> str | Broken:
     start = time.monotonic()
     with tempfile.TemporaryFile() as errors:
         command, piped = way.command(to.host, "-c", READ), subprocess.PIPE
-        process = calls.start(command, stdin=piped, stdout=piped, stderr=errors)
+        process = children.start(command, stdin=piped, stdout=piped, stderr=errors)
         to.process = process
         try:
-            answer = _talk(process, to, trees)
+            answer = _transfer(process, to, trees)
         except Broken as error:
             return error
         finally:
@@ -111,36 +111,36 @@ def _deliver(calls: ChildProcesses, to: Delivery, way: Way, trees: Sequence[Tree
     if answer and "error" in answer:
         return Broken(answer["error"])
     if to.stalled:
-        last = f"nothing moved for {STALL_S:.0f} s; look at the machine and its disk"
+        last = f"no progress for {STALL_S:.0f} s; check the machine and its disk"
     return Broken(
-        f"the connection was lost after {to.done_bytes / 1e6:.1f} of {to.all_bytes / 1e6:.1f} MB ({last}); start "
-        f"again: what has arrived there stays"
+        f"the connection failed after {to.done_bytes / 1e6:.1f} of {to.all_bytes / 1e6:.1f} MB ({last}); start "
+        f"again: the files that have arrived are not sent again"
     )
 
 
-def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree]) -> dict[str, Any] | None:
-    """The last answer; None where the connection ended without one."""
+def _transfer(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree]) -> dict[str, Any] | None:
+    """Sends the list of files, then those that the host lacks. Returns its last answer; None if there was none."""
     assert process.stdin
-    said = [tree.said() for tree in trees]
+    listings = [tree.listing() for tree in trees]
     sources = {name: path for tree in trees for name, path in tree.sources.items()}
-    contents = list({name: size for tree in said for _, name, size, _ in tree["files"]}.items())  # the far end's order
-    with contextlib.suppress(OSError):  # then its last words are read below
+    contents = list({name: size for tree in listings for _, name, size, _ in tree["files"]}.items())
+    with contextlib.suppress(OSError):  # its answer, read below, tells why
         process.stdin.write(program(Path(receive.__file__).read_bytes()))
-        listed = json.dumps({"trees": said}).encode() + b"\n"
+        listed = json.dumps({"trees": listings}).encode() + b"\n"
         for start in range(0, len(listed), PART):
             process.stdin.write(listed[start : start + PART])
             to.listed_bytes += PART
         process.stdin.flush()
         while (answer := _answer(process)) and "waiting" in answer:
-            to.waits += 1
-        to.waits = 0
+            to.num_waits += 1
+        to.num_waits = 0
         if not answer or "missing" not in answer:
             return answer
         try:
-            wanted = [contents[i] for i in answer["missing"]]
+            wanted = [contents[i] for i in answer["missing"]]  # both ends number the contents in the same order
         except (IndexError, TypeError):
-            raise Broken("it asks for what it was not offered; look at what answers there") from None
-        to.files, to.there = len(wanted), len(contents) - len(wanted)
+            raise Broken("it requests files that it was not offered; check which program answers there") from None
+        to.num_files, to.num_present = len(wanted), len(contents) - len(wanted)
         to.all_bytes = sum(size for _, size in wanted)
         for name, size in wanted:
             for data in _parts(sources[name], size):
@@ -151,19 +151,19 @@ def _talk(process: subprocess.Popen[bytes], to: Delivery, trees: Sequence[Tree])
 
 
 def _answer(process: subprocess.Popen[bytes]) -> dict[str, Any] | None:
-    """The next line that is an object: a login may greet before."""
+    """The next line that is a JSON object; a login's output may precede it."""
     assert process.stdout
     for _ in range(MAX_LINES):
-        if not (line := process.stdout.readline(LONGEST)):
+        if not (line := process.stdout.readline(MAX_LINE_BYTES)):
             break
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(said := json.loads(line), dict):
-                return said
+            if isinstance(answer := json.loads(line), dict):
+                return answer
     return None
 
 
 def _parts(path: Path, size: int) -> Iterator[bytes]:
-    """``size`` bytes; what has been changed without getting shorter, the far end notices."""
+    """Reads ``size`` bytes of a file in parts. The receiver's hash detects a change that does not shorten the file."""
     try:
         with open(path, "rb") as file:
             while size:

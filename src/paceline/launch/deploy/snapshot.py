@@ -1,4 +1,4 @@
-"""Lists what --send copies: the working tree as it is now, and a folder of data, as hashes and paths to read them."""
+"""Snapshot of what --send copies: lists the working tree and a folder of data, as hashes and paths of the files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.deploy.receive import mark
+from paceline.launch.deploy.receive import tree_hash
 
-LEFT_OUT = ("__pycache__", "runs", "node_modules")  # and hidden ones, and virtual environments
-LARGE_BYTES = 300 << 20  # of a working tree, from which a line asks whether all of it is meant
+LEFT_OUT = ("__pycache__", "runs", "node_modules")  # besides hidden folders and virtual environments
+LARGE_BYTES = 300 << 20  # of a working tree; above it a warning names the largest file
 PART = 1 << 20
-DATA = ".paceline/data"  # where data from elsewhere lie in the tree
+DATA = ".paceline/data"  # path in the tree of data from outside the working folder
 
 
 @dataclass
 class Tree:
-    """``linked``: contents are there once, read-only, however many folders have them. ``sources``: hash to a path here.
+    """``linked``: contents are stored once, read-only, for all folders. ``sources``: the path here of each hash.
 
-    ``files`` (path, hash, size, may be run), ``links`` (path, target), ``mounts`` (path, the name of another tree).
+    ``files``: (path, hash, size, executable); ``links``: (path, target); ``mounts``: (path, name of another tree).
     """
 
     linked: bool
@@ -32,13 +32,13 @@ class Tree:
     mounts: list[tuple[str, str]] = field(default_factory=list)
     sources: dict[str, Path] = field(default_factory=dict)
 
-    def said(self) -> dict[str, Any]:
+    def listing(self) -> dict[str, Any]:
         listed = {name: sorted(map(list, getattr(self, name))) for name in ("files", "links", "mounts")}
         return {"linked": self.linked, **listed}
 
     @property
     def name(self) -> str:
-        return mark(self.said())
+        return tree_hash(self.listing())
 
     @property
     def num_bytes(self) -> int:
@@ -46,21 +46,21 @@ class Tree:
 
 
 def take(folder: Path, data: Path | None = None) -> tuple[list[Tree], str | None]:
-    """The trees of a working folder, the last of which is the one to start in, and where in it the data are.
+    """The trees of a working folder, the last of which is the folder of the run, and the path of the data in it.
 
-    Raises ValueError that names what cannot go along.
+    Raises ValueError that names the files that cannot be sent.
     """
     if data is None:
         return [_tree(folder, _listed(folder))], None
     if not (folder / data).is_dir():
-        raise ValueError(f"--send: there is no folder {data} here to send along; give --data a folder that is here")
+        raise ValueError(f"--send: there is no folder {data} here to send; give --data a folder that is here")
     inside = Path(os.path.normpath(folder / data))
-    place = inside.relative_to(folder).as_posix() if folder in inside.parents else DATA
-    pictures = _tree(folder / data, sorted(_walked(folder / data, everything=True)), linked=True)
-    within = [path for path in _listed(folder) if not (path + "/").startswith(place + "/")]
-    tree = _tree(folder, within)
-    tree.mounts.append((place, pictures.name))
-    return [pictures, tree], place
+    data_path = inside.relative_to(folder).as_posix() if folder in inside.parents else DATA
+    data_tree = _tree(folder / data, sorted(_walked(folder / data, everything=True)), linked=True)
+    paths = [path for path in _listed(folder) if not (path + "/").startswith(data_path + "/")]
+    tree = _tree(folder, paths)
+    tree.mounts.append((data_path, data_tree.name))
+    return [data_tree, tree], data_path
 
 
 def _tree(folder: Path, paths: Sequence[str], linked: bool = False) -> Tree:
@@ -83,15 +83,15 @@ def _tree(folder: Path, paths: Sequence[str], linked: bool = False) -> Tree:
                 faults.append(f"{path} is neither file nor link")
             path.encode()
         except FileNotFoundError:
-            continue  # git still lists what was deleted
+            continue  # git still lists deleted files
         except UnicodeEncodeError:
-            faults.append(f"{os.fsencode(path)!r} is a name that is no UTF-8")
+            faults.append(f"{os.fsencode(path)!r} is a name that is not UTF-8")
         except OSError as error:
             faults.append(f"{path} cannot be read: {error.strerror}")
     if faults:
         more = f", and {len(faults) - 5} others" if len(faults) > 5 else ""
-        remedy = "remove them" if linked else "remove them, have git ignore them, or give --data what is data"
-        raise ValueError(f"--send: not all of {folder} can go along: {'; '.join(faults[:5])}{more}; {remedy}")
+        remedy = "remove them" if linked else "remove them, have git ignore them, or give --data the data"
+        raise ValueError(f"--send: not all of {folder} can be sent: {'; '.join(faults[:5])}{more}; {remedy}")
     return tree
 
 
@@ -105,14 +105,14 @@ def _hash(path: Path) -> tuple[str, int]:
 
 
 def _listed(folder: Path) -> list[str]:
-    """What git tracks there, and of what it would what looks like work; without git, everything that does."""
+    """Files that git tracks, and untracked, not ignored ones that pass `_is_work`; without git, all that pass."""
     tracked, others = (_git(folder, which) for which in ("--cached", "--others"))
     if tracked is None or others is None:
         return sorted(_walked(folder))
     environments = [path.removesuffix("pyvenv.cfg") for path in others if path.endswith("/pyvenv.cfg")]
-    kept = [path for path in others if _is_work(path) and not path.startswith(tuple(environments))]
+    wanted = [path for path in others if _is_work(path) and not path.startswith(tuple(environments))]
     found: set[str] = set()
-    for path in {*tracked, *kept} - {"./"}:  # which is how a submodule calls itself that is not here
+    for path in {*tracked, *wanted} - {"./"}:  # git lists it for a submodule that is not checked out
         inner = folder / path
         if inner.is_dir() and not inner.is_symlink():  # a repository in this one
             found |= {f"{path.rstrip('/')}/{below}" for below in _listed(inner)}
@@ -127,29 +127,29 @@ def _is_work(path: str) -> bool:
 
 
 def _git(folder: Path, which: str) -> list[str] | None:
-    """None where there is no git, or no repository. Raises ValueError where git itself refuses."""
+    """The paths that git lists; None without git or a repository. Raises ValueError if git fails."""
     command = ["git", "-C", str(folder), "ls-files", "-z", which, "--exclude-standard"]
     try:
         done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "LC_ALL": "C"})
     except FileNotFoundError:
         return None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        if "not a git repository" in said:
+        errors = done.stderr.decode(errors="replace").strip()
+        if "not a git repository" in errors:
             return None
-        raise ValueError(f"--send: git does not say what {folder} holds: {said.splitlines()[0] if said else 'nothing'}")
+        raise ValueError(f"--send: git cannot list {folder}: {errors.splitlines()[0] if errors else 'no output'}")
     return [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
 
 
 def _walked(folder: Path, everything: bool = False) -> Iterator[str]:
-    for here, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         if not everything:
             folders[:] = [
                 name
                 for name in folders
-                if not name.startswith(".") and name not in LEFT_OUT and not Path(here, name, "pyvenv.cfg").exists()
+                if not name.startswith(".") and name not in LEFT_OUT and not Path(parent, name, "pyvenv.cfg").exists()
             ]
-        linked = [name for name in folders if Path(here, name).is_symlink()]
+        linked = [name for name in folders if Path(parent, name).is_symlink()]
         for name in (*names, *linked):
             if everything or not name.startswith("."):
-                yield Path(here, name).relative_to(folder).as_posix()
+                yield Path(parent, name).relative_to(folder).as_posix()

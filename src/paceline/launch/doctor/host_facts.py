@@ -1,4 +1,4 @@
-"""Facts that a host reports before anything starts there. Sent over as source: it needs nothing but Python."""
+"""Metadata that a host reports before a run starts there. Sent to it as source: it needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 PACKAGES = ("paceline", "torch")
 
 
-def tell(folder: str, paths: list[str], packages: list[str] | None = None) -> dict[str, Any]:
-    """Is the folder there, what is at each path (a file's hash, "folder", "not readable: ...", None), versions, which
-    of the packages it lacks, address, a free port.
+def collect(folder: str, paths: list[str], packages: list[str] | None = None) -> dict[str, Any]:
+    """Whether the folder exists, what each path is (a file's hash, "folder", "not readable: ...", None), versions, the
+    packages that are not installed, the address, and a free port.
 
-    The address is the one that ssh reached this host by ("" outside ssh). A port found free now is nearly always free
-    when the first node has started, and what takes it in between is told by that node.
+    The address is the one at which ssh reached this host ("" outside ssh). The port is almost always still free when
+    the first node starts; otherwise that node reports the error.
     """
-    there = os.path.isdir(folder)
-    found: dict[str, str | None] = {}
+    exists = os.path.isdir(folder)
+    hashes: dict[str, str | None] = {}
     for path in paths:
         full = os.path.join(folder, path)
         if os.path.isfile(full):
             try:
                 with open(full, "rb") as file:
-                    found[path] = hashlib.sha256(file.read()).hexdigest()
+                    hashes[path] = hashlib.sha256(file.read()).hexdigest()
             except OSError as error:
-                found[path] = "not readable: " + str(error.strerror)
+                hashes[path] = "not readable: " + str(error.strerror)
         else:
-            found[path] = "folder" if os.path.isdir(full) else None
+            hashes[path] = "folder" if os.path.isdir(full) else None
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -43,4 +43,4 @@ def tell(folder: str, paths: list[str], packages: list[str] | None = None) -> di
     connection = os.environ.get("SSH_CONNECTION", "").split()
     address = connection[2] if len(connection) == 4 else ""
     lacks = [name for name in packages or () if importlib.util.find_spec(name) is None]
-    return {"folder": there, "paths": found, "versions": versions, "lacks": lacks, "address": address, "port": port}
+    return {"folder": exists, "paths": hashes, "versions": versions, "lacks": lacks, "address": address, "port": port}

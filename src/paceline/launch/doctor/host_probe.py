@@ -1,4 +1,4 @@
-"""Facts that a host reports to `paceline doctor`. Sent over as source: it needs nothing but Python."""
+"""Metadata that a host reports to `paceline doctor`. Sent to it as source: it needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.launch.machine import survey
 SIOCGIFADDR = 0x8915
 RESOLVE_S = 2.0
 
-# In a process of its own, since nothing else here needs torch. It ends by itself, whoever started it is gone or not.
+# Runs in its own process, since nothing else here needs torch. SIGALRM ends it after 30 s in any case.
 SOFTWARE = r"""
 import sys
 sys.path = [folder for folder in sys.path if folder]
@@ -32,7 +32,7 @@ shown = torch.__config__.show()
 def found(pattern):
     match = re.search(pattern, shown)
     return match[1] if match else ""
-def library():  # torch says no version of a BLAS that is not MKL; numpy's own is another
+def library():  # torch reports no version of a BLAS other than MKL; numpy's BLAS is another one
     for path in {line.split()[-1] for line in open("/proc/self/maps") if "openblas" in line and "numpy" not in line}:
         for name in ("openblas_get_config", "openblas_get_config64_", "scipy_openblas_get_config64_"):
             ask = getattr(ctypes.CDLL(path), name, None)
@@ -53,19 +53,19 @@ print(json.dumps({
 """
 
 
-def tell(folder: str) -> dict[str, Any]:
-    """Processor, memory, disk, limits, interfaces, and what its own name leads to. *Units*: bytes; -1 is no limit."""
-    machine = survey()
+def collect(folder: str) -> dict[str, Any]:
+    """Processor, memory, disk, limits, interfaces, and the address of its own name. *Units*: bytes; -1: no limit."""
+    hardware = survey()
     low, high = map(int, read("/proc/sys/net/ipv4/ip_local_port_range").split() or ("32768", "60999"))
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
-        "cpu": machine.cpu,
-        "cores": machine.cores,
+        "cpu": hardware.cpu,
+        "cores": hardware.cores,
         "cores_of_machine": os.cpu_count(),
-        "flags": machine.flags,
-        "memory_bytes": machine.memory_bytes,
-        "free_memory_bytes": min(machine.memory_bytes, _free_memory_bytes()),
+        "flags": hardware.flags,
+        "memory_bytes": hardware.memory_bytes,
+        "free_memory_bytes": min(hardware.memory_bytes, _free_memory_bytes()),
         "shared_bytes": _space("/dev/shm"),
         "disk_bytes": _space(folder),
         "writable": os.access(folder, os.W_OK),
@@ -82,7 +82,7 @@ def tell(folder: str) -> dict[str, Any]:
 
 
 def cards() -> dict[str, dict[str, Any]]:
-    """Every interface: its addresses, MTU, speed (Mbit/s, 0 where it does not say), whether it is wireless."""
+    """Every interface: its addresses, MTU, speed (Mbit/s, 0 if unknown), duplex, and whether it is wireless."""
     found: dict[str, dict[str, Any]] = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net", name)
@@ -101,41 +101,39 @@ def cards() -> dict[str, dict[str, Any]]:
     return found
 
 
-def driver(words: str) -> str:
-    """Which version NVIDIA's kernel module says that it is; "" where there is none."""
-    match = re.search(r"Kernel Module.*?  ([\d.]+)", words)
+def driver(text: str) -> str:
+    """The version of NVIDIA's kernel module; "" if there is none."""
+    match = re.search(r"Kernel Module.*?  ([\d.]+)", text)
     return match[1] if match else ""
 
 
 def resolve(name: str) -> dict[str, Any]:
-    """The address that a name leads to, IPv4 first, as a run takes it; or why there is none."""
+    """The address of a name, IPv4 preferred, as in a run; or the reason why there is none."""
     answers: list[dict[str, Any]] = []
 
-    def ask() -> None:
+    def look_up() -> None:
         try:
-            ways = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            answers.append({"address": str(min(ways, key=lambda way: way[0] != socket.AF_INET)[4][0])})
+            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            answers.append({"address": str(min(infos, key=lambda info: info[0] != socket.AF_INET)[4][0])})
         except OSError as error:
             answers.append({"error": error.strerror or str(error)})
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(RESOLVE_S)
     return {"name": name, **(answers or [{"error": f"no answer within {RESOLVE_S:.0f} s"}])[0]}
 
 
-def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
-    """Where ``meeting`` is, seen from here, and this host's own address, as a run would take it.
+def find_addresses(meeting: str, first: bool, interface: str) -> dict[str, Any]:
+    """The address of the rendezvous ``meeting``, resolved here, and this host's own address, as in a run.
 
-    That is the one from which packets leave for the meeting, or the ``interface``'s, where one is named: gloo's, or,
-    after a "=", NCCL's, which may be a pattern and counts where it is one of this host's.
+    The own address is the source address of packets to the rendezvous, or that of ``interface``: gloo's interface, or,
+    after a "=", NCCL's. NCCL's may be a pattern; it is ignored unless it is the name of an interface here.
     """
-    there = resolve(meeting)
-    if "error" in there:
-        return {
-            "error": f"{meeting!r} is no name that is known there ({there['error']}); give an address with --address"
-        }
-    address = there["address"]
+    resolved = resolve(meeting)
+    if "error" in resolved:
+        return {"error": f"{meeting!r} does not resolve there ({resolved['error']}); give an address with --address"}
+    address = resolved["address"]
     if interface.startswith("="):
         interface = interface[1:] if interface[1:] in cards() else ""
     if interface:
@@ -151,24 +149,24 @@ def place(meeting: str, first: bool, interface: str) -> dict[str, Any]:
         return {"meeting": address, "address": address}
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect((address, 9))  # no packet leaves
-            return {"meeting": address, "address": way.getsockname()[0]}
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # no packet leaves
+            return {"meeting": address, "address": probe.getsockname()[0]}
     except OSError as error:
-        return {"error": f"no way leads from there to {address} ({error.strerror}); check its network, or --address"}
+        return {"error": f"it has no route to {address} ({error.strerror}); check its network, or --address"}
 
 
 def _ports() -> list[int]:
-    """Of this machine's, those of TCP that something uses."""
+    """The local TCP ports in use on this machine."""
     lines = (read("/proc/net/tcp") + "\n" + read("/proc/net/tcp6")).splitlines()
     ends = (line.split()[1] for line in lines if ":" in line)  # local addresses, as 0100007F:1F90
     return [int(end.rpartition(":")[2], 16) for end in ends]
 
 
 def _ipv4(name: str) -> list[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
             return []
     return [socket.inet_ntoa(answer[20:24])]

@@ -1,4 +1,4 @@
-"""Checks all hosts at once, within ten seconds, and reports every problem before anything is started."""
+"""Checks all hosts in parallel, within ten seconds, and reports every problem before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 
 POLL_S = 0.1
 LIMIT_S = 8.5
-LOST = 255  # how ssh ends when it could not do its part
+SSH_FAILED = 255  # ssh's exit code if it could not connect, or the connection failed
 
 
 def check(
@@ -28,23 +28,23 @@ def check(
     address: str | None = None,
     needs: Mapping[str, str] | None = None,
 ) -> tuple[str, int]:
-    """Where the nodes will meet: node 0's address, as ssh reached it or as given, and a port that is free there.
+    """The rendezvous endpoint: node 0's address, as ssh reached it or as given, and a port that is free there.
 
-    ``needs``: packages, and who needs each, as `packages.needed` gives them.
-    Raises ValueError with a line for each fault of each host.
+    ``needs``: packages, and what needs each, as `packages.needed` returns them.
+    Raises ValueError with a line for each problem of each host.
     """
-    mine, needs = host_facts.tell(way.folder, list(paths)), needs or {}
-    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as calls:
-        asked = [pool.submit(_ask, calls, host, way.at(host), mine, list(needs)) for host in hosts]
-        while wait(asked, POLL_S).not_done:
-            pass  # a signal that comes just before a wait is seen after it
-        answers = [each.result() for each in asked]
+    own, needs = host_facts.collect(way.folder, list(paths)), needs or {}
+    with ThreadPoolExecutor(len(hosts)) as pool, ChildProcesses() as children:
+        queries = [pool.submit(_query, children, host, way.at(host), own, list(needs)) for host in hosts]
+        while wait(queries, POLL_S).not_done:
+            pass  # the timeout lets signal handlers run
+        answers = [query.result() for query in queries]
     found: list[str] = []
     for host, answer in zip(hosts, answers, strict=True):
         if isinstance(answer, str):
             found.append(f"{host.name}: {answer}")
         else:
-            texts = faults(mine, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
+            texts = faults(own, answer, way.at(host)) + lacking(needs, answer["lacks"], way.python)
             found += [f"{host.name}: {text}" for text in texts]
     known = [answer for answer in answers if not isinstance(answer, str)]
     if not found and not address and (text := unreachable(known)):
@@ -54,20 +54,20 @@ def check(
     return address or known[0]["address"] or "127.0.0.1", known[0]["port"]
 
 
-def _ask(
-    calls: ChildProcesses, host: Host, way: Way, mine: Mapping[str, Any], packages: Sequence[str]
+def _query(
+    children: ChildProcesses, host: Host, way: Way, own: Mapping[str, Any], packages: Sequence[str]
 ) -> dict[str, Any] | str:
-    """What the host says, or why it does not; ``mine``: what this one says."""
+    """The host's `host_facts`, or the reason why there are none; ``own``: those of this machine."""
     source = Path(host_facts.__file__).read_text(encoding="utf-8")
-    tell = f"\nimport json\nprint()\nprint(json.dumps(tell({way.folder!a}, {list(mine['paths'])!a}, {packages!a})))\n"
-    words = program(f"{TOO_OLD}exec(compile({source + tell!a}, 'facts', 'exec'))\n".encode())
+    call = f"\nimport json\nprint()\nprint(json.dumps(collect({way.folder!a}, {list(own['paths'])!a}, {packages!a})))\n"
+    message = program(f"{TOO_OLD}exec(compile({source + call!a}, 'facts', 'exec'))\n".encode())
     command, pipe = way.command(host, "-c", READ), subprocess.PIPE
     try:
-        with calls.start(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        with children.start(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
             assert process.stdin
             try:
-                with contextlib.suppress(OSError):  # its end is seen below
-                    process.stdin.write(words)
+                with contextlib.suppress(OSError):  # the exit code below tells why
+                    process.stdin.write(message)
                 with contextlib.suppress(OSError):
                     process.stdin.close()
                 output, errors = received(process, LIMIT_S)
@@ -79,25 +79,25 @@ def _ask(
         return not_started(command[0], error)
     if process.returncode:
         return ended(host, way, process.returncode, errors)
-    return _read(output, mine) or (
-        f"{way.python} answered {output[-80:]!r}, which no Python does; name another with --python"
+    return _read(output, own) or (
+        f"{way.python} answered {output[-80:]!r}, which is no answer of Python; name another interpreter with --python"
     )
 
 
-def _read(output: str, mine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """An answer like ``mine``, in the last line; None where it is none."""
+def _read(output: str, own: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The answer in the last line, if it has the keys and types of ``own``; else None."""
     try:
         answer = json.loads(output.strip().splitlines()[-1])
     except (IndexError, ValueError, RecursionError):
         return None
-    fits = isinstance(answer, dict) and all(isinstance(answer.get(key), type(mine[key])) for key in mine)
+    fits = isinstance(answer, dict) and all(isinstance(answer.get(key), type(own[key])) for key in own)
     return answer if fits else None
 
 
 def not_started(command: str, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return f"{command} cannot be started here: {error.strerror or error}"
-    return f"there is no {command!r} here to reach it with; install OpenSSH's client, or name another with --ssh"
+    return f"there is no {command!r} on this machine; install OpenSSH's client, or name another command with --ssh"
 
 
 def no_answer(limit_s: float) -> str:
@@ -105,9 +105,9 @@ def no_answer(limit_s: float) -> str:
 
 
 def ended(host: Host, way: Way, code: int, errors: str) -> str:
-    """Why ssh, or Python there, ended with a code and these last words, and the remedy."""
-    last = (errors.strip() or "nothing was said").splitlines()[-1].strip()
-    if code == LOST:
+    """Why ssh, or Python there, ended with this exit code and stderr, and the remedy."""
+    last = (errors.strip() or "no output").splitlines()[-1].strip()
+    if code == SSH_FAILED:
         return _why(host, errors, last)
     if code == 1 and last.startswith("Python "):
         return f"{way.python} there is {last}, and 3.10 or newer is needed; name another with --python"
@@ -118,76 +118,76 @@ def ended(host: Host, way: Way, code: int, errors: str) -> str:
 
 
 def _why(host: Host, errors: str, last: str) -> str:
-    """What ssh's complaint means, and the remedy."""
+    """What ssh's error message means, and the remedy."""
     causes = {
-        "IDENTIFICATION HAS CHANGED": "its host key is not the one that is known here: another machine answers, or it "
-        f"was set up anew; if you are sure that it is the right one: ssh-keygen -R {host.name}, then connect by hand",
+        "IDENTIFICATION HAS CHANGED": "its host key is not the one in known_hosts: another machine answers, or it "
+        f"was reinstalled; if you are sure that it is the right one: ssh-keygen -R {host.name}, then connect by hand",
         "Host key verification failed": f"its host key is not known here; connect once by hand and compare it: ssh "
         f"{host.target}",
         "Permission denied": _denied(host, last.rpartition(": ")[2]),
         "Could not resolve": f"no machine of that name is known here ({last}); check the name, or give it a "
         f"HostName in ~/.ssh/config",
-        "Connection refused": f"nothing takes ssh connections there ({last}); start sshd, or set its Port in "
-        f"~/.ssh/config",
+        "Connection refused": f"no ssh server listens there ({last}); start sshd, or set its Port in ~/.ssh/config",
         "timed out": f"no answer ({last}); is it on, and does its firewall let ssh in?",
-        "No route to host": f"no way leads there ({last}); check the name and the network",
-        "unreachable": f"no way leads there ({last}); check the name and the network",
+        "No route to host": f"there is no route to it ({last}); check the name and the network",
+        "unreachable": f"there is no route to it ({last}); check the name and the network",
     }
-    return next((said for sign, said in causes.items() if sign in errors), f"ssh could not reach it: {last}")
+    return next((text for sign, text in causes.items() if sign in errors), f"ssh could not reach it: {last}")
 
 
-def _denied(host: Host, said: str) -> str:
-    """``said``: with what it would have been content, as in "Permission denied (publickey,password)."."""
-    asks = "password" in said or "keyboard-interactive" in said
-    typed = ", and a password cannot be typed, since ssh is asked without a terminal (BatchMode)" if asks else ""
-    remedy = f"let it know a key: ssh-copy-id {host.target}"
-    if asks and "publickey" not in said:
-        return f"it asks for a password ({said}){typed}; set PubkeyAuthentication yes in its sshd_config, and {remedy}"
-    return f"it accepts none of your keys ({said}){typed}; {remedy}; a key with a passphrase needs ssh-add first"
+def _denied(host: Host, accepted: str) -> str:
+    """``accepted``: the methods that the host accepts, as in "Permission denied (publickey,password)."."""
+    asks = "password" in accepted or "keyboard-interactive" in accepted
+    typed = ", and a password cannot be typed, since ssh runs without a terminal (BatchMode)" if asks else ""
+    remedy = f"install your public key there: ssh-copy-id {host.target}"
+    if asks and "publickey" not in accepted:
+        what = f"it asks for a password ({accepted}){typed}"
+        return f"{what}; set PubkeyAuthentication yes in its sshd_config, and {remedy}"
+    return f"it accepts none of your keys ({accepted}){typed}; {remedy}; a key with a passphrase needs ssh-add first"
 
 
 def public(version: str | None) -> str | None:
-    """Without what tells builds apart: those for a CPU and for GPUs train together."""
+    """The version without its local part (+cpu, +cu124): builds for CPUs and for GPUs train together."""
     return version and version.partition("+")[0]
 
 
-def faults(mine: Mapping[str, Any], theirs: Mapping[str, Any], way: Way) -> list[str]:
-    """What differs there and must not; ``mine`` and ``theirs`` as `facts.tell` gives them."""
+def faults(own: Mapping[str, Any], other: Mapping[str, Any], way: Way) -> list[str]:
+    """The differences that prevent a run; ``own`` and ``other``: `host_facts` of this machine and of a host."""
     found = []
-    if not theirs["folder"]:
+    if not other["folder"]:
         found.append(
             f"the working directory {way.folder} is not there; make it there, start from one that every host has, or "
             f"add --send"
         )
     else:
-        for path, content in mine["paths"].items():
-            there = theirs["paths"].get(path)
-            if there is None:
+        for path, own_hash in own["paths"].items():
+            theirs = other["paths"].get(path)
+            if theirs is None:
                 found.append(f"{path} is not in {way.folder} there; copy it there, or add --send")
-            elif there.startswith("not readable"):
-                found.append(f"{path} is {there} there; let {way.python} read it, or add --send")
-            elif content not in (None, there):
-                found.append(f"{path} there is another than here; copy it there again, or add --send")
-    for name, found_here in mine["versions"].items():
-        version, here = public(theirs["versions"].get(name)), public(found_here)
-        wanted = f"{name}=={here}" if here else name
+            elif theirs.startswith("not readable"):
+                found.append(f"{path} is {theirs} there; let {way.python} read it, or add --send")
+            elif own_hash not in (None, theirs):
+                found.append(f"{path} there differs from the one here; copy it there again, or add --send")
+    for name, installed in own["versions"].items():
+        their_version, own_version = public(other["versions"].get(name)), public(installed)
+        wanted = f"{name}=={own_version}" if own_version else name
         remedy = f"install it there: {way.python} -m pip install {wanted}; or name another interpreter with --python"
-        if version is None and here:
-            found.append(f"{name} is not installed for {way.python} there, and here it is {here}; {remedy}")
-        elif version != here:
-            found.append(f"{name} is {version} there and {here or 'not installed'} here; {remedy}")
+        if their_version is None and own_version:
+            found.append(f"{name} is not installed for {way.python} there, and here it is {own_version}; {remedy}")
+        elif their_version != own_version:
+            found.append(f"{name} is {their_version} there and {own_version or 'not installed'} here; {remedy}")
     return found
 
 
 def unreachable(known: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the others could not meet at node 0's address, where that can be told from here."""
+    """Why the other hosts cannot reach node 0's address, as far as the addresses show; None: they may reach it."""
     first, loopback = known[0]["address"], [re.match(r"127\.|::1$", answer["address"]) for answer in known]
     if len(known) == 1:
         return None
     if not first:
-        return "nothing there says at which address it was reached (SSH_CONNECTION is not set); give it with --address"
+        return "the address at which ssh reached it is unknown (SSH_CONNECTION is not set); give it with --address"
     if first.startswith("fe80:"):
-        return f"it was reached at {first}, an address of one cable alone; give another of its with --address"
+        return f"it was reached at {first}, a link-local address; give another of its addresses with --address"
     if loopback[0] and not all(loopback):
-        return f"it was reached at {first}, where the other hosts find only themselves; give its address with --address"
+        return f"it was reached at {first}, a loopback address; give its address in the network with --address"
     return None

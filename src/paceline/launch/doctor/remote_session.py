@@ -1,4 +1,4 @@
-"""A session with one host: over ssh, or with this machine. What answers there is sent over as source."""
+"""A session of `paceline doctor` with one host, over ssh, or with this machine; sends it the agent as source."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.launch.doctor import agent, host_facts, host_probe, pair_probe, pr
 from paceline.launch.hosts import READ, TOO_OLD, Host, Way, program
 from paceline.link.net import auth
 
-POLL_S = 0.5  # how soon a session that is closed by another thread is seen
-# in the order in which they need each other
+POLL_S = 0.5  # how soon a query sees that another thread has closed its session
+# in the order of their imports
 SOURCES = (host_facts, cgroup_limits, machine, auth, host_probe, pair_probe, agent)
-# The next line of stdin is names and texts of modules, and the folders above them are made up: nothing of ours need be
-# there. Old enough for a Python that is too old.
+# Executes the modules whose names and sources are in the next line of stdin, in packages created empty: paceline need
+# not be installed there. Its syntax runs on Pythons older than 3.10, too, which it refuses.
 BOOT = f"""
 {TOO_OLD}
 import json
@@ -40,11 +40,11 @@ sys.modules[name].main()
 
 
 class RemoteSession:
-    """Raises ConnectionError, here and in `ask`, with the reason and the remedy in one line; TimeoutError likewise."""
+    """A session and its queries raise ConnectionError or TimeoutError, with the reason and the remedy in one line."""
 
-    def __init__(self, host: Host, way: Way, here: bool = False):
+    def __init__(self, host: Host, way: Way, local: bool = False):
         self.host, self._way = host, way
-        command = [sys.executable, "-c", READ] if here else way.command(host, "-c", READ)
+        command = [sys.executable, "-c", READ] if local else way.command(host, "-c", READ)
         try:
             self._process, self._stdin, self._stdout, self._stderr = piped(command)
         except OSError as error:
@@ -54,14 +54,14 @@ class RemoteSession:
         self._send(program(BOOT.encode()) + json.dumps(sources).encode() + b"\n")
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(OSError):  # its end is seen while waiting for the answer
+        with contextlib.suppress(OSError):  # `query` reports why the session ended
             self._stdin.write(message)
             self._stdin.flush()
 
-    def ask(self, order: str, limit_s: float, **words: Any) -> Any:
-        """The host's answer to an order, within the limit, however much else it prints."""
+    def query(self, order: str, limit_s: float, **options: Any) -> Any:
+        """The host's answer to an order, within the limit; other output of the host is ignored."""
         end = time.monotonic() + limit_s
-        self._send(json.dumps([order, words]).encode() + b"\n")
+        self._send(json.dumps([order, options]).encode() + b"\n")
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             selector.register(self._stderr, selectors.EVENT_READ)
@@ -79,7 +79,7 @@ class RemoteSession:
                     if key.fileobj is self._stderr:
                         self._errors = (self._errors + data)[-MAX_BYTES:]
                     elif not data:
-                        raise ConnectionError(self._why(end))
+                        raise ConnectionError(self._failure(end))
                     else:
                         self._received = (self._received + data)[-MAX_BYTES:]
                 if self._stdout.closed:
@@ -89,29 +89,29 @@ class RemoteSession:
 
     def _read(self, answer: str) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(found := json.loads(answer), (dict, float)):
-                return found
+            if isinstance(reply := json.loads(answer), (dict, float)):
+                return reply
         raise ConnectionError(
-            f"it answered {answer[:80]!r}, which is no answer of paceline; look at what is at {self._way.python} there"
+            f"it answered {answer[:80]!r}, which is no answer of paceline; check what {self._way.python} there is"
         )
 
-    def _why(self, end: float) -> str:
+    def _failure(self, end: float) -> str:
         try:
             _, errors = received(self._process, min(1.0, max(POLL_S / 5, end - time.monotonic())))
             code = self._process.returncode
         except TimeoutError:
-            code, errors = preflight.LOST, ""
+            code, errors = preflight.SSH_FAILED, ""
         return preflight.ended(self.host, self._way, code, self._errors.decode(errors="replace") + errors)
 
-    def hang_up(self) -> None:
-        """What is there ends with its stdin."""
+    def close_pipes(self) -> None:
+        """Closes the pipes; the agent on the host ends when its stdin ends."""
         for pipe in (self._stdin, self._stdout, self._stderr):
             with contextlib.suppress(OSError):
                 pipe.close()
 
     def close(self, limit_s: float) -> None:
-        """Waits for the end, and makes it after the limit."""
-        self.hang_up()
+        """Closes the pipes, waits for the process to end, and kills it after the limit."""
+        self.close_pipes()
         try:
             self._process.wait(max(0.0, limit_s))
         except subprocess.TimeoutExpired:

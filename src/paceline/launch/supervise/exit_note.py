@@ -1,9 +1,9 @@
-"""Exit note of a process that never met another one, for the launcher.
+"""Exit note of a process that joined no other process, written for the launcher.
 
-The launcher puts a copy of this file, called sitecustomize.py, before all else on PYTHONPATH, so that Python runs it
-first in every process of the run, whatever script that is. So it imports nothing of ours and nothing large, and lets
-the machine's own sitecustomize run as if it were not there. It only ever notes the worst: a process that is killed, or
-that may have met others by means unknown here, notes nothing, and then nothing is said.
+The launcher puts a copy of this file, named sitecustomize.py, first on PYTHONPATH, so that Python imports it at the
+start of every process of the run. It imports nothing of paceline and nothing large, and runs the machine's own
+sitecustomize. A process notes "met" or "alone-PID" at its exit. A killed process notes nothing, and the launcher
+reports a run as trained alone only if every process noted that it was alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-# they have launchers and meetings of their own
+# libraries that have launchers and a rendezvous of their own
 OTHERS = "horovod", "ray", "jax", "tensorflow", "torch_xla", "pyspark", "dask", "hivemind", "mpi4py.MPI"
 
 
@@ -39,7 +39,7 @@ def by_mpi() -> bool:
 
 def note(pid: int) -> None:
     if os.getpid() != pid:
-        return  # a fork of it
+        return  # a forked child, which inherited this exit handler
     met = by_torch() or any(name in sys.modules for name in OTHERS) or by_mpi()
     try:
         with open(os.path.join(FOLDER, "met" if met else f"alone-{pid}"), "w"):
@@ -49,7 +49,7 @@ def note(pid: int) -> None:
 
 
 def own() -> None:
-    """The sitecustomize that this one hides."""
+    """Runs the machine's own sitecustomize, which this file hides."""
     sys.path[:] = [path for path in sys.path if path != FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec and spec.loader:

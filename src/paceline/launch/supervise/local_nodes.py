@@ -13,13 +13,13 @@ from paceline.launch.child_processes import end_with
 from paceline.launch.supervise import process_status
 from paceline.launch.supervise.restart_policy import Fault, fault
 
-# a node trains and has all state, started as a joining node and not admitted yet, has ended, has failed
+# states of a node: it trains with all state; it waits for admission as a joining node; it has ended; it has failed
 HOLDS, JOINS, DONE, FAILED = "holds", "joins", "done", "failed"
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process of a node. ``joins``: started as a joining node."""
+    """A process of a node. ``joins``: the node was started as a joining node."""
 
     node: int
     process: subprocess.Popen[bytes]
@@ -36,9 +36,9 @@ class Child:
 
 
 class Team:
-    """``sizes``: processes of each node. ``reports``: the folder of their status files; None: they write none.
+    """The processes of all nodes here. ``sizes``: processes of each node. ``reports``: folder of their status files.
 
-    ``closed``: their stdin is empty, since the launcher reads its own.
+    ``reports`` None: they write none. ``closed``: their stdin is empty, since the launcher reads its own stdin.
     """
 
     reports: Path | None = None
@@ -49,20 +49,20 @@ class Team:
         self.children: list[Child] = []
 
     def begin(self, node: int, more: Mapping[str, str] | None = None) -> None:
-        """All processes of a node; with ``more`` variables, as a joining node."""
+        """Starts all processes of a node; with ``more`` variables, as a joining node."""
         size = self.sizes[node]
         for local_rank in range(size):
             rank = sum(self.sizes[:node]) + local_rank
             own = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": node}
-            mine = {**self.environment, **{name: str(number) for name, number in own.items()}, **(more or {})}
-            quiet = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
+            environment = {**self.environment, **{name: str(number) for name, number in own.items()}, **(more or {})}
+            stdout = subprocess.DEVNULL if local_rank else None  # what a script prints is read once per node
             process = subprocess.Popen(
                 self.command,
-                env=mine,
-                stdin=subprocess.DEVNULL if self.closed else None,  # a script must not read what is the launcher's
-                stdout=quiet,
+                env=environment,
+                stdin=subprocess.DEVNULL if self.closed else None,  # a script must not read the launcher's stdin
+                stdout=stdout,
                 preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509 - this process has no threads
-                start_new_session=True,  # a terminal's Ctrl-C comes to the launcher alone, and is passed on once
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which passes it on once
             )
             self.children.append(Child(node, process, bool(more)))
 
@@ -72,7 +72,7 @@ class Team:
                 child.process.send_signal(number)
 
     def states(self) -> dict[int, str]:
-        """Of each node that was started: HOLDS, JOINS, DONE or FAILED."""
+        """The state of each node that was started: HOLDS, JOINS, DONE or FAILED."""
         return {node: self._state(self._of(node)) for node in dict.fromkeys(child.node for child in self.children)}
 
     def _of(self, node: int) -> list[Child]:
@@ -84,28 +84,28 @@ class Team:
             return FAILED
         if None not in codes:
             return DONE
-        waits = any(child.joins and child.code is None and not self._said(child).get("joined") for child in children)
+        waits = any(child.joins and child.code is None and not self._status(child).get("joined") for child in children)
         return JOINS if waits else HOLDS
 
     def code(self, node: int) -> int:
-        """Of the first process of a node that failed."""
+        """The exit code of the first process of a node that failed."""
         return next(child.code for child in self._of(node) if child.code)
 
-    def _said(self, child: Child) -> dict[str, object]:
+    def _status(self, child: Child) -> dict[str, object]:
         return process_status.read(self.reports, child.process.pid) if self.reports else {}
 
     def faults(self) -> frozenset[Fault]:
-        """The errors of those processes that failed by themselves, and not because others were lost."""
-        ended = [(child.code, self._said(child)) for child in self.children if (child.code or 0) > 0]
-        return frozenset(found for code, said in ended if (found := fault(code or 0, said)))
+        """The faults of processes that failed by themselves, not because other processes failed."""
+        ended = [(child.code, self._status(child)) for child in self.children if (child.code or 0) > 0]
+        return frozenset(found for code, status in ended if (found := fault(code or 0, status)))
 
     @property
     def begun(self) -> bool:
         """Whether any process has joined."""
-        return any(self._said(child).get("joined") for child in self.children)
+        return any(self._status(child).get("joined") for child in self.children)
 
     def end(self, node: int | None = None) -> None:
-        """Kills what is left, and waits for that. They are forgotten."""
+        """Kills the processes, or those of ``node``, waits for them, and forgets them."""
         for child in list(self.children):
             if node in (None, child.node):
                 child.end()

@@ -1,7 +1,7 @@
-"""Lock per host on one node of a run: a launcher that starts it again finds the one that still trains there.
+"""Lock of one node of a run on its host: a launcher that restarts the node finds the one that still trains there.
 
-Its launcher may have lost its line alone. A file per run and node is locked while the node runs; it says which process
-that is, in which start of the run, and how it ended.
+Perhaps only the connection to its launcher has failed. A file per run and node is locked while the node
+runs. It holds the agent's process id, the number of the run's start, and at the end the exit code.
 """
 
 from __future__ import annotations
@@ -19,81 +19,81 @@ from typing import Any
 
 from paceline.launch.supervise.local_nodes import HOLDS
 
-GRACE_S = 20.0  # for a node of an earlier start of the run, before it is killed
+GRACE_S = 20.0  # between SIGTERM and SIGKILL to a node of an earlier start of the run
 POLL_S = 0.1
 
 
 class NodeLock:
-    """``run``: the same for all starts; ``turn``: the number of this one."""
+    """``run``: the id that all starts of the run share; ``turn``: the number of this start."""
 
     def __init__(self, run: str, node: int, turn: int):
         self.path = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}-{run}-{node}"
         self.turn = turn
-        # nobody else's link is followed, and nobody else may write there
+        # another user's symbolic link is not followed, and no other user may write the file
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if os.fstat(self._file).st_uid != os.getuid():
             raise OSError(f"{self.path} is another user's")
 
-    def free(self) -> bool:
-        """Whether it is this one's from now on."""
+    def try_lock(self) -> bool:
+        """Whether this process has acquired the lock."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
-    def said(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         try:
             found = json.loads(os.pread(self._file, 1 << 12, 0))
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def write(self, **facts: Any) -> None:
-        words = json.dumps({"pid": os.getpid(), "turn": self.turn, **facts}).encode()
+    def write(self, **values: Any) -> None:
+        data = json.dumps({"pid": os.getpid(), "turn": self.turn, **values}).encode()
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, words, 0)
+            os.pwrite(self._file, data, 0)
 
     def wait(
-        self, asked: Callable[[], Sequence[int]], tell: Callable[[dict[str, Any]], None] | None = None
+        self, requests: Callable[[], Sequence[int]], report: Callable[[dict[str, Any]], None] | None = None
     ) -> int | None:
-        """Until nobody is there. Returns the exit code of who was, in this start of the run; None: it left none.
+        """Waits for the lock. Returns the exit code that a holder of this start of the run left; None: there is none.
 
-        ``asked``: signals for it. One of an earlier start is ended. ``tell``: is given the state of who is there.
+        ``requests``: signals to pass on to the holder; ``report``: gets its state. An earlier start's holder is ended.
         """
-        ends, end, told, state = [signal.SIGTERM, signal.SIGKILL], 0.0, False, None
-        while not self.free():
-            said = self.said()
-            now = {"state": HOLDS, "members": said.get("members", [])}  # as far as is known here
-            if tell and now != state:
-                tell(now)
-                state = now
-            found, pid = said.get("turn") == self.turn, said.get("pid")
-            numbers = list(asked())
+        kills, kill_s, signalled, state = [signal.SIGTERM, signal.SIGKILL], 0.0, False, None
+        while not self.try_lock():
+            content = self.read()
+            current = {"state": HOLDS, "members": content.get("members", [])}  # the last that the file says
+            if report and current != state:
+                report(current)
+                state = current
+            same_start, pid = content.get("turn") == self.turn, content.get("pid")
+            numbers = list(requests())
             if signal.SIGHUP in numbers:
-                return 1  # its own launcher is gone, too; who is there trains on
-            numbers = [number or signal.SIGTERM for number in numbers if number or not told]
-            told |= bool(numbers)  # a second signal would cut its saving short
-            if not found and ends and time.monotonic() > end:
-                numbers.append(ends.pop(0))
-                end = time.monotonic() + GRACE_S
+                return 1  # this agent's launcher has ended as well; the holder continues to train
+            numbers = [number or signal.SIGTERM for number in numbers if number or not signalled]
+            signalled |= bool(numbers)  # a second signal would interrupt the holder while it saves
+            if not same_start and kills and time.monotonic() > kill_s:
+                numbers.append(kills.pop(0))
+                kill_s = time.monotonic() + GRACE_S
             if isinstance(pid, int) and pid > 1:
                 with contextlib.suppress(ProcessLookupError):
                     for number in numbers:
                         os.kill(pid, number)
             time.sleep(POLL_S)
-        said = self.said()
-        code = said.get("code")
-        return code if said.get("turn") == self.turn and isinstance(code, int) else None
+        content = self.read()
+        code = content.get("code")
+        return code if content.get("turn") == self.turn and isinstance(code, int) else None
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[Callable[[int, bool], None]]:
-        """This one is there; what is given is called with its exit code, and whether its launcher hears that."""
+    def hold(self) -> Iterator[Callable[[int, bool], None]]:
+        """Notes this process in the file. Yields a function of the exit code and whether the launcher received it."""
 
-        def done(code: int, heard: bool) -> None:
+        def done(code: int, reported: bool) -> None:
             self.write(code=code)
-            if heard:
+            if reported:
                 self.path.unlink(missing_ok=True)
 
         self.write()

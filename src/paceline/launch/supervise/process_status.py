@@ -1,8 +1,8 @@
-"""What a process reports to its launcher: a small file in the folder that PACELINE_STATUS names, one per process id.
+"""Status file that a process writes for its launcher: JSON, one per process id, in the folder PACELINE_STATUS.
 
-joined   it has joined; a joining node: it was admitted, and has all state
-step     how many steps were done when it ended
-error    what ended it; ``link``: because others were lost
+joined   the process has joined the run; a joining node's: it was admitted and has all state
+step     number of steps done when it ended
+error    the exception that ended it; ``link``: true if it ended because other processes failed
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 VARIABLE = "PACELINE_STATUS"
 MAX_CHARACTERS = 500  # characters of an error
 
-_said: dict[str, Any] = {}
+_reported: dict[str, Any] = {}
 
 
-def report(**facts: Any) -> None:
-    """Adds to what was reported before; written whole or not at all."""
+def report(**values: Any) -> None:
+    """Adds ``values`` to those reported before, and replaces the status file atomically."""
     if not (folder := os.environ.get(VARIABLE)):
         return
-    _said.update(facts)
+    _reported.update(values)
     path = Path(folder) / f"{os.getpid()}.json"
-    with contextlib.suppress(OSError):  # a full disk; the launcher then judges by the exit code
+    with contextlib.suppress(OSError):  # on a full disk the launcher uses the exit code alone
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(_said))
+        part.write_text(json.dumps(_reported))
         part.replace(path)
 
 
@@ -36,9 +36,9 @@ def failed(error: BaseException, step: int, link: bool) -> None:
 
 
 def read(folder: Path, pid: int) -> dict[str, Any]:
-    """Empty where nothing was reported."""
+    """What a process reported; empty if it reported nothing."""
     try:
-        said = json.loads((folder / f"{pid}.json").read_text())
+        status = json.loads((folder / f"{pid}.json").read_text())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return status if isinstance(status, dict) else {}

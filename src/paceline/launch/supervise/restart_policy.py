@@ -1,7 +1,7 @@
-"""Restart policy: whether a failed run is started again from its newest checkpoint, and after how long.
+"""Restart policy: whether a failed run is started again from its newest checkpoint, and after what delay.
 
-What has killed processes, machines or networks may pass. An error of the script does not: where the same one ends two
-starts in a row, after the same number of steps, it ends the run.
+A restart helps after transient failures of processes, machines or networks, not after an error of the script. If two
+consecutive starts fail with the same error after the same number of steps, the run is not restarted.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from paceline.launch.signals import RESUME_CODE
 from paceline.report.log import log
 
-RESTARTS = 3  # of a run, as long as it does not train for STABLE_AFTER_S in between
+RESTARTS = 3  # default limit; restarts from before a start that ran for STABLE_AFTER_S are not counted
 STABLE_AFTER_S = 3600.0
-RETRY_DELAY_S = 1.0  # before the first; before each later one twice as long
-# what differs from start to start in an error: addresses, ports, process ids, free bytes
+RETRY_DELAY_S = 1.0  # before the first restart; it doubles with each further one
+# the parts of an error that differ from start to start: addresses, ports, process ids, free bytes
 NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
-Fault = tuple[str, int | None]  # an error, and after how many steps
+Fault = tuple[str, int | None]  # an error, and the number of steps done before it
 
 
-def fault(code: int, said: Mapping[str, Any]) -> Fault | None:
-    """Of a process that ended with this exit code and reported this (`process_status`); None: others were lost."""
-    if said.get("link") or code == RESUME_CODE:
+def fault(code: int, status: Mapping[str, Any]) -> Fault | None:
+    """The fault of a process with this exit code and `process_status`; None: other processes failed before it."""
+    if status.get("link") or code == RESUME_CODE:
         return None
-    return str(said.get("error") or f"exit code {code}"), said.get("step")
+    return str(status.get("error") or f"exit code {code}"), status.get("step")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start of the run ended. ``begun``: a process had joined; ``killed``: one was ended by a signal, or its
-    machine was lost; ``done``: a node had finished the script, so only what is lost is resumed, not what fails."""
+    """How one start of the run ended. ``begun``: a process had joined; ``killed``: a signal ended a process, or its
+    machine failed; ``done``: a node had finished the script, so a fault is not retried."""
 
     code: int
     faults: frozenset[Fault] = frozenset()
@@ -44,34 +44,34 @@ class Ending:
 
 
 class Restarts:
-    """At most ``most`` of them."""
+    """Counts the restarts of a run: at most ``limit`` in a row."""
 
-    def __init__(self, most: int):
-        self.most, self._count, self._began_s = most, 0, time.monotonic()
-        self._begun, self._before = False, frozenset[Fault]()
+    def __init__(self, limit: int):
+        self.limit, self._count, self._started_s = limit, 0, time.monotonic()
+        self._has_begun, self._previous_faults = False, frozenset[Fault]()
 
     def after(self, ending: Ending) -> float | None:
-        """Seconds to wait before the next start; None: there is none, and a line says why."""
-        begun, before = self._begun or ending.begun, self._before
+        """Seconds to wait before the restart; None: no restart. Logs the restart, or why there is none."""
+        begun, previous = self._has_begun or ending.begun, self._previous_faults
         faults = {(NUMBERS.sub("#", error), step): error for error, step in ending.faults}
-        self._begun, self._before = begun, frozenset(faults)
-        # a script that fails before it has joined has an error that users must fix
-        if not self.most or not ending.code or (ending.done and faults) or not (begun or ending.killed):
+        self._has_begun, self._previous_faults = begun, frozenset(faults)
+        # an error before any process has joined is one that users must fix
+        if not self.limit or not ending.code or (ending.done and faults) or not (begun or ending.killed):
             return None
-        if again := faults.keys() & before:
-            step = next(iter(again))[1]
+        if repeated := faults.keys() & previous:
+            step = next(iter(repeated))[1]
             where = "before its first step" if not step else f"after {step} steps"
-            same = faults[next(iter(again))]
+            same = faults[next(iter(repeated))]
             log.error(f"the run failed twice {where} with the same error ({same}): not started again")
             return None
-        if time.monotonic() - self._began_s > STABLE_AFTER_S:
+        if time.monotonic() - self._started_s > STABLE_AFTER_S:
             self._count = 0
-        if self._count == self.most:
-            log.error(f"the run failed with exit code {ending.code}, after {self.most} restarts (--restarts): it ends")
+        if self._count == self.limit:
+            log.error(f"the run failed with exit code {ending.code}, after {self.limit} restarts (--restarts): it ends")
             return None
         pause_s = RETRY_DELAY_S * 2.0**self._count
         self._count += 1
-        self._began_s = time.monotonic() + pause_s
+        self._started_s = time.monotonic() + pause_s
         what = f"the run failed with exit code {ending.code}; it resumes from its newest checkpoint in {pause_s:g} s"
-        log.warning(f"{what} (restart {self._count} of {self.most})")
+        log.warning(f"{what} (restart {self._count} of {self.limit})")
         return pause_s

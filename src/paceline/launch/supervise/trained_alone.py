@@ -12,25 +12,25 @@ from paceline.launch.supervise import exit_note
 from paceline.registry import ONE_PROCESS
 from paceline.report.log import log
 
-NOTES = "PACELINE_NOTES"  # a folder; `join` notes there, too
+NOTES = "PACELINE_NOTES"  # the folder of `Notes`; paceline.join writes there, too
 ALONE = "alone"
-UNSTEPPED = "unstepped"  # they joined, and trained without; they have logged it
+UNSTEPPED = "unstepped"  # processes joined, but trained without paceline; each has logged it
 
 
 class Notes:
-    """A folder in which the processes of a run note whether they met others."""
+    """Folder in which the processes of a run note whether they joined other processes."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """What a process needs to be watched, beside what it is ``given``."""
+        """The variables that make a process write notes; ``given``: its other variables."""
         shutil.copyfile(exit_note.__file__, self.folder / "sitecustomize.py")
         paths = [str(self.folder), given.get("PYTHONPATH", "")]
         return {NOTES: str(self.folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def found(self, pids: Sequence[int]) -> str:
-        """Of processes of this machine that all exited with 0: ALONE, UNSTEPPED, or empty."""
+        """What the processes on this machine, which all exited with 0, noted: ALONE, UNSTEPPED, or empty."""
         if (self.folder / UNSTEPPED).exists():
             return UNSTEPPED
         met = (self.folder / "met").exists() or not all((self.folder / f"alone-{pid}").exists() for pid in pids)
@@ -38,14 +38,14 @@ class Notes:
 
 
 def note(what: str) -> None:
-    """For the launcher, which looks when all have ended: UNSTEPPED, or "met", also by a process that does not train."""
+    """Notes UNSTEPPED or "met", also from a process that does not train; the launcher reads it after all have ended."""
     if folder := os.environ.get(NOTES):
         with contextlib.suppress(OSError):
             Path(folder, what).touch()
 
 
 def unstepped_text(num_own: int, num_processes: int) -> str:
-    """The error at the end, after so many steps of the script's own; empty where nothing is wrong."""
+    """The error for a script that joined but made ``num_own`` optimizer steps of its own; empty if it made none."""
     if not num_own:
         return ""
     return (
@@ -60,7 +60,7 @@ def exit_code(found: str, num_processes: int) -> int:
     if found == ALONE:
         log.error(
             f"{num_processes} processes ran the script, and none joined the others (paceline.join, "
-            f"torch.distributed or MPI): each did all of it alone. Call paceline.join and pace.step in the script, or "
+            f"torch.distributed or MPI): each trained alone. Call paceline.join and pace.step in the script, or "
             f"start one process: --plan {ONE_PROCESS}"
         )
     return 1 if found else 0
