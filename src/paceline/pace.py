@@ -129,7 +129,7 @@ class Pace:
         auto_resume.begin()
         if cursor.calls < self._first_call:
             return  # had ended before the checkpoint
-        auto_resume.arrive(run)
+        auto_resume.restore_random(run)
         if not cursor.resumed:
             cursor.epoch, cursor.next_step = cursor.epoch + (cursor.next_step > 0), 0
             cursor.began = cursor.epoch
@@ -188,11 +188,11 @@ class Pace:
         """
         if not isinstance(batch, GlobalBatch):
             batch = Given(batch, float(self.run.job.batch_size))
-        auto_resume.missed(self)
+        auto_resume.on_step_without_data(self)
         return self.training.step(batch)
 
     def _manual_step(self, batch: GlobalBatch, gradient: ComputeGradient) -> float:
-        auto_resume.missed(self)
+        auto_resume.on_step_without_data(self)
         loss = self.training.step(batch, gradient)
         self.settle()  # a loop of your own reads weights where it likes
         return loss
@@ -295,7 +295,7 @@ class Pace:
         if self.training.joiner:
             return True  # the others are further
         found = self._restore(run) is not None
-        auto_resume.by_script(self, found)
+        auto_resume.on_script_restore(self, found)
         return found
 
     def resume_unasked(self) -> bool:

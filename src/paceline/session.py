@@ -182,7 +182,7 @@ def _train(asked: _Asked, job: Job, world: LaunchEnvironment, given: torch.nn.Mo
     _record(pace, parts, asked.codec, job.batch_size, bool(members and hidden))
     training.announce_met()
     training.home.measure()
-    auto_resume.enlist(pace, bool(world.join_ticket))
+    auto_resume.register(pace, bool(world.join_ticket))
     if not world.join_ticket:
         process_status.report(joined=True)
     atexit.register(lambda: process_status.report(step=pace.num_steps))  # of a script that ends by an exit code alone

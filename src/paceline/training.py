@@ -259,7 +259,7 @@ class Training:
 
     def end(self, number: int) -> None:
         if number == FAILED:
-            self.saver.tell()
+            self.saver.raise_failure()
             return  # it has been told in between
         path = self.save(self.run.folder) if self.run.folder else None
         if path:

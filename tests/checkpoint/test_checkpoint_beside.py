@@ -60,7 +60,7 @@ def hold():
     class Hold(contextlib.ExitStack):
         def __call__(self, run):
             run.mkdir(exist_ok=True)
-            self.enter_context(atomic_write.alone(run))
+            self.enter_context(atomic_write.locked(run))
 
     with Hold() as held:
         yield held
@@ -129,7 +129,7 @@ def test_a_snapshot_takes_memory_once():
     for turn in range(3):
         for tensor in tensors.values():
             tensor.detach().fill_(turn)
-        made = copies.of(tensors)
+        made = copies.stage(tensors)
         assert all(made[name].dtype == tensor.dtype for name, tensor in tensors.items())
         assert all(torch.equal(made[name], tensor) for name, tensor in tensors.items())
         assert not any(place.requires_grad for place in made.values())
@@ -139,7 +139,7 @@ def test_a_snapshot_takes_memory_once():
     tensors["a"].detach().fill_(7)
     assert not (made["a"] == 7).any()
     tensors["c"] = torch.zeros(2, 2)
-    assert torch.equal(copies.of(tensors)["c"], tensors["c"])
+    assert torch.equal(copies.stage(tensors)["c"], tensors["c"])
 
 
 # What goes wrong.
@@ -250,7 +250,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, hold, capsys):
 def test_a_disk_that_does_not_answer_is_told(tmp_path, hold, monkeypatch):
     monkeypatch.setattr(async_writer, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(async_writer, "SLOWEST_BYTES_PER_S", math.inf)
-    words = r"the checkpoint of step 1 in .* is not on the disk after 0 s; what was there before is untouched"
+    words = r"the checkpoint of step 1 in .* is not on the disk after 0 s; earlier checkpoints are untouched"
     pace = training(tmp_path)
     step(pace)
     hold(tmp_path)

@@ -146,7 +146,7 @@ def test_two_writers_take_turns(tmp_path):
         started.set()
         write(tmp_path, 1, WEIGHTS, state(1))
 
-    with atomic_write.alone(tmp_path):
+    with atomic_write.locked(tmp_path):
         thread = threading.Thread(target=work)
         thread.start()
         started.wait(10)
@@ -160,8 +160,8 @@ def test_two_writers_take_turns(tmp_path):
 def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_write, "WAIT_S", 0.1)
     with (
-        atomic_write.alone(tmp_path),
-        pytest.raises(CheckpointError, match="another process has been writing there for"),
+        atomic_write.locked(tmp_path),
+        pytest.raises(CheckpointError, match="another process has held the folder's lock for"),
     ):
         write(tmp_path, 1, WEIGHTS, None)
 

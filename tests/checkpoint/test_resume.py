@@ -117,7 +117,7 @@ def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
         assert pace.restore()
         assert pace.num_steps == 2
     said = capsys.readouterr().err
-    assert "paceline: passed over" in said
+    assert "paceline: skipped" in said
     assert "checkpoint-00000003" in said
     assert said.endswith("checkpoint-00000002\n")
 

@@ -28,7 +28,7 @@ def script(monkeypatch):
     """Runs a script in this process, as a new one. ``again``: its launcher starts it again."""
 
     def call(run, *given, again=False, **how):
-        for name, fresh in (("_waiting", []), ("_numbers", itertools.count()), ("_by_script", []), ("_random", {})):
+        for name, fresh in (("_pending", []), ("_numbers", itertools.count()), ("_by_script", []), ("_random", {})):
             monkeypatch.setattr(auto_resume, name, fresh)
         monkeypatch.setenv("PACELINE_RESUME", str(int(again)))
         try:
@@ -178,7 +178,7 @@ def test_a_loop_without_batches_begins_at_step_0_and_is_told(script, tmp_path, c
 
     first, then = script(run), script(run, again=True)
     assert all(torch.equal(a, b) for a, b in zip(first, then, strict=True))
-    assert capsys.readouterr().err.count("not resumed, since this loop takes no pace.batches()") == 1
+    assert capsys.readouterr().err.count("not resumed, since this loop does not use pace.batches()") == 1
 
 
 def test_another_word_than_0_or_1_is_told(monkeypatch):

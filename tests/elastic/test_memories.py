@@ -42,7 +42,7 @@ def total(kept, index):
 @pytest.mark.parametrize("before", range(1, 6))
 def test_what_is_owed_is_dealt_and_keeps_its_sum(before, after):
     codec, kept = parse("codec", "feedback/topk:keep=0.1"), remembered(before)
-    dealt = [codec_state.deal(codec, kept, node, after, CPU) for node in range(after)]
+    dealt = [codec_state.redistribute(codec, kept, node, after, CPU) for node in range(after)]
     for index in (0, 3):
         assert torch.equal(total(dealt, index), total(kept, index))
         if after == before:
@@ -61,7 +61,7 @@ def test_every_codec_goes_on_from_what_is_dealt(codec):
         payload, pending = made.encode(torch.randn(COUNT), memory, 0)
         kept.append({0: made.commit(pending, made.decode(payload, COUNT, torch.float32))})
     for node in range(2):
-        memory = codec_state.deal(made, kept, node, 2, CPU)[0]
+        memory = codec_state.redistribute(made, kept, node, 2, CPU)[0]
         payload, _ = made.encode(torch.randn(COUNT), memory, 1)
         assert made.decode(payload, COUNT, torch.float32).isfinite().all()
 
@@ -131,10 +131,10 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
         kept = [memory for memory in pace.exchange.memory.values() if memory is not None]
         for batch in pace.batches(owed.data()):
             assert pace.step(batch) > 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "still owed" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "residuals" in line]
     assert bool(said) == bool(other) == (not kept)
     assert (
-        not said or f"made with codec 'feedback/topk' (here {other}): what its codec still owed is left out" in said[0]
+        not said or f"made with codec 'feedback/topk' (here {other}): its error-feedback residuals are dropped" in said[0]
     )
 
 

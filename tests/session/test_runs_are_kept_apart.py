@@ -12,7 +12,7 @@ import torch
 
 from launching import launch, small
 from paceline.checkpoint.checkpoint import CheckpointError
-from paceline.checkpoint.run_lock import claim
+from paceline.checkpoint.run_lock import acquire
 from paceline.cli import over_ssh, prepare
 from paceline.cli.train import _fresh
 from paceline.data import images, sample
@@ -24,8 +24,8 @@ from paceline.train.settings import Settings
 HOLDS = """
 import sys, time
 from pathlib import Path
-from paceline.checkpoint.run_lock import claim
-held = claim(Path(sys.argv[1]))
+from paceline.checkpoint.run_lock import acquire
+held = acquire(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)
 """
@@ -85,7 +85,7 @@ def test_a_folder_is_one_processs_until_that_ends(tmp_path):
     try:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=rf"another run writes to .*run \(pid {other.pid} on .*\).*--out"):
-            claim(tmp_path / "run")
+            acquire(tmp_path / "run")
         with pytest.raises(CheckpointError):
             joined(tmp_path / "run")
     finally:
@@ -93,7 +93,7 @@ def test_a_folder_is_one_processs_until_that_ends(tmp_path):
         other.communicate(timeout=20)
     joined(tmp_path / "run").close()
     joined(tmp_path / "run").close()
-    assert claim(tmp_path / "run") is not None
+    assert acquire(tmp_path / "run") is not None
 
 
 def joined(folder):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from paceline.checkpoint.run_lock import free
+from paceline.checkpoint.run_lock import check_free
 from paceline.cli.prepare import Start, row
 from paceline.data import load_balance
 from paceline.launch import detach, ssh
@@ -82,7 +82,7 @@ def start(
 
 def _keep(settings: Settings, made: Plan | None, out: Path) -> None:
     """What --resume goes on with."""
-    free(out)
+    check_free(out)
     settings.write(out)
     if made:
         made.write(out / "plan.toml")
