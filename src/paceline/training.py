@@ -158,7 +158,7 @@ class Training:
             broadcast = job.buffers == "broadcast"
             found.append(ForwardStateSync(run, engine.moving, broadcast, answered, job.accumulate))
         found += [Rebalance(run, None if run.watched else self._stragglers), self._hints]
-        if not run.watched and not run.world.join_ticket and (steps := trace.asked(run.control)):
+        if not run.watched and not run.world.join_ticket and (steps := trace.requested(run.control)):
             found.append(trace.Tracer(run, self.members.link, *steps))
         if form or self.stopwatch:
             from paceline.planner.measure.profile_job import ProfileJob  # what it needs, training does not

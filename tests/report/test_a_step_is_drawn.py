@@ -12,7 +12,7 @@ import paceline
 from launching import launch
 from nodes import Plain, build, rows
 from paceline.report.record import read
-from paceline.report.trace import document, parse, queued
+from paceline.report.trace import document, in_order, parse
 
 NAP_S = 0.03
 
@@ -68,7 +68,7 @@ def seconds(events):
 def drawn(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")
     done = launch("drawn.py", folder, engine="processes:2", num_nodes=2, PACELINE_TRACE="2-3")
-    assert done.stderr.count("steps 2 to 3 are drawn in") == 1
+    assert done.stderr.count("the trace of steps 2 to 3 is in") == 1
     whole = json.loads((folder / "run" / "trace.json").read_text())
     return tracks(whole), {e["step"]: e for e in read(folder / "run") if e["event"] == "step"}
 
@@ -205,7 +205,7 @@ def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step
                 pace.run.link.generation += 1  # as when nodes were lost, or came
             pace.step(rows(12, number))
     assert not (tmp_path / "trace.json").exists()
-    assert capsys.readouterr().err.count("nodes were lost or came since training began, so no step is drawn") == 1
+    assert capsys.readouterr().err.count("nodes failed or joined since training began, so no step is traced") == 1
     assert [event["event"] for event in read(tmp_path)].count("hint") == 1
 
 
@@ -214,12 +214,12 @@ def test_a_drawing_that_cannot_be_written_ends_nothing(tmp_path, monkeypatch, ca
     (tmp_path / "trace.json").mkdir()
     losses, _ = trained(tmp_path)
     assert len(losses) == 4
-    assert "steps 1 to 2 could not be drawn in" in capsys.readouterr().err
+    assert "the trace of steps 1 to 2 could not be written to" in capsys.readouterr().err
 
 
 def test_a_wire_takes_one_thing_after_another():
     rows = [("b", 1.0, 3.0, {}), ("a", 0.0, 2.0, {}), ("c", 5.0, 4.0, {})]
-    assert queued(rows) == [
+    assert in_order(rows) == [
         ("a", 0.0, 2.0, {"waited_ms": 0.0}),
         ("b", 2.0, 3.0, {"waited_ms": 1000.0}),
         ("c", 5.0, 5.0, {"waited_ms": 0.0}),

@@ -127,7 +127,7 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
 def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_path):
     mine = Activity()
     told = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
-    told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.tell(), "everyone": {0: mine.tell()}}
+    told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.status(), "everyone": {0: mine.status()}}
     server = StatusServer(
         lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
     )

@@ -181,7 +181,7 @@ def test_a_plan_of_many_rows_shows_those_that_were_tried(tmp_path):
     )
     assert [int(name) for name, _ in shown] == [0, 1, 2, 3, 4, 5, 6, 11]
     assert {int(name) for name, bars in shown if 'class="measured"' in bars} == tried | {0}
-    assert "All 20 rows" in text
+    assert "All 20 candidates" in text
     assert "<dt>speedup</dt>" not in text, "the chosen row was not measured"
 
 
@@ -205,9 +205,9 @@ def test_long_runs_are_thinned_and_keep_their_extremes(tmp_path):
     (line,) = charts(text)["loss-by-step"]["lines"]
     assert len(line["x"]) == 300
     assert "between 1 and 50" in text
-    from paceline.report.page.charts import Thin
+    from paceline.report.page.charts import Downsampled
 
-    thin = Thin.of(load(run).steps["step"], load(run).steps["loss"], 300)
+    thin = Downsampled.of(load(run).steps["step"], load(run).steps["loss"], 300)
     assert thin.high.max() == 50
     assert (thin.low <= thin.mid).all()
     assert (thin.mid <= thin.high).all()

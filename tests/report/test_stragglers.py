@@ -94,7 +94,7 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
     watch.stragglers.balanced = True
     watch.run(15, (0.2, 0.5), step_s=0.1)
     assert watch.found() == []
-    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(15, (8, 8), (12, 4), (40.0, 16.0))
     watch.run(20, (0.3, 0.3), step_s=1.0)
     (told,) = watch.found()
     assert (told["old"], told["new"]) == ([8, 8], [12, 4])
@@ -103,16 +103,16 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
 
 def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):
     watch.run(5, (0.2, 0.2), step_s=0.1)
-    watch.stragglers.dealt(5, (8, 8), (9, 7), (40.0, 35.0))
-    watch.stragglers.dealt(6, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(5, (8, 8), (9, 7), (40.0, 35.0))
+    watch.stragglers.on_assignment(6, (8, 8), (12, 4), (40.0, 16.0))
     watch.stragglers.close()
     assert [(told["node"], told["new"]) for told in watch.found()] == [(1, [12, 4])]
 
 
 def test_who_has_the_rows_of_one_that_was_slow_is_none(watch):
-    watch.stragglers.dealt(15, (8, 8), (12, 4), (40.0, 16.0))
+    watch.stragglers.on_assignment(15, (8, 8), (12, 4), (40.0, 16.0))
     watch.run(40, (0.3, 0.1), rows=(12, 4))
-    watch.stragglers.dealt(40, (12, 4), (8, 8), (40.0, 40.0))
+    watch.stragglers.on_assignment(40, (12, 4), (8, 8), (40.0, 40.0))
     watch.stragglers.close()
     assert [told["node"] for told in watch.found()] == [1]
 
@@ -150,17 +150,17 @@ def stranger():
 
 
 def test_programs_that_take_the_cores_are_named(stranger, monkeypatch):
-    monkeypatch.setattr("paceline.report.host_health.MOST", 1000)  # others may take more
-    monkeypatch.setattr("paceline.report.host_health.NAMED", 0.01)
+    monkeypatch.setattr("paceline.report.host_health.MAX_NAMED", 1000)  # others may take more
+    monkeypatch.setattr("paceline.report.host_health.MIN_NAMED", 0.01)
     signs = HostHealth(Activity())
-    before = signs.look()
+    before = signs.sample()
     assert stranger in before.spent
     assert stranger not in before.ours
     assert os.getpid() in before.ours
     end = time.monotonic() + 30
     while True:
         time.sleep(0.5)
-        found = signs.compare(before, signs.look())
+        found = signs.compare(before, signs.sample())
         if any(f"pid {stranger}" in words for words in found):
             break
         assert time.monotonic() < end, found
@@ -188,7 +188,7 @@ def test_limits_short_memory_and_the_host_show(tmp_path):
         words = f"some avg10=0.00 avg60=0.00 avg300=0.00 total={int(memory_s * 1e6)}\n"
         (tmp_path / "proc/pressure/memory").write_text(words)
         (tmp_path / "proc/vmstat").write_text(f"pswpin {swapped}\npswpout 0\npgmajfault 5\n")
-        return signs.look()
+        return signs.sample()
 
     at_first = (0, 0.0, 0.0, 0)
     (home / "cpu.stat").write_text("throttled_usec 0\n")
@@ -221,10 +221,10 @@ def test_a_look_costs_little():
     costs = []
     for _ in range(5):
         start = time.thread_time()
-        signs.look()
+        signs.sample()
         costs.append(time.thread_time() - start)
     assert min(costs) < 0.5
-    assert json.dumps(signs.compare(signs.look(), signs.look())) is not None
+    assert json.dumps(signs.compare(signs.sample(), signs.sample())) is not None
 
 
 def until(condition, nodes):

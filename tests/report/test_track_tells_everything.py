@@ -95,8 +95,8 @@ def test_a_server_that_is_lost_in_between_is_one_clear_error(monkeypatch):
             raise Lost("connection refused")
 
     flow = object.__new__(trackers.MLflow)
-    flow._client, flow._id, flow._lost, flow._broken, flow._waiting = Client(), "1", Lost, False, [1]
-    with pytest.raises(ValueError, match=r"MLflow takes no more: connection refused; .* pass it on again"):
+    flow._client, flow._id, flow._error_type, flow._failed, flow._queue = Client(), "1", Lost, False, [1]
+    with pytest.raises(ValueError, match=r"MLflow no longer accepts data: connection refused; .* run `paceline track`"):
         flow.flush()
     flow.close()  # nothing more is asked of it
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.report import usage
 from paceline.report.record import Record, read
-from paceline.report.usage import Look, Usage
+from paceline.report.usage import Probe, Usage
 from waiting import OwnTime, until
 
 SPIN = "import time\nprint('go', flush=True)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
@@ -51,7 +51,7 @@ def test_processor_time_adds_up(record, busy_child):
 
     before = spent()
     with Usage(record, 0.2, root=busy_child.pid):
-        until(lambda: spent() - before > 4.0, 60)  # much, so that the little outside of all looks does not count
+        until(lambda: spent() - before > 4.0, 60)  # much, so that the little outside of all probes does not count
     used = spent() - before
     events = [event for event in seen(record) if "processes" in event]
     times = [event["time"] for event in events]
@@ -121,9 +121,9 @@ def test_what_takes_long_is_done_rarely():
             pass
         return {"looked": True}
 
-    look = Look(1.0, [burn])
+    look = Probe(1.0, [burn])
     taken = [now for now in range(100, 200) if look.take(now)]
-    assert len(taken) == 100 // (0.02 / usage.SHARE) == 5
+    assert len(taken) == 100 // (0.02 / usage.MAX_COST) == 5
 
 
 def test_what_cannot_be_read_is_left_out_and_told_once(record):
@@ -131,7 +131,7 @@ def test_what_cannot_be_read_is_left_out_and_told_once(record):
         raise PermissionError("not here")
 
     sampler = Usage(record, 0.05)
-    sampler._looks[2].instruments.append(broken)
+    sampler._probes[2].instruments.append(broken)
     with sampler:
         time.sleep(0.4)
     hints = [event["text"] for event in read(record.folder) if event["event"] == "hint"]
@@ -149,7 +149,7 @@ def test_stop_does_not_wait_for_a_machine_that_hangs(record):
         return {}
 
     sampler = Usage(record, 0.05)
-    sampler._looks[1].instruments.append(hang)
+    sampler._probes[1].instruments.append(hang)
     sampler.start()
     assert hangs.wait(20)
     mine = OwnTime()
@@ -169,7 +169,7 @@ def test_a_run_that_has_ended_is_no_error(record):
 
 def test_a_launcher_s_other_children_count(record, monkeypatch, busy_child):
     """Two processes of a node share a launcher: what this one records is the node's, not only its own."""
-    assert Usage(record)._looks[0].instruments[0].__self__.root == os.getpid()
+    assert Usage(record)._probes[0].instruments[0].__self__.root == os.getpid()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with Usage(record, 0.1):
         until(lambda: any(event.get("processes", 0) >= 3 for event in seen(record)))

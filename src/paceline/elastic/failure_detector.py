@@ -167,7 +167,7 @@ class Heartbeat:
             while not self._closing.is_set() and eyes.get_map():
                 said = eyes.select(min(POLL_S, max(0.0, next_beat - time.monotonic())))
                 if (still_s := boottime_s() - self._turn_s) > STILL_S:
-                    self.activity.woke(still_s)
+                    self.activity.note_suspension(still_s)
                     self._woke_s = boottime_s()
                 self._turn_s = boottime_s()
                 for key, _ in said:
@@ -190,7 +190,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         """A sign of life to everyone."""
-        news = json.dumps(self.peer_status() if self.rank == 0 else self.activity.tell()).encode()
+        news = json.dumps(self.peer_status() if self.rank == 0 else self.activity.status()).encode()
         for peer in self._alive():
             if not self._peers[peer].stuck:
                 self._peers[peer].send(b"h", news)
@@ -205,7 +205,7 @@ class Heartbeat:
                 if not stalled or silent_s > self.activity.limit_s:
                     self._bury(peer, (STALLED if stalled else SILENT).format(silent_s))
                     if not stalled:  # which of the two cannot be heard, it cannot tell
-                        self.activity.woke(silent_s)
+                        self.activity.note_suspension(silent_s)
                     buried.append(peer)
         return buried
 
@@ -215,7 +215,7 @@ class Heartbeat:
         if said:
             now = time.monotonic()
             if now - self._heard[peer] > STILL_S:
-                self.activity.woke(now - self._heard[peer])
+                self.activity.note_suspension(now - self._heard[peer])
             self._heard[peer] = now
         try:
             for kind, body in said:
@@ -287,7 +287,7 @@ class Heartbeat:
             if peer in found:
                 found[peer]["silent_s"] = round(now - heard_s, 1)
                 found[peer]["way_s"] = self._peers[peer].way_s
-        found[self.rank] = {**self.activity.tell(), "silent_s": 0.0}
+        found[self.rank] = {**self.activity.status(), "silent_s": 0.0}
         return {rank: told for rank, told in sorted(found.items()) if rank not in self.left}
 
     def peer_stack(self, rank: int, limit_s: float = ANSWER_S) -> str:
@@ -325,8 +325,8 @@ class Heartbeat:
         if since_s is None or since_s == self._noticed_s or self.dead:
             return
         everyone = self.peer_status()
-        absent = activity.missing(everyone, self.rank)
-        silent = any(not activity.answers(everyone[rank]) for rank in absent)
+        absent = activity.absent_ranks(everyone, self.rank)
+        silent = any(not activity.responds(everyone[rank]) for rank in absent)
         limit_s = min(LIMIT_S, self.activity.limit_s) if silent else self.activity.limit_s
         # a loss is told by itself within these seconds
         limit_s += GRACE_S if absent else NOBODY_S

@@ -123,7 +123,7 @@ class Members(transport.Membership):
             raise LinkError("this link was not opened for elastic training")
         link.abandon()
         for _ in range(MAX_MEETINGS):
-            meeting, generation, ranks = self._survivors.reconfigure(admits, self.activity.doubtful_s)
+            meeting, generation, ranks = self._survivors.reconfigure(admits, self.activity.suspended_s)
             admits = ()
             try:
                 new = type(link).of(meeting, generation, detect(self.activity), self.activity)

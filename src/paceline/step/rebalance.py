@@ -45,4 +45,4 @@ class Rebalance(StepObserver):
         run.exchange.dealt(max(change.new) / sum(change.new))
         run.record.write("shares", step=run.num_steps, **dataclasses.asdict(change))
         if self.stragglers and run.leader:
-            self.stragglers.dealt(run.num_steps, change.old, change.new, change.per_s)
+            self.stragglers.on_assignment(run.num_steps, change.old, change.new, change.per_s)

@@ -93,7 +93,7 @@ def _agree(
                 vote = exchange.collect(vote)
         except LinkError as error:
             engine.rollback(kept)
-            with run.activity.at(activity.MEETING):
+            with run.activity.at(activity.RENDEZVOUS):
                 outcome = control.recover(error)
         except BaseException as error:
             engine.rollback(kept)

@@ -40,7 +40,7 @@ def ask(run: str, stacks: bool = False) -> Answers:
         far = [int(rank) for rank in found[mine[0]]["everyone"] if int(rank) not in here]
         for name in mine:
             ranks = far if name == mine[0] else []
-            limit_s = status_server.LIMIT_S + STACK_S * len(ranks)
+            limit_s = status_server.TIMEOUT_S + STACK_S * len(ranks)
             found[name] = status_server.query(name, limit_s, stacks=ranks) or found[name]
     return [found[name] for name in mine]
 
@@ -55,7 +55,7 @@ def lines(answers: Answers) -> list[str]:
     everyone = {int(rank): told for rank, told in first["everyone"].items()}
     text = [f"{_name(first)}: {' '.join(first['command'])}, {first['num_nodes']} node{'s' * (first['num_nodes'] > 1)}"]
     for rank, told in everyone.items():
-        absent = activity.missing(everyone, rank) if told["waits"] else []
+        absent = activity.absent_ranks(everyone, rank) if told["waits"] else []
         for_whom = f"; waits for {', '.join(f'rank {other}' for other in absent)}" if absent else ""
         text.append(activity.state(rank, told) + for_whom)
         text += [f"    {sign}" for sign in told["signs"]]
