@@ -134,7 +134,8 @@ def test_going_on_with_another_codec_says_what_is_left_out(two_nodes, capsys, co
     said = [line for line in capsys.readouterr().err.splitlines() if "residuals" in line]
     assert bool(said) == bool(other) == (not kept)
     assert (
-        not said or f"made with codec 'feedback/topk' (here {other}): its error-feedback residuals are dropped" in said[0]
+        not said
+        or f"made with codec 'feedback/topk' (here {other}): its error-feedback residuals are dropped" in said[0]
     )
 
 

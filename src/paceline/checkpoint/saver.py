@@ -65,7 +65,7 @@ class Saver:
 
         if wait:
             return write()
-        draft.freeze(self._copies, fixed=run_state.MEMORIES)
+        draft.freeze(self._copies, fixed=run_state.CONSTANT_PATH)
         atexit.unregister(self._at_exit)
         atexit.register(self._at_exit)
         held_s = time.perf_counter() - begin

@@ -140,7 +140,7 @@ def _frames() -> Mapping[int, FrameType]:
 class At:
     """Context in which the training thread is ``doing`` something; it has no effect in other threads."""
 
-    __slots__ = ("_before", "_begin_s", "_what", "_where")
+    __slots__ = ("_activity", "_begin_s", "_doing", "_previous")
 
     def __init__(self, activity: Activity, doing: str, waits: bool):
         self._activity, self._doing = activity, (doing, waits)

@@ -142,9 +142,7 @@ def bar(candidate: Mapping[str, Any], measured: float, predicted: float, top: fl
     if measured and _known(candidate.get("spread_s")) and _known(candidate.get("measured_s")):
         # the relative spread of the speedup is that of the seconds
         reach = measured * min(1.0, _known(candidate["spread_s"]) / _known(candidate["measured_s"]))
-        whisker = (
-            f'<i style="left:{100 * (measured - reach) / top:.2f}%;width:{min(200 * reach / top, 100):.2f}%"></i>'
-        )
+        whisker = f'<i style="left:{100 * (measured - reach) / top:.2f}%;width:{min(200 * reach / top, 100):.2f}%"></i>'
     tracks = "".join(
         f'<span class="{name}"><b style="width:{100 * value / top:.2f}%"></b>{extra}</span>'
         for name, value, extra in (("measured", measured, whisker), ("predicted", predicted, ""))
