@@ -15,7 +15,7 @@ from paceline.checkpoint import auto_resume
 from paceline.checkpoint.checkpoint import Checkpoint
 from paceline.checkpoint.export import export
 from paceline.contract import GlobalBatch
-from paceline.data.batches import Batch, Given
+from paceline.data.batches import Batch, UserBatch
 from paceline.data.batches import batches as global_batches
 from paceline.elastic.consistency import compare_data, data_facts
 from paceline.engine.compute import batch as batches_
@@ -187,7 +187,7 @@ class Pace:
         after a signal, once all is saved.
         """
         if not isinstance(batch, GlobalBatch):
-            batch = Given(batch, float(self.run.job.batch_size))
+            batch = UserBatch(batch, float(self.run.job.batch_size))
         auto_resume.on_step_without_data(self)
         return self.training.step(batch)
 

@@ -114,7 +114,7 @@ def join(
     joined = [each.job.model for each in _here if not each.training.over and not each.training.broken]
     found = join_arguments.faults(model, optimizer, asked.words, joined)
     size = batch_size * stopwatch.times() if isinstance(batch_size, int) else batch_size
-    dealt = "measured" if found else load_balance.wanted(asked.words["shares"])
+    dealt = "measured" if found else load_balance.parse_shares(asked.words["shares"])
     job_of = partial(Job, batch_norm=batch_norm, forward=forward, most_rows=most_rows, buffers=buffers, found=found)
     inside, how = wrapped_models.inside(model), (metric, accumulate, precision, scheduler)
     job = job_of(inside, optimizer, loss, size, clip, seed, *how, shares=dealt)

@@ -43,9 +43,9 @@ def test_packing_again_is_done_at_once_and_something_else_is_not_overwritten(pho
     assert report.num_train + report.num_test == 33
     with pytest.raises(ValueError, match="of another folder, of an earlier state of it, or with other settings"):
         pack(photos, shards, shard_bytes=SHARD_BYTES, test_fraction=0.5)
-    with pytest.raises(ValueError, match="holds something else"):
+    with pytest.raises(ValueError, match="contains other files"):
         pack(photos, shards.parent)
-    with pytest.raises(ValueError, match="lie in the folder they are made of"):
+    with pytest.raises(ValueError, match="inside the folder that is packed"):
         pack(photos, photos / "ant")
     assert files(shards) == before
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from paceline.data.load_balance import LoadBalancer, fair_shares, wanted
-from paceline.data.sampler import Assignment, deal
+from paceline.data.load_balance import LoadBalancer, fair_shares, parse_shares
+from paceline.data.sampler import Assignment, apportion
 from paceline.messages import Vote
 from paceline.train.settings import Settings
 
@@ -19,7 +19,7 @@ COUNTS = (0, 1, 2, 7, 31, 32, 97)
 @pytest.mark.parametrize("shares", SHARES)
 def test_no_row_is_lost_and_a_larger_share_has_no_fewer_rows(shares):
     for count in COUNTS:
-        rows = deal(count, shares)
+        rows = apportion(count, shares)
         assert sum(rows) == count
         for (a, mine), (b, other) in itertools.permutations(zip(shares, rows, strict=True), 2):
             assert mine >= other or a < b or (a == b and mine == other - 1), "a smaller share has more"
@@ -31,15 +31,15 @@ def test_no_row_is_lost_and_a_larger_share_has_no_fewer_rows(shares):
 def test_who_is_given_a_larger_share_does_not_get_fewer_rows(shares):
     for node, count in itertools.product(range(len(shares)), COUNTS):
         more = tuple(share + 0.7 * (at == node) for at, share in enumerate(shares))
-        assert deal(count, more)[node] >= deal(count, shares)[node]
+        assert apportion(count, more)[node] >= apportion(count, shares)[node]
 
 
 def test_shares_that_are_rows_are_dealt_as_they_are_and_what_is_left_over_goes_to_the_first_of_equals():
-    assert deal(32, (24, 8)) == Assignment(0, 2, shares=(24, 8)).dealt(32) == (24, 8)
-    assert deal(32, (19, 0, 13)) == (19, 0, 13)
-    assert deal(10, (1, 1, 1, 1)) == (3, 3, 2, 2)
+    assert apportion(32, (24, 8)) == Assignment(0, 2, shares=(24, 8)).rows_per_node(32) == (24, 8)
+    assert apportion(32, (19, 0, 13)) == (19, 0, 13)
+    assert apportion(10, (1, 1, 1, 1)) == (3, 3, 2, 2)
     with pytest.raises(ValueError, match=r"not 0, got \(0, 0\)"):
-        deal(3, (0, 0))
+        apportion(3, (0, 0))
 
 
 # The best rows.
@@ -78,7 +78,7 @@ class Nodes:
         self.per_row, self.update, self.hidden, self.noise = per_row, update, hidden, noise
         n, self.dice = len(per_row), random.Random(seed)
         self.balance = LoadBalancer(count, [least] * n, most or [count] * n)
-        self.rows = deal(count, (1,) * n)
+        self.rows = apportion(count, (1,) * n)
         self.changes = []
 
     def times(self, slow=lambda node: 1.0):
@@ -187,11 +187,11 @@ def test_every_node_comes_to_the_same():
 
 
 def test_what_shares_may_be():
-    assert wanted("measured") == "measured"
-    assert wanted("3,1") == wanted((3, 1)) == (3.0, 1.0)
+    assert parse_shares("measured") == "measured"
+    assert parse_shares("3,1") == parse_shares((3, 1)) == (3.0, 1.0)
     for wrong in ("fast", "3,-1", "0,0", "", (), (1, float("nan")), (1, float("inf")), None, 3):
         with pytest.raises(ValueError, match=r"'measured', 'equal', or a number >= 0 for each node.*got "):
-            wanted(wrong)
+            parse_shares(wrong)
     assert Settings(shares="3,1").shares == "3,1"
     with pytest.raises(ValueError, match=r"got 'fast'"):
         Settings(shares="fast")

@@ -144,7 +144,7 @@ def train(size, fate, model, optimizer="momentum", codec="none", shares=None, ba
             news.append(what)
             rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.rows = lambda: rank.run.assignment.rows_per_node(24)[rank.run.assignment.node]
         control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)  # from here on operations count
         try:
@@ -288,7 +288,7 @@ def whatever(size, fate, does):
         def regrouped(what):
             rank.run.assignment, _, limits[0] = assignment.regroup(rank.run.assignment, None, 24, limits[0], what)
 
-        control.rows = lambda: rank.run.assignment.dealt(24)[rank.run.assignment.node]
+        control.rows = lambda: rank.run.assignment.rows_per_node(24)[rank.run.assignment.node]
         control.on_view_change = regrouped
         fate.counts.pop((0, link.rank), None)
         try:

@@ -115,7 +115,7 @@ def test_24_rows_here_and_8_there_are_32_in_one_process():
 
     def work(link):
         rank = Rank(link, model, optimizer, shares=(24, 8), batch_norm="sync", batch=32)
-        assert rank.run.assignment.dealt(32) == (24, 8)
+        assert rank.run.assignment.rows_per_node(32) == (24, 8)
         losses = rank.train(data)
         rank.exchange.close()
         rank.engine.close()

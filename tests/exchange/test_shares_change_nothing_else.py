@@ -175,7 +175,7 @@ def test_a_slowed_node_gets_fewer_rows_and_them_back_and_every_sample_counts_onc
         for batch in made:
             vote = rank.step(batch).vote
             losses.append(vote.loss_sum / vote.weight)
-            shares.append(rank.run.assignment.dealt(24))
+            shares.append(rank.run.assignment.rows_per_node(24))
             step[0] += 1
             rank.redealt = rank.redealt or (shares[-1][1] < 12 and shares[-1][1])
             if rank.redealt and shares[-1][1] > rank.redealt:
@@ -225,7 +225,7 @@ def test_nodes_that_average_every_other_step_deal_anew_too():
         made = batches(Numbered(24 * 7), 24, 20, 3, lambda: rank.run.assignment)
         for batch in made:
             rank.step(batch)
-            shares.append(rank.run.assignment.dealt(24))
+            shares.append(rank.run.assignment.rows_per_node(24))
             if shares[-1] != shares[-2]:
                 break
         made.close()
@@ -262,7 +262,7 @@ def test_a_node_has_no_more_rows_than_it_can_take_from_the_beginning():
     assignment, balance, _ = settle(
         place(mine, LaunchEnvironment(num_nodes=2)), mine, rank.engine, Said((1, 6), (1, 32))
     )
-    assert assignment.dealt(32) == (6, 26)
+    assert assignment.rows_per_node(32) == (6, 26)
     assert (balance.least, balance.most) == ((1, 1), (6, 32))
     for options, said, message in (
         ({}, ((1, 6), (1, 20)), r"batch_size is 32, and the nodes take at most 6 \+ 20 rows"),

@@ -17,7 +17,7 @@ from machines import needs_cluster
 from paceline.report.activity import Activity
 from paceline.report.host_health import HostHealth, HostSample
 from paceline.report.record import Record, read
-from paceline.report.stragglers import NETWORK, NOTHING, Stragglers
+from paceline.report.stragglers import NETWORK, NO_SYMPTOMS, Stragglers
 
 SPIN = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
 
@@ -98,7 +98,7 @@ def test_new_shares_come_with_the_name_of_the_slow(watch, capsys):
     watch.run(20, (0.3, 0.3), step_s=1.0)
     (told,) = watch.found()
     assert (told["old"], told["new"]) == ([8, 8], [12, 4])
-    assert told["text"].endswith(f"{NOTHING}; rows of the global batch: 8, 8 -> 12, 4")
+    assert told["text"].endswith(f"{NO_SYMPTOMS}; rows of the global batch: 8, 8 -> 12, 4")
 
 
 def test_who_made_the_shares_change_is_named_even_where_noise_hid_it(watch):

@@ -123,7 +123,7 @@ def planned(
 def _used(named: list[Host], made: Plan, shares: str | None) -> list[Host]:
     """Those that the plan uses; all of them where it uses others, or where --shares are given for each."""
     used = [node for node in named if node.name in made.used]
-    if len(used) < max(1, len(made.used)) or isinstance(load_balance.wanted(shares or "measured"), tuple):
+    if len(used) < max(1, len(made.used)) or isinstance(load_balance.parse_shares(shares or "measured"), tuple):
         return named
     if left := ", ".join(node.name for node in named if node not in used):
         print(

@@ -51,7 +51,7 @@ def settle(
             f"join: batch_size is {count}, and the nodes take at most {' + '.join(map(str, most))} rows of it "
             f"(most_rows); raise most_rows, lower batch_size, or use accumulate instead"
         )
-    dealt = assignment.dealt(count)
+    dealt = assignment.rows_per_node(count)
     if over := [node for node in range(nodes) if dealt[node] > most[node]]:
         if assignment.shares:
             raise ValueError(

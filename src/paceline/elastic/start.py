@@ -65,13 +65,13 @@ def start(
     if world.min_nodes:
         members.stand_by(world.min_nodes)
         surviving = own = FaultTolerantControl(plain, [exchange.rebuild, engine.reopen])
-        surviving.rows = lambda: mine.dealt(job.batch_size)[world.node]
+        surviving.rows = lambda: mine.rows_per_node(job.batch_size)[world.node]
     if world.local_rank == 0:
         exchange.open(
             engine.buckets,
             members.link,
             codec,
-            max(mine.dealt(job.batch_size)),
+            max(mine.rows_per_node(job.batch_size)),
             job.seed,
             engine.optimizer_takes_factors,
         )

@@ -31,7 +31,7 @@ class Rebalance(StepObserver):
         stragglers = self.stragglers if run.leader else None
         if not summary.batch.assigned or not (run.balance or stragglers):
             return
-        rows = run.assignment.dealt(int(summary.batch.weight))
+        rows = run.assignment.rows_per_node(int(summary.batch.weight))
         if stragglers:
             stragglers.after(run.num_steps, rows, vote.paces, sum(vote.took), summary.sent_bytes)
         # a step that others had agreed on before all met again says nothing to whoever measures from there on

@@ -73,7 +73,7 @@ class RunState:
     @property
     def shares(self) -> tuple[int, ...]:
         """Each node's rows of a whole global batch."""
-        dealt: tuple[int, ...] = self.assignment.dealt(self.job.batch_size)
+        dealt: tuple[int, ...] = self.assignment.rows_per_node(self.job.batch_size)
         return dealt
 
     def settle(self) -> None:

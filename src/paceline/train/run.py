@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline import registry
 from paceline.data import images, input_advice, sample
-from paceline.data.encoded_images import Pictures
+from paceline.data.encoded_images import EncodedImages
 from paceline.errors import CheckpointError, LinkError
 from paceline.messages import Vote
 from paceline.pace import Pace
@@ -184,7 +184,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
                 console.print(f"{text}, test accuracy {accuracy:.1%}")
                 tally = Tally()
     num_steps = pace.num_steps - first
-    if pace.leader and isinstance(train, Pictures) and num_steps:
+    if pace.leader and isinstance(train, EncodedImages) and num_steps:
         with contextlib.suppress(OSError, RuntimeError):  # it packs some images, for which there may be no room
             each_s = (time.perf_counter() - begin) / num_steps
             hint = _input_hint(train, waited_s / num_steps, each_s, batch_size, settings)
@@ -195,7 +195,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
     return result
 
 
-def _input_hint(train: Pictures, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
+def _input_hint(train: EncodedImages, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
     """Whether packing or more decoding would help, by measurement; nothing is measured where steps hardly wait."""
     costs = input_advice.Costs(0.0, 0.0, 0.0)
     if wait_s > input_advice.LITTLE * whole_s:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.data.load_balance import wanted
+from paceline.data.load_balance import parse_shares
 from paceline.registry import CODEC, EXCHANGE, MODEL, MODEL_OF_SAMPLE
 from paceline.report.record import write_whole
 
@@ -80,7 +80,7 @@ class Settings:
         if not 0 < self.test_fraction < 1:
             faults.append(f"--test-fraction must lie between 0 and 1, got {self.test_fraction}")
         try:
-            wanted(self.shares or "equal")
+            parse_shares(self.shares or "equal")
         except ValueError as error:
             faults.append(str(error))
         if faults:

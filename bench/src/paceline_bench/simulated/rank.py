@@ -124,7 +124,7 @@ class Rank:
         if launcher:
             self.run.clip = CLIP
             self.run.observers.insert(0, Held(self))
-        self.control.rows = lambda: self.run.assignment.dealt(BATCH)[self.run.assignment.node]
+        self.control.rows = lambda: self.run.assignment.rows_per_node(BATCH)[self.run.assignment.node]
         self.control.on_view_change = self.regroup
         self.guests = 0  # the generation in which somebody is to be admitted
         self.attempt: Attempt = (0, 0)
