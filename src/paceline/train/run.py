@@ -198,7 +198,7 @@ def _epochs(pace: Pace, train: Any, test: Any, epochs: int, batch_size: int, set
 def _input_hint(train: EncodedImages, wait_s: float, whole_s: float, rows: int, settings: Settings) -> str:
     """Whether packing or more decoding would help, by measurement; nothing is measured where steps hardly wait."""
     costs = input_advice.Costs(0.0, 0.0, 0.0)
-    if wait_s > input_advice.LITTLE * whole_s:
+    if wait_s > input_advice.MIN_GAIN * whole_s:
         with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
             costs = input_advice.measure(train, Path(scratch))
     cores = len(os.sched_getaffinity(0))
