@@ -148,7 +148,7 @@ thread.start()
 looking.wait()
 child = os.fork()
 if not child:
-    os._exit(10 * gc.isenabled() + activity._LOOKING.acquire(timeout=1.0))
+    os._exit(10 * gc.isenabled() + activity._LOCK.acquire(timeout=1.0))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

@@ -236,5 +236,5 @@ def test_which_steps():
     assert parse("5") == (5, 7)
     assert parse("5-9") == (5, 9)
     for wrong in ("x", "-3", "5-", "9-5", "1.5"):
-        with pytest.raises(ValueError, match=r"is no step; give the first step to draw, as 5, or .* as 5-9"):
+        with pytest.raises(ValueError, match=r"is no step; give the first step to trace, as 5, or .* as 5-9"):
             parse(wrong)

@@ -52,13 +52,15 @@ def few(tmp_path, monkeypatch):
 def test_a_launcher_goes_on_with_its_own_run_and_with_no_other(few):
     assert train.run(Settings(epochs=1, batch_size=32))["epochs"] == 1
     assert train.run(Settings(epochs=2, batch_size=32, save_every=1))["epochs"] == 2
-    with pytest.raises(ValueError, match=r"of another run: it was asked for with \{.*'lr': 0\.5.*another --out"):
+    with pytest.raises(ValueError, match=r"of another run: its options are \{.*'lr': 0\.5.*another --out"):
         train.run(Settings(epochs=3, batch_size=32, lr=0.5))
     run = Path(os.environ["PACELINE_FOLDER"])
     Settings(epochs=2, batch_size=32).write(run)
-    Settings(epochs=5, batch_size=32, keep=7).claim(run)
-    with pytest.raises(ValueError, match=r"asked for with \{'batch_size': 32\}, this one with \{'batch_size': 64\}"):
-        Settings(batch_size=64).claim(run)
+    Settings(epochs=5, batch_size=32, keep=7).check_same_run(run)
+    with pytest.raises(
+        ValueError, match=r"with the options \{'batch_size': 32\}, and this run has \{'batch_size': 64\}"
+    ):
+        Settings(batch_size=64).check_same_run(run)
     few["classes"] = ("Trouser", "Bag", "Dress")
     with pytest.raises(ValueError, match=r"the classes are \['Trouser', 'Bag', 'Dress'\], and were"):
         train.run(Settings(epochs=3, batch_size=32))

@@ -188,10 +188,10 @@ def test_no_checkpoint_is_told_what_would_be_one(tmp_path, pictures):
 def test_a_checkpoint_that_does_not_say_what_it_is_is_told(run, pictures, missing):
     facts = {name: fact for name, fact in FACTS.items() if name != missing}
     write(run, 3, {}, {"facts": facts})
-    with pytest.raises(ValueError, match=f"does not say {missing} "):
+    with pytest.raises(ValueError, match=f"does not contain {missing} "):
         predict(run, pictures[0])
     write(run, 4, {}, None)
-    with pytest.raises(ValueError, match=r"does not say model .*, classes .*, input "):
+    with pytest.raises(ValueError, match=r"does not contain model .*, classes .*, input "):
         predict(run, pictures[0])
 
 
@@ -209,7 +209,7 @@ def test_a_shape_that_cannot_be_prepared_is_told(run, model, pictures):
 
 def test_answers_of_another_shape_are_told(tmp_path, tiny, pictures):
     write(tmp_path / "run", 1, {}, {"facts": {**FACTS, "model": f"{tiny}:flat"}})
-    with pytest.raises(ValueError, match=r"answers 2 images with \(2, 784\); predict needs logits of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"returns \(2, 784\) for 2 images; predict needs logits of shape \(2, 3\)"):
         predict(tmp_path / "run", pictures[0][:2])
 
 

@@ -146,7 +146,7 @@ def _train_here(settings: Settings, plan: str, out: Path) -> None:
     from paceline.train import run as job
 
     if os.environ["RANK"] == "0":
-        settings.claim(out)
+        settings.check_same_run(out)
         check_free(out)
         settings.write(out)
     os.environ["PACELINE_FOLDER"] = str(out)
