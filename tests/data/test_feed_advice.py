@@ -17,8 +17,8 @@ from paceline.data.pack import pack
     ("wait_s", "costs", "decoders", "cores", "packed", "told", "not_told"),
     [
         # 100 rows a step of 0.1 s
-        (0.001, Costs(9, 9, 9), 1, 8, False, ["not what limits", "waited 1%"], ["packing"]),
-        (0.9, Costs(0.009, 0.0005, 0.0005), 1, 1, False, ["waited 90%", "packing 9.5x"], ["instead of"]),
+        (0.001, Costs(9, 9, 9), 1, 8, False, ["not the bottleneck", "took 1%"], ["packing"]),
+        (0.9, Costs(0.009, 0.0005, 0.0005), 1, 1, False, ["took 90%", "packing 9.5x"], ["instead of"]),
         (0.9, Costs(0.0, 0.0, 0.01), 1, 4, False, ["4 decoding processes or threads instead of 1 4.0x"], ["packing"]),
         (0.9, Costs(0.005, 0.001, 0.005), 1, 2, False, ["both 3.3x", "instead of 1 2.0x", "packing 1.7x"], []),
         (0.9, Costs(0.005, 0.005, 0.005), 2, 2, True, ["neither packing nor more", "smaller size"], ["x."]),

@@ -79,7 +79,7 @@ def test_rows_arrive_whole_with_and_without_shared_memory(monkeypatch, room):
         {"a": torch.tensor(i, dtype=torch.bfloat16), "b": (torch.zeros(0), torch.full((2, 3), i > 1)), "c": str(i)}
         for i in range(4)
     ]
-    monkeypatch.setattr(workers, "_has_room", lambda: room)
+    monkeypatch.setattr(workers, "_shm_is_large", lambda: room)
     (batch,) = batches(items, 4, 1, 0, Assignment(), shuffle=False, workers=1)
     rows = batch.share(Assignment())
     assert rows["a"].tolist() == [0, 1, 2, 3]

@@ -173,7 +173,7 @@ def test_a_layer_that_owes_goes_on_dense_under_another_plan():
         exchange.open(layers, link, parse("codec", "feedback/topk:keep=0.1"), rows=2)
         begun = list(exchange.forms())
         exchange.load({"step": 7, "owing": [1]})
-        exchange.choice.dealt(0.5)
+        exchange.choice.on_assignment(0.5)
         exchange.close()
         return begun, list(exchange.forms()), exchange.choice.state()["owing"]
 

@@ -62,7 +62,7 @@ def test_who_has_other_samples_is_refused(monkeypatch):
 
 
 def admission(pace, said):
-    return Admission(pace.run, said, pace.training.end, pace.training._give_up)
+    return Admission(pace.run, said, pace.training.end, pace.training._save_and_exit)
 
 
 class Noted:

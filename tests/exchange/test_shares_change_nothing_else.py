@@ -106,7 +106,7 @@ def test_forms_are_chosen_anew_for_other_shares_by_everyone_alike(monkeypatch):
         rank.train(data[:3])
         before = list(rank.exchange.forms())
         rank.run.assignment = sampler.Assignment(link.rank, 3, shares=(48, 3, 3))
-        rank.exchange.dealt(48 / 54)
+        rank.exchange.on_assignment(48 / 54)
         after = list(rank.exchange.forms())
         rank.train(data[3:])
         rank.exchange.close()

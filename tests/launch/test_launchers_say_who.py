@@ -12,7 +12,7 @@ import torch
 import paceline
 from launching import HERE, environment
 from needs import want
-from paceline.environment import FORMERLY, LaunchEnvironment, first_host, translate, variable
+from paceline.environment import FORMER_NAMES, LaunchEnvironment, first_host, translate, variable
 from paceline.launch.local import start
 
 pytestmark = pytest.mark.long
@@ -218,7 +218,7 @@ def test_openmp_does_not_spin_beside_replicas_unless_the_user_wants_it(row, own,
     assert capfd.readouterr().out == f"{told}\n"
 
 
-@pytest.mark.parametrize(("name", "former"), FORMERLY.items())
+@pytest.mark.parametrize(("name", "former"), FORMER_NAMES.items())
 def test_a_variable_is_read_by_its_former_name_too(name, former):
     assert variable(name, {}) == ""
     assert variable(name, {former: "old"}) == variable(name, {name: "old"}) == "old"

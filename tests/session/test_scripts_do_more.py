@@ -214,7 +214,7 @@ def test_a_layer_that_owes_does_not_become_factors():
         rank.step(Whole(rows(150, 0)))
         before = rank.exchange.forms()[index], index in owed(rank)
         choice.total, choice.most = [24] * len(choice.buckets), [12] * len(choice.buckets)
-        rank.exchange.dealt(0.5)
+        rank.exchange.on_assignment(0.5)
         return before, rank.exchange.forms()[index]
 
     assert ranks.run(2, work) == [(("dense", True), "dense")] * 2

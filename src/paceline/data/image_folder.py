@@ -46,9 +46,8 @@ def find(root: Path, test_fraction: float, seed: int, broken: Collection[str] = 
     elif test_folder is not None and (root / "train").is_dir():
         train, test = _scan(root, "train/", broken), _scan(root, f"{test_folder.name}/", broken)
         errors += _errors("train/", train) + _errors(f"{test_folder.name}/", test)
-        if unmatched := sorted(train.keys() ^ test.keys()):
-            listed = ", ".join(unmatched)
-            errors.append(f"classes in one of train/ and {test_folder.name}/ alone: {listed}; add or remove")
+        if alone := sorted(train.keys() ^ test.keys()):
+            errors.append(f"classes in one of train/ and {test_folder.name}/ alone: {', '.join(alone)}; add or remove")
     else:
         train = _scan(root, "", broken)
         errors += _errors("it", train)

@@ -17,8 +17,7 @@ def seed_all(*numbers: int) -> None:
 
 
 class OwnRng:
-    """In its ``with`` blocks the global generators have its own state, which persists between blocks; it is then
-    replaced by the state before."""
+    """In its ``with`` blocks the global generators have its own state, which persists from block to block."""
 
     def __init__(self, *numbers: int):
         outside = _state()

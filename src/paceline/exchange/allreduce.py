@@ -240,8 +240,8 @@ class Exchange(contract.Exchange):
         redo = self.choice.needs_retry(vote, [vote]) or not vote.ok
         return StepOutcome(Decision.RETRY if redo else Decision.COMMIT, [] if redo else gradients, vote)
 
-    def dealt(self, largest: float) -> None:
-        self.choice.dealt(largest)
+    def on_assignment(self, largest: float) -> None:
+        self.choice.on_assignment(largest)
 
     def cost(self, buckets: Sequence[Bucket], rows: int, size: int) -> CommCost:
         asks = cost_of(self.link, size)

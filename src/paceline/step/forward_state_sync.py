@@ -56,7 +56,7 @@ class ForwardStateSync(StepObserver):
 
     def votes(self, vote: Vote) -> None:
         self._rank, self._had = self.run.world.rank, vote.weight > 0
-        vote.idle, vote.source = not self._had, self._rank if self._had else Vote.NOBODY
+        vote.idle, vote.source = not self._had, self._rank if self._had else Vote.NO_SOURCE
         vote.moves = len(self._cared())
 
     def updated(self, outcome: StepOutcome) -> None:
@@ -112,7 +112,7 @@ class ForwardStateSync(StepObserver):
                 f"than torch.nn.functional.batch_norm, so they are not global statistics; use torch.nn.BatchNorm "
                 f"or call that function in the layer, or give batch_norm='local'"
             )
-            error.told = not self.run.leader  # type: ignore[attr-defined]
+            error.reported = not self.run.leader  # type: ignore[attr-defined]
             raise error
         names = sorted({name for one in said for name in one["sums"]})
         values = {name: {one["sums"][name] for one in said if name in one["sums"]} for name in names}

@@ -42,7 +42,7 @@ class Rebalance(StepObserver):
     def _deal(self, change: Reassignment) -> None:
         run = self.run
         run.assignment = dataclasses.replace(run.assignment, shares=change.new)
-        run.exchange.dealt(max(change.new) / sum(change.new))
+        run.exchange.on_assignment(max(change.new) / sum(change.new))
         run.record.write("shares", step=run.num_steps, **dataclasses.asdict(change))
         if self.stragglers and run.leader:
             self.stragglers.on_assignment(run.num_steps, change.old, change.new, change.per_s)

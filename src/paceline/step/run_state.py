@@ -81,5 +81,5 @@ class RunState:
         try:
             self.engine.wait_pending()
         except NotFinite as error:
-            error.told = not self.speaks  # type: ignore[attr-defined]
+            error.reported = not self.speaks  # type: ignore[attr-defined]
             raise

@@ -170,8 +170,8 @@ class LocalLeader(_Relay):
     def averaged(self) -> None:
         self.exchange.averaged()
 
-    def dealt(self, largest: float) -> None:
-        self.exchange.dealt(largest)
+    def on_assignment(self, largest: float) -> None:
+        self.exchange.on_assignment(largest)
         self._forms = list(self.exchange.forms())
         self.share_forms()
 
@@ -221,7 +221,7 @@ class LocalFollower(_Relay):
         ]
         return StepOutcome(decision, gradients, merged, drift)
 
-    def dealt(self, largest: float) -> None:
+    def on_assignment(self, largest: float) -> None:
         self.read_forms()
 
     def load(self, state: dict[str, Any]) -> None:

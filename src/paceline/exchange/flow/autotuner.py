@@ -175,7 +175,7 @@ class Autotuner:
                 self._adopt(wanted)
         return bool(strays)
 
-    def dealt(self, largest: float) -> None:
+    def on_assignment(self, largest: float) -> None:
         """The busiest rank has this part of all rows."""
         if self.seen:
             self.most = [math.ceil(rows * largest) for rows in self.total]
