@@ -218,7 +218,7 @@ class Engine(EngineTraits, EngineState, EngineOnNode):
         """The state that ``gradient`` may change: buffers and random state. Weights change only in `apply`."""
         raise NotImplementedError
 
-    def rollback(self, kept: Any) -> None:
+    def rollback(self, snapshot: Any) -> None:
         raise NotImplementedError
 
     def close(self) -> None:

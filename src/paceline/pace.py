@@ -51,7 +51,7 @@ class Pace:
         self._dataset: Any = None  # the last dataset of `batches`
         self._first_call = 0  # the call of `batches` in which the checkpoint was made
 
-    # what a script may read
+    # attributes for scripts
 
     @property
     def link(self) -> transport.Link | None:
@@ -229,7 +229,7 @@ class Pace:
         """
         self.run.settle()
 
-    # what must happen once, everywhere, or be counted once
+    # operations of one process per node, and collective evaluation
 
     def once(self, work: Callable[..., Any] | None = None, *args: Any) -> Any:
         """Without arguments: true in exactly one process of each node.
@@ -263,15 +263,15 @@ class Pace:
                 options = self.run.assignment, dataset, metric, rows, self._cast_batch
                 result = evaluate(self.job.model, self.engine, self.control, *options)
                 if result is not None:
-                    if self.training.witness:
-                        self.training.witness.evaluate(result, metric)
+                    if self.training.equivalence_run:
+                        self.training.equivalence_run.evaluate(result, metric)
                     return result
             raise LinkError(f"the members changed during each of {MAX_ATTEMPTS} evaluations; check the network")
 
     def _cast_batch(self, rows: Any) -> Any:
-        return self.training.witness.cast(rows, batches_.mapped) if self.training.witness else rows
+        return self.training.equivalence_run.cast(rows, batches_.mapped) if self.training.equivalence_run else rows
 
-    # what is kept
+    # checkpoints and export
 
     def save(self, folder: str | os.PathLike[str] | None = None, wait: bool = True) -> Path | None:
         """Saves a checkpoint of all state, from which `restore` resumes bit by bit. All processes must call it.

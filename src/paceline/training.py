@@ -76,18 +76,18 @@ class Training:
         joining_link: JoiningLink | None = None,
     ):
         self.linked, self.members = members is not None, members or alone_members()
-        self.witness = EquivalenceRun.of_environment()
-        if self.witness:
-            self.witness.prepare(job.model)
-            job.loss = self.witness.cast_loss(job.loss)
+        self.equivalence_run = EquivalenceRun.of_environment()
+        if self.equivalence_run:
+            self.equivalence_run.prepare(job.model)
+            job.loss = self.equivalence_run.cast_loss(job.loss)
         profile_path = os.environ.get("PACELINE_PROFILE")
         # in a trial, a profile or an equivalence run, the user's run folder is neither read nor written
-        watched = bool(profile_path or self.witness or os.environ.get("PACELINE_TRIAL"))
+        watched = bool(profile_path or self.equivalence_run or os.environ.get("PACELINE_TRIAL"))
         started = start(job, engine, exchange, codec, self.members, self.linked, world, watched)
         run, self._changes = started.run, started.met
         self.run, run.folder = run, folder
-        if self.witness and run.leader:
-            self.witness.begin(engine.state())
+        if self.equivalence_run and run.leader:
+            self.equivalence_run.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(run.leader)
         self.home = RunFolder(None if watched else folder, run.record)
         if not world.join_ticket:  # an error here ends all processes; it is no node failure
@@ -164,10 +164,10 @@ class Training:
             from paceline.planner.measure.profile_job import ProfileJob  # not needed in training
 
             found.append(ProfileJob(run, self.stopwatch, profile_path))
-        if self.witness:
+        if self.equivalence_run:
             from paceline.planner.diagnose.notes import Comparison  # not needed in training
 
-            found.append(Comparison(run, self.witness))
+            found.append(Comparison(run, self.equivalence_run))
         return found
 
     def _report(self) -> None:

@@ -95,7 +95,7 @@ def test_none_in_common_is_told(tmp_path, one, other, told):
 def test_a_node_on_which_all_are_damaged_is_told_by_name(tmp_path):
     runs = [make(tmp_path / name, 1) for name in "ab"]
     tear(runs[1], 1)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*b is whole"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*b is complete"):
         choose(*runs)
 
 

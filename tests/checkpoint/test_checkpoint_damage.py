@@ -79,7 +79,7 @@ def export_of(run, name):
 def test_all_damaged_is_told_one_by_one(two):
     for path in sorted(two.iterdir()):
         (path / checkpoint.TREE).unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole") as raised:
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is complete") as raised:
         read_newest(two)
     assert [f"{n}/checkpoint.json is missing" in str(raised.value) for n in ("00000001", "00000002")] == [True, True]
 

@@ -1,4 +1,4 @@
-"""A node that is slower than its share says is named once, with what its machine shows; noise is not named."""
+"""A node that is slower than its share assumes is named once, with what its machine shows; noise is not named."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_a_slow_node_is_named_once_with_its_signs(watch, capsys):
     assert (told["node"], told["host"], told["seconds"], told["usual_seconds"]) == (1, "host1", 0.5, 0.2)
     assert told["step"] <= 30 + 9 + 4
     assert told["signs"] == watch.signs[1]
-    assert "rank 1 on host1 is slower than its share says: 0.5 s of work in a step, the others 0.2 s" in told["text"]
+    assert "rank 1 on host1 is slower than its share assumes: 0.5 s of work in a step, the others 0.2 s" in told["text"]
     assert capsys.readouterr().err == f"paceline: {told['text']}\n"
 
 
@@ -131,7 +131,7 @@ def test_a_slow_network_is_named_where_all_nodes_take_what_they_took(watch):
     watch.run(30, (0.2, 0.2, 0.2), took_s=0.4)
     (told,) = watch.found()
     assert "node" not in told
-    assert "the network is slow: what a step sends takes 0.4 s, and 0.05 s at best before" in told["text"]
+    assert "the network is slow: communication takes 0.4 s per step, and took 0.05 s at best before" in told["text"]
     assert NETWORK not in {each.node for each in watch.stragglers.pending}
 
 
@@ -271,7 +271,7 @@ def test_a_node_whose_core_others_take_is_named_with_them_and_gives_rows_away(tm
                 thief.kill()
                 thief.wait()
     text = told(tmp_path)[0]["text"]
-    assert "rank 1 on node1 is slower than its share says" in text
+    assert "rank 1 on node1 is slower than its share assumes" in text
     assert "other programs use" in text
     assert any(f"pid {thief.pid}" in text for thief in thieves)
     assert said[0].count(text) == 1
@@ -287,7 +287,9 @@ def test_a_node_whose_data_comes_late_is_named_with_that(tmp_path):
         until(lambda: told(tmp_path), nodes)
         said = end(tmp_path, nodes)
     text = told(tmp_path)[0]["text"]
-    assert re.search(r"rank 1 on node1 is slower than its share says: .*; its data comes late: \d+ % of a step", text)
+    assert re.search(
+        r"rank 1 on node1 is slower than its share assumes: .*; its data comes late: \d+ % of a step", text
+    )
     assert said[0].count(text) == 1
 
 
@@ -302,5 +304,5 @@ def test_a_network_that_becomes_slow_is_named(tmp_path):
         cluster.shape(None)
         said = end(tmp_path, nodes)
     text = told(tmp_path, None)[0]["text"]
-    assert re.search(r"the network is slow: what a step sends takes \S+ s, and \S+ s at best before", text)
+    assert re.search(r"the network is slow: communication takes \S+ s per step, and took \S+ s at best before", text)
     assert said[0].count(text) == 1

@@ -180,7 +180,7 @@ def test_no_checkpoint_is_told_what_would_be_one(tmp_path, pictures):
         with pytest.raises(ValueError, match=what) as raised:
             predict(path, pictures[0])
         assert "checkpoint-NNNNNNNN" in str(raised.value)
-    with pytest.raises(ValueError, match=r"0\.png is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"0\.png is not a complete safetensors file"):
         predict(pictures[0][0], pictures[0])
 
 

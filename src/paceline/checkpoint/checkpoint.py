@@ -174,7 +174,7 @@ def read_newest(run: Path, most: int | None = None) -> Checkpoint | None:
         except CheckpointError as error:
             damaged.append(str(error))
     if damaged:
-        raise CheckpointError(f"no checkpoint in {run} is whole:\n" + "\n".join(f"- {error}" for error in damaged))
+        raise CheckpointError(f"no checkpoint in {run} is complete:\n" + "\n".join(f"- {error}" for error in damaged))
     return None
 
 

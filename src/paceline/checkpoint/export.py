@@ -37,7 +37,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         weights, metadata, _ = tensor_file.read(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     facts = {}
     for name, text in metadata.items():
         try:

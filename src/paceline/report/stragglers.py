@@ -159,13 +159,13 @@ class Stragglers:
         host = statuses.get(straggler.node, {}).get("host", "")
         if straggler.node == NETWORK:
             text = (
-                f"the network is slow: what a step sends takes {straggler.seconds:.3g} s, and {straggler.usual_s:.3g} "
-                f"s at best before{_distance(statuses)}"
+                f"the network is slow: communication takes {straggler.seconds:.3g} s per step, and took "
+                f"{straggler.usual_s:.3g} s at best before{_distance(statuses)}"
             )
         else:
             name = f"rank {straggler.node}" + (f" on {host}" if host else "")
             text = (
-                f"{name} is slower than its share says: {straggler.seconds:.3g} s of work in a step, the others "
+                f"{name} is slower than its share assumes: {straggler.seconds:.3g} s of work in a step, the others "
                 f"{straggler.usual_s:.3g} s; {'; '.join(self._symptoms(straggler.node)) or NO_SYMPTOMS}"
             )
         if straggler.new:
