@@ -197,9 +197,9 @@ def test_weights_that_safetensors_cannot_hold_are_named(tmp_path, weights, what)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("step", "keep", "words"), [(-1, 2, "step=-1"), (0, 0, "keep=0")])
-def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("step", "keep", "message"), [(-1, 2, "step=-1"), (0, 0, "keep=0")])
+def test_a_wrong_step_or_keep_is_told(tmp_path, step, keep, message):
+    with pytest.raises(ValueError, match=message):
         write(tmp_path, step, {}, None, keep)
 
 

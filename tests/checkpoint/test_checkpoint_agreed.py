@@ -61,8 +61,8 @@ def test_one_that_is_torn_on_one_node_is_passed_over_by_all(tmp_path):
     tear(runs[1], 3)
     found = choose(*runs)
     assert found.found.step == 2
-    (said,) = found.skipped
-    assert "b/checkpoint-00000003/weights.safetensors is damaged: " in said
+    (reason,) = found.skipped
+    assert "b/checkpoint-00000003/weights.safetensors is damaged: " in reason
 
 
 def test_one_that_a_node_does_not_see_is_passed_over_by_all(tmp_path):
@@ -86,9 +86,11 @@ def test_none_at_all_is_none(tmp_path):
     assert choose(tmp_path / "a", tmp_path / "b") is None
 
 
-@pytest.mark.parametrize(("one", "other", "told"), [((), (1, 2), r"\[None, 2\]"), ((2,), (1,), r"\[2, 1\]")])
-def test_none_in_common_is_told(tmp_path, one, other, told):
-    with pytest.raises(ValueError, match=f"found different checkpoints in runs/mine, of steps {told}.* none in common"):
+@pytest.mark.parametrize(("one", "other", "steps"), [((), (1, 2), r"\[None, 2\]"), ((2,), (1,), r"\[2, 1\]")])
+def test_none_in_common_is_told(tmp_path, one, other, steps):
+    with pytest.raises(
+        ValueError, match=f"found different checkpoints in runs/mine, of steps {steps}.* none in common"
+    ):
         choose(make(tmp_path / "a", *one), make(tmp_path / "b", *other))
 
 

@@ -219,12 +219,12 @@ def test_an_end_by_another_error_tells_it_in_a_line(full, capsys):
     _, run = full
     with pytest.raises(ZeroDivisionError):
         ends(None, run.parent / "other", ZeroDivisionError())
-    said = capsys.readouterr().err
-    assert said.startswith("paceline: cannot write the checkpoint of step 1 ")
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert output.startswith("paceline: cannot write the checkpoint of step 1 ")
+    assert output.count("\n") == 1
 
 
-def lost(run, hold):
+def fail_to_save(run, hold):
     with training(run) as pace:
         step(pace)
         hold(run)
@@ -235,7 +235,7 @@ def lost(run, hold):
 
 def test_it_is_waited_for_when_the_loss_is_not_finite(tmp_path, hold):
     with pytest.raises(NotFinite):
-        lost(tmp_path, hold)
+        fail_to_save(tmp_path, hold)
     assert read_newest(tmp_path).step == 1
 
 
@@ -250,15 +250,15 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, hold, capsys):
 def test_a_disk_that_does_not_answer_is_told(tmp_path, hold, monkeypatch):
     monkeypatch.setattr(async_writer, "TIMEOUT_S", 0.1)
     monkeypatch.setattr(async_writer, "SLOWEST_BYTES_PER_S", math.inf)
-    words = r"the checkpoint of step 1 in .* is not on the disk after 0 s; earlier checkpoints are untouched"
+    message = r"the checkpoint of step 1 in .* is not on the disk after 0 s; earlier checkpoints are untouched"
     pace = training(tmp_path)
     step(pace)
     hold(tmp_path)
     pace.save(wait=False)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         pace.save()
     step(pace)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         pace.close()
 
 

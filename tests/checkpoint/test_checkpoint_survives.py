@@ -171,11 +171,11 @@ def test_a_writer_that_never_ends_is_told(tmp_path, monkeypatch):
 
 def refused(run, turn, step, number):
     """Whether a write was refused as it should be; if it was not, that it succeeded."""
-    before, error, usage, asked = read_newest(run), None, shutil.disk_usage, []
+    before, error, usage, usages = read_newest(run), None, shutil.disk_usage, []
 
     def disk_usage(place):
-        asked.append((place, usage(place)))  # others write to the same disk meanwhile
-        return asked[-1][1]
+        usages.append((place, usage(place)))  # others write to the same disk meanwhile
+        return usages[-1][1]
 
     try:
         with mock.patch.object(shutil, "disk_usage", disk_usage):
@@ -187,7 +187,7 @@ def refused(run, turn, step, number):
         text = str(error)
         assert f"checkpoint of step {step} to {run}" in text
         needed = sum(file.stat().st_size for file in before.path.iterdir())  # the same, but for the turn
-        ((place, seen),) = asked
+        ((place, seen),) = usages
         assert place.stat().st_dev == run.stat().st_dev
         assert f"needs {needed:,} bytes, {seen.free:,} are free" in text
         assert f"{before.path.name} is untouched" in text

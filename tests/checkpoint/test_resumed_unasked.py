@@ -162,9 +162,9 @@ def test_without_a_checkpoint_it_says_so_and_begins_at_step_0(script, tmp_path, 
     capsys.readouterr()
     found = script(one_call, tmp_path / "again", every=0, again=True, restore=restore)
     assert all(torch.equal(a, b) for a, b in zip(want, found, strict=True))
-    said = capsys.readouterr().err
-    assert "no checkpoint" in said
-    assert said.endswith("begins at step 0\n")
+    output = capsys.readouterr().err
+    assert "no checkpoint" in output
+    assert output.endswith("begins at step 0\n")
 
 
 def test_a_loop_without_batches_begins_at_step_0_and_is_told(script, tmp_path, capsys):
@@ -197,13 +197,13 @@ def weights_of(folder):
 @pytest.mark.dear
 def test_all_nodes_killed_at_once_end_with_the_bits_of_a_resume_by_hand(tmp_path):
     far, near = tmp_path / "far", tmp_path / "near"
-    words = "run", "--plan", "sequential", "--shares", "equal", "--nodes", "2:2"
-    _, errors = finish(begin(*words, "--out", far, KILLED, far, 5))
+    command = "run", "--plan", "sequential", "--shares", "equal", "--nodes", "2:2"
+    _, errors = finish(begin(*command, "--out", far, KILLED, far, 5))
     assert errors.count("resumes from its newest checkpoint") == 1
     assert f"resumed from the checkpoint of step 3 in {far}" in errors
     assert "Traceback" not in errors
-    finish(begin(*words, "--restarts", 0, "--out", near, KILLED, near, 5), code=137)
-    finish(begin(*words, "--restarts", 0, "--out", near, KILLED, near, 5, "restore"))
+    finish(begin(*command, "--restarts", 0, "--out", near, KILLED, near, 5), code=137)
+    finish(begin(*command, "--restarts", 0, "--out", near, KILLED, near, 5, "restore"))
     one, other = weights_of(far), weights_of(near)
     assert len(one) == len(other) == 2
     assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)

@@ -35,7 +35,7 @@ def test_broken_images_are_left_out_and_told_and_the_training_is_that_of_the_fol
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     report = pack(root, tmp_path / "shards", skip_broken=True, shard_bytes=SHARD_BYTES)
     assert report.skipped.keys() == reasons.keys()
-    assert all(reasons[name] in told for name, told in report.skipped.items())
+    assert all(reasons[name] in reason for name, reason in report.skipped.items())
     assert report.num_train + report.num_test == 35
     loose = images.load(root, skip_broken=True)
     assert loose[0].skipped == report.skipped

@@ -49,9 +49,9 @@ def test_samples_made_by_processes_do_not_depend_on_who_makes_them(num_nodes):
 def test_a_batch_from_processes_can_be_dealt_again_and_asked_twice():
     before = torch.get_rng_state()
     for batch in batches(Noisy(11), 4, 1, 7, Assignment(0, 2), workers=1):
-        mine, other, both = batch.share(Assignment(0, 2)), batch.share(Assignment(1, 2)), batch.share(Assignment())
-        assert torch.equal(torch.cat([mine[1], other[1]]), both[1])
-        assert torch.equal(batch.share(Assignment(0, 2))[1], mine[1])
+        first, other, both = batch.share(Assignment(0, 2)), batch.share(Assignment(1, 2)), batch.share(Assignment())
+        assert torch.equal(torch.cat([first[1], other[1]]), both[1])
+        assert torch.equal(batch.share(Assignment(0, 2))[1], first[1])
     assert torch.equal(torch.get_rng_state(), before)
 
 

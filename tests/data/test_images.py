@@ -262,7 +262,7 @@ def test_a_missing_folder_is_named(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "parts"),
     [
         ({}, ["no class sub-folders"]),
         ({"a": 3}, ["only one class, a"]),
@@ -274,13 +274,13 @@ def test_a_missing_folder_is_named(tmp_path) -> None:
         ({"train__a": 1, "train__b": 1, "val__a": 1, "val__c": 1}, ["in one of train/ and val/ alone: b, c"]),
     ],
 )
-def test_all_faults_of_a_folder_are_told_at_once(tmp_path, counts, told) -> None:
+def test_all_faults_of_a_folder_are_told_at_once(tmp_path, counts, parts) -> None:
     with pytest.raises(ValueError, match="Accepted: a folder with one sub-folder per class") as caught:
         load(tree(tmp_path, **counts))
     assert str(tmp_path) in str(caught.value)
-    for words in told:
-        assert words in str(caught.value)
-    assert str(caught.value).count("\n- ") >= len(told)
+    for part in parts:
+        assert part in str(caught.value)
+    assert str(caught.value).count("\n- ") >= len(parts)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, -0.1, 2, float("nan")])

@@ -56,13 +56,13 @@ def test_progress_counts_every_image(photos, tmp_path):
     assert seen == [("check", 33, 33), *(("pack", i + 1, 33) for i in range(33))]
 
 
-def packed_until(root: Path, out: Path, told: int, steps: int) -> None:
+def packed_until(root: Path, out: Path, write_end: int, steps: int) -> None:
     """In a process of its own, which ends here: after so many steps it waits for its end."""
     left = iter(range(steps))
 
     def slowly(*step):
         next(left)
-        os.write(told, b".")
+        os.write(write_end, b".")
         if not left.__length_hint__():
             time.sleep(100)
 
@@ -80,15 +80,15 @@ def test_an_interrupted_pack_goes_on_and_ends_with_the_same_bytes(broken, tmp_pa
     out = tmp_path / "shards"
     kept = []
     for steps in (1, 4, 11, 18):
-        hear, told = os.pipe()
+        read_end, write_end = os.pipe()
         if not (packing := os.fork()):
-            packed_until(root, out, told, steps)
+            packed_until(root, out, write_end, steps)
         for _ in range(steps):
-            os.read(hear, 1)
+            os.read(read_end, 1)
         os.kill(packing, how)
         assert os.waitpid(packing, 0)[1] == (how if how == signal.SIGKILL else 130 << 8)
-        os.close(hear)
-        os.close(told)
+        os.close(read_end)
+        os.close(write_end)
         with pytest.raises(ValueError, match="was not finished"):
             images.load(out)
         kept.append({path.name: path.stat().st_mtime_ns for path in out.glob("*.array_record")})

@@ -97,23 +97,23 @@ def test_it_agrees_with_the_record(drawn):
     steps = [event for event in compute if event["name"].startswith("step ")]
     assert [event["name"] for event in steps] == ["step 2", "step 3"]
     for number, step in zip((2, 3), steps, strict=True):
-        said = record[number]
+        event_of_step = record[number]
         parts = {name: inside(waiting, step, name) for name in ("input", "exchange, not hidden", "reconcile")}
         parts |= {name: inside(compute, step, name) for name in ("gradient", "update", "forward", "backward")}
-        assert seconds([step]) >= said["seconds"] * (1 - 1e-5)
-        assert seconds(parts["input"]) <= said["wait_seconds"] + 1e-5
-        assert seconds(parts["exchange, not hidden"]) <= said["exchange_seconds"] + 1e-5
-        assert seconds(parts["update"] + parts["reconcile"]) <= said["update_seconds"] + 1e-5
+        assert seconds([step]) >= event_of_step["seconds"] * (1 - 1e-5)
+        assert seconds(parts["input"]) <= event_of_step["wait_seconds"] + 1e-5
+        assert seconds(parts["exchange, not hidden"]) <= event_of_step["exchange_seconds"] + 1e-5
+        assert seconds(parts["update"] + parts["reconcile"]) <= event_of_step["update_seconds"] + 1e-5
         outer = ("input", "gradient", "exchange, not hidden", "update", "reconcile")
         assert seconds([event for name in outer for event in parts[name]]) <= seconds([step])
         assert len(parts["forward"]) == len(parts["backward"]) == 2, "micro-batches"
         assert seconds(parts["forward"] + parts["backward"]) <= seconds(parts["gradient"])
-        everyone = [
+        all_processes = [
             seconds([[event for event in events if event["name"] == "gradient"][number - 2]])
             for (_, name), events in found.items()
             if name.endswith("compute")
         ]
-        assert said["compute_seconds"] <= max(everyone) + 1e-5
+        assert event_of_step["compute_seconds"] <= max(all_processes) + 1e-5
 
 
 @pytest.mark.dear
@@ -175,8 +175,8 @@ def test_alone_it_changes_nothing(tmp_path, monkeypatch, kind):
     (events,) = (e for (_, name), e in tracks(json.loads((tmp_path / "drawn/trace.json").read_text())).items()
                  if name.endswith("compute"))  # fmt: skip
     assert [event["name"] for event in events].count("head (Linear)") == 3
-    (said,) = [event for event in read(tmp_path / "drawn") if event["event"] == "trace"]
-    assert (said["first_step"], said["last_step"]) == (1, 3)
+    (event_of_step,) = [event for event in read(tmp_path / "drawn") if event["event"] == "trace"]
+    assert (event_of_step["first_step"], event_of_step["last_step"]) == (1, 3)
     assert not (tmp_path / "plain" / "trace.json").exists()
 
 

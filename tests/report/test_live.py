@@ -104,38 +104,40 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path):
         "print('here', flush=True)\ntime.sleep(100)"
     )
     source = str(Path(status_server.__file__).parents[2])
-    asked = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": source}
     )
     try:
-        assert asked.stdout.readline() == b"here\n"
-        (name,) = (name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{asked.pid}-"))
+        assert process.stdout.readline() == b"here\n"
+        (name,) = (name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{process.pid}-"))
         assert status_server.query(name) == {}
-        os.kill(asked.pid, signal.SIGSTOP)
-        while psutil.Process(asked.pid).status() != psutil.STATUS_STOPPED:
+        os.kill(process.pid, signal.SIGSTOP)
+        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         start = time.monotonic()
         assert status_server.query(name, 0.3) is None
         assert time.monotonic() - start < 10
-        with pytest.raises(ValueError, match=rf"without an answer: .*pid {asked.pid}, stopped: .*python"):
+        with pytest.raises(ValueError, match=rf"without an answer: .*pid {process.pid}, stopped: .*python"):
             live_status.ask(str(tmp_path))
     finally:
-        asked.kill()
-        asked.communicate()
+        process.kill()
+        process.communicate()
 
 
 def test_a_run_is_found_by_its_folder_or_its_id_and_unknown_ones_are_told(tmp_path):
-    mine = Activity()
-    told = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
-    told |= {"num_nodes": 1, "local_rank": 0, "local_size": 1, "mine": mine.status(), "everyone": {0: mine.status()}}
+    activity = Activity()
+    reply = {"run": "1121-1000-ab", "folder": str(tmp_path), "command": ["train.py"], "pid": 7, "node": 0}
+    reply |= {"num_nodes": 1, "local_rank": 0, "local_size": 1}
+    reply |= {"mine": activity.status(), "everyone": {0: activity.status()}}
     server = StatusServer(
-        lambda question: {**told, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
+        lambda question: {**reply, **({"stacks": {"rank 0": "  here\n"}} if "stacks" in question else {})}
     )
     try:
         for name in (str(tmp_path), "1121-1"):
             head, state, *stack = live_status.lines(live_status.ask(name, stacks=True))
             assert head == "1121-1000-ab: train.py, 1 node"
-            assert state.startswith(f"rank 0 on {mine.host}, at step 0: outside of a step, in the script's own code")
+            text = "at step 0: outside of a step, in the script's own code"
+            assert state.startswith(f"rank 0 on {activity.host}, {text}")
             assert stack == ["", "rank 0:", "  here"]
         with pytest.raises(ValueError, match=r"no process of run '0304' answers.*running here: .*1121-1000-ab"):
             live_status.ask("0304")

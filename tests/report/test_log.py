@@ -65,7 +65,7 @@ def talk(code: str = "", **more: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("level", "said"),
+    ("level", "lines"),
     [
         ("debug", ["a hint", "slow", "broken"]),
         ("info", ["a hint", "slow", "broken"]),
@@ -74,8 +74,8 @@ def talk(code: str = "", **more: str) -> str:
         ("error", ["broken"]),
     ],
 )
-def test_the_variable_says_from_which_level_on_messages_are_printed(level, said):
-    assert talk(PACELINE_LOG=level) == "".join(f"paceline: {text}\n" for text in said)
+def test_the_variable_says_from_which_level_on_messages_are_printed(level, lines):
+    assert talk(PACELINE_LOG=level) == "".join(f"paceline: {text}\n" for text in lines)
 
 
 def test_a_script_s_basic_configuration_neither_prints_twice_nor_silences():

@@ -288,24 +288,24 @@ def chrome():
 @pytest.fixture
 def visit(chrome, whole, six, tmp_path):
     """Opens a page; at the end, nothing may have been complained of or asked for."""
-    said, asked, contexts = [], [], []
+    messages, requests, contexts = [], [], []
 
     def visit(text, width, colours="light", script=True):
         (tmp_path / "page.html").write_text(text, encoding="utf-8")
         viewport = {"width": width, "height": 800}
         contexts.append(chrome.new_context(viewport=viewport, color_scheme=colours, java_script_enabled=script))
         opened = contexts[-1].new_page()
-        opened.on("console", lambda message: said.append(message.text))
-        opened.on("pageerror", lambda error: said.append(str(error)))
-        opened.on("request", lambda request: asked.append(request.url))
+        opened.on("console", lambda message: messages.append(message.text))
+        opened.on("pageerror", lambda error: messages.append(str(error)))
+        opened.on("request", lambda request: requests.append(request.url))
         opened.goto((tmp_path / "page.html").as_uri())
         return opened
 
     yield visit
     for context in contexts:
         context.close()
-    assert said == []
-    assert set(asked) == {(tmp_path / "page.html").as_uri()}
+    assert messages == []
+    assert set(requests) == {(tmp_path / "page.html").as_uri()}
 
 
 @pytest.mark.dear("360")
@@ -331,8 +331,8 @@ def test_the_pointer_and_the_arrows_show_values(visit, whole):
     losses = {event["step"]: event["loss"] for event in read(run) if event["event"] == "step"}
     opened = visit(text, 1400)
     opened.locator("#loss-by-step .plot").hover()
-    said = opened.locator("#loss-by-step .tips").inner_text()
-    at, value = re.search(r"step: (\d+)\s+loss\s+([\d.]+)", said).groups()
+    text = opened.locator("#loss-by-step .tips").inner_text()
+    at, value = re.search(r"step: (\d+)\s+loss\s+([\d.]+)", text).groups()
     assert float(value) == pytest.approx(losses[int(at)], rel=1e-3)
     assert 55 <= int(at) <= 65, "the middle of 120 steps"
     opened.mouse.move(0, 0)

@@ -43,10 +43,10 @@ def busy_child():
 
 def test_processor_time_adds_up(record, busy_child):
     """Conservation: percent times seconds, summed, is what the kernel says the processes have used."""
-    everyone = [psutil.Process(busy_child.pid)]  # beside this one, servers of other tests may come and go
+    processes = [psutil.Process(busy_child.pid)]  # beside this one, servers of other tests may come and go
 
     def spent():
-        times = [process.cpu_times() for process in everyone]
+        times = [process.cpu_times() for process in processes]
         return sum(time.user + time.system for time in times)
 
     before = spent()
@@ -55,9 +55,9 @@ def test_processor_time_adds_up(record, busy_child):
     used = spent() - before
     events = [event for event in seen(record) if "processes" in event]
     times = [event["time"] for event in events]
-    told = sum(e["cpu_percent"] / 100 * (b - a) for a, b, e in zip(times, times[1:], events[1:], strict=False))
-    assert told == pytest.approx(used, rel=0.2)
-    assert all(event["processes"] == len(everyone) for event in events)
+    recorded = sum(e["cpu_percent"] / 100 * (b - a) for a, b, e in zip(times, times[1:], events[1:], strict=False))
+    assert recorded == pytest.approx(used, rel=0.2)
+    assert all(event["processes"] == len(processes) for event in events)
 
 
 def test_the_machine_is_seen(record, busy_child):
@@ -72,8 +72,8 @@ def test_the_machine_is_seen(record, busy_child):
         assert event["context_switches_per_s"] > 0
         assert event["net_sent_bytes_per_s"] >= 0
     assert whole
-    told = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
-    assert [name for name in set().union(*events) if f"`{name}`" not in told] == []
+    documented = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
+    assert [name for name in set().union(*events) if f"`{name}`" not in documented] == []
 
 
 @pytest.fixture
@@ -152,9 +152,9 @@ def test_stop_does_not_wait_for_a_machine_that_hangs(record):
     sampler._probes[1].instruments.append(hang)
     sampler.start()
     assert hangs.wait(20)
-    mine = OwnTime()
+    clock = OwnTime()
     sampler.stop()
-    assert mine.passed_s() < usage.STOP_S + 1
+    assert clock.passed_s() < usage.STOP_S + 1
     goes_on.set()
     sampler._thread.join()
 
