@@ -1,4 +1,4 @@
-"""All go on from one checkpoint: the newest that every process can read, whole and the same, or is sent."""
+"""All processes resume from one checkpoint: the newest that each can read completely, or that is sent to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gathering(link):
 
 
 def choose(*runs):
-    """What all go on from, each rank's folder being the one given."""
+    """The checkpoint from which all resume; each rank reads its own one of the given folders."""
 
     def work(link):
         return agree(lambda most: read_newest(runs[link.rank], most), gathering(link), "runs/mine")
@@ -130,7 +130,7 @@ NODES = 0, 0, 1, 1, 2
 
 
 def deliver(run, lacking=(2, 3, 4)):
-    """What five processes on three nodes hold, of which rank 0's has the checkpoint."""
+    """The checkpoints of five processes on three nodes after the transfer; only rank 0's node has it before."""
 
     def work(link):
         kept = None if link.rank in lacking else read(run)
@@ -141,7 +141,7 @@ def deliver(run, lacking=(2, 3, 4)):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A checkpoint of some parts; and whatever was kept for a while, afterwards."""
+    """A checkpoint that is sent in several parts; afterwards no temporary file may remain."""
     monkeypatch.setattr(transfer, "PART_BYTES", 1000)
     places = tmp_path / "places"
     places.mkdir()

@@ -1,4 +1,4 @@
-"""A checkpoint written beside the training is the one that waiting would have written; what goes wrong is told once."""
+"""An asynchronous checkpoint is identical to a synchronous one; an error of the writer is raised once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def steps(run):
 
 
 def files(path):
-    """What is in them, but for which of this process's joins has written it."""
+    """The content of the checkpoints, without the number of the join that wrote them."""
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     return found | {"checkpoint.json": re.sub(rb'"(join|sha256)": ("[0-9a-f]*"|\d+)', b"", found["checkpoint.json"])}
 
@@ -55,7 +55,7 @@ def idle():
 
 @pytest.fixture
 def hold():
-    """``hold(run)``: nothing can be written there, until ``hold.close()``."""
+    """``hold(run)``: blocks all writes to the folder, until ``hold.close()``."""
 
     class Hold(contextlib.ExitStack):
         def __call__(self, run):
@@ -69,7 +69,7 @@ def hold():
 
 @pytest.mark.parametrize("engine", ["sequential", "threads:2", "replicas:2"])
 def test_it_is_byte_for_byte_what_waiting_would_have_written(tmp_path, hold, engine):
-    """Nothing reaches the disk before two more steps have been made."""
+    """The write is blocked until two more steps are done."""
     with training(tmp_path / "waited", engine) as pace:
         for _ in range(9):
             step(pace)
@@ -200,7 +200,7 @@ def test_what_comes_before_the_next_step_tells_it(full, what):
 
 
 def ends(folder, run, error=None):
-    """A run that saves as the last thing it does."""
+    """A run whose last operation is a save."""
     with training(folder) as pace:
         step(pace)
         pace.save(run, wait=False)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and of an export are safetensors that others read, and theirs are read here."""
+"""Files of checkpoints and exports are safetensors that other tools read, and theirs are read here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run gone on with is, bit for bit, the run that was never interrupted; what is not its own is refused by name."""
+"""A resumed run equals the uninterrupted run bit for bit; another job's checkpoint is rejected with the reason."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_only_what_rank_0_sees_is_gone_on_from_by_all(two_processes):
 
 
 def test_the_runs_are_not_all_alike(tmp_path):
-    """Else the law would hold of anything: seeds matter, and steps were skipped where a scale was too large."""
+    """Checks that the invariant is not trivial: seeds matter, and steps were skipped for too large a loss scale."""
     for name in ("dropout", "randomness in the dataset"):
         kind = resuming.KINDS[name]
         assert kind.run(tmp_path, "sequential")[0] != kind.run(tmp_path, "sequential", seed=2)[0]
@@ -123,7 +123,7 @@ def test_a_damaged_newest_is_passed_over_and_said_to_be(kept, capsys):
 
 
 def test_the_one_gone_on_from_stays_until_two_newer_ones_are_whole(kept):
-    """The newest has a flipped bit, which sizes do not show: restoring has seen it."""
+    """The newest checkpoint has a flipped bit, which file sizes do not show, but restoring detects."""
     newest = kept / "checkpoint-00000003" / "weights.safetensors"
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
@@ -160,7 +160,7 @@ def test_weights_alone_go_into_a_plain_model(kept):
 
 
 def test_the_choice_between_dense_and_factors_is_kept(tmp_path):
-    """Sequences have more rows than the first guess knows: a resumed run must not guess again."""
+    """Sequences have more rows than the initial estimate: a resumed run must not estimate again."""
 
     def train(stop, folder=None):
         torch.manual_seed(0)

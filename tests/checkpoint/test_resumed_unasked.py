@@ -1,4 +1,4 @@
-"""A run that is started again resumes from its newest checkpoint, bit for bit, whether its script restores or not."""
+"""A restarted run resumes from its newest checkpoint, bit for bit, with or without `restore` in its script."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ STEPS = 3 * 5  # of three epochs
 
 
 class Crash(Exception):
-    """As a power loss: nothing is closed."""
+    """Simulates a power loss: no object is closed."""
 
 
 OPEN = []  # what was joined
@@ -25,7 +25,7 @@ OPEN = []  # what was joined
 
 @pytest.fixture
 def script(monkeypatch):
-    """Runs a script in this process, as a new one. ``again``: its launcher starts it again."""
+    """Runs a script in this process as if in a new one. ``again``: its launcher restarts it."""
 
     def call(run, *given, again=False, **how):
         for name, fresh in (("_pending", []), ("_numbers", itertools.count()), ("_by_script", []), ("_random", {})):
@@ -70,7 +70,7 @@ def one_call(folder, crash=0, every=4, restore=False):
 
 
 def a_call_per_epoch(folder, crash=0, at_end=False, breaks=False):
-    """Of which the script counts the calls by itself. ``breaks``: a call is for more epochs than it takes."""
+    """The script itself counts the calls. ``breaks``: the loop ends before the requested epochs."""
     pace = joined(folder)
     for _ in range(3):
         for batch in pace.batches(DATA, epochs=9 if breaks else 1):
@@ -90,7 +90,7 @@ def a_call_per_epoch(folder, crash=0, at_end=False, breaks=False):
 
 
 def two_models(folder, crash=0):
-    """Trained by turns; the second has its own join, and takes the rows of the first."""
+    """Two models trained alternately; the second has its own join, and uses the samples of the first."""
     one, two = joined(folder), joined(folder / "other", seed=1)
     for batch in one.batches(DATA, epochs=3):
         x, y = one.rows(batch)
@@ -108,7 +108,7 @@ def two_models(folder, crash=0):
 
 
 def two_folds(folder, crash=0):
-    """One after the other, in one folder, with the same model: a checkpoint of the second fits the first."""
+    """Two trainings in sequence, in one folder, with the same model: a checkpoint of the second fits the first."""
     found = []
     for fold in range(2):
         pace = joined(folder, seed=fold)

@@ -1,4 +1,4 @@
-"""Broken images are all named before anything is packed, or left out and told; a folder is checked once."""
+"""Broken images are all listed before packing, or left out and reported; a folder is checked once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from photographs import SHARD_BYTES, add_broken, lay, photo
 
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with broken images, and what each should be called."""
+    """A folder with broken images, and the expected error of each."""
     root = lay(tmp_path / "photos")
     return root, add_broken(root)
 

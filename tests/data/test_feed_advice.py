@@ -1,4 +1,4 @@
-"""Advice follows from measured seconds: what would help is named, with how much, and what would not is not."""
+"""Advice follows from measured times: it names each helpful change with its gain, and no other change."""
 
 from __future__ import annotations
 

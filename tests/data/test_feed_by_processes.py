@@ -1,4 +1,4 @@
-"""Processes that fetch give the same rows whoever makes them, and none of them is left."""
+"""Worker processes give the same samples for any number of workers, and all of them end."""
 
 from __future__ import annotations
 

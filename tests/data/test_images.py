@@ -1,4 +1,4 @@
-"""Image folders: the pixels are those promised, whoever fetches them, and faults are named."""
+"""Image folders: pixels are as specified, for any number of threads, and errors are listed."""
 
 import pickle
 from pathlib import Path
@@ -33,7 +33,7 @@ def bytes_of(images: torch.Tensor) -> torch.Tensor:
 
 
 def tree(root: Path, **counts: int) -> Path:
-    """Folders of 1x1 images; a double underscore in a name is a folder within."""
+    """Folders of 1x1 images; a double underscore in a name separates nested folders."""
     for name, count in counts.items():
         folder = root / name.replace("__", "/")
         folder.mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_test_images_keep_the_centre(tmp_path) -> None:
     ("size", "is_whole"), [((512, 700), True), ((256, 640), True), ((300, 260), False), ((180, 120), False)]
 )
 def test_the_crop_is_that_of_the_whole_image_resized(tmp_path, size, is_whole) -> None:
-    """To a step of rounding where the crop's corners are whole pixels of the file, else to half such a pixel."""
+    """Exact up to rounding where the crop's corners are whole pixels of the file, else to half a pixel."""
     noise(tmp_path / "a.png", size)
     width, height = (256 * side // min(size) for side in size)
     with Image.open(tmp_path / "a.png") as image:

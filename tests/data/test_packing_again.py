@@ -1,4 +1,4 @@
-"""Packing again: done at once where nothing changed, gone on with after an interruption, to the same bytes."""
+"""Repeated packing: returns at once if nothing changed, resumes after an interruption, and gives the same bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shards(photos, tmp_path) -> Path:
 
 @pytest.fixture
 def broken(tmp_path):
-    """A folder with broken images, and what each should be called."""
+    """A folder with broken images, and the expected error of each."""
     root = lay(tmp_path / "photos")
     return root, add_broken(root)
 
@@ -57,7 +57,7 @@ def test_progress_counts_every_image(photos, tmp_path):
 
 
 def packed_until(root: Path, out: Path, write_end: int, steps: int) -> None:
-    """In a process of its own, which ends here: after so many steps it waits for its end."""
+    """Packs in a child process: after ``steps`` images it waits to be killed."""
     left = iter(range(steps))
 
     def slowly(*step):

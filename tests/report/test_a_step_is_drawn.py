@@ -1,4 +1,4 @@
-"""A drawn step is one that readers of Chrome's traces open; it agrees with the record and changes nothing."""
+"""A trace is valid for readers of Chrome's format; it agrees with the event log and does not change training."""
 
 import json
 from collections import defaultdict
@@ -18,7 +18,7 @@ NAP_S = 0.03
 
 
 def tracks(whole):
-    """(process, track's name) -> its events in order, after all that the format asks of a file."""
+    """(process, track's name) -> its events in order; checks first that the file is valid."""
     assert set(whole) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert whole["displayTimeUnit"] == "ms"
     names, found = {}, defaultdict(list)
@@ -46,7 +46,7 @@ def end(event):
 
 
 def check_nesting(track, events):
-    """Each event lies in the one that is open when it begins, or after it."""
+    """Each event is within the one that is open when it begins, or after it."""
     nanosecond, open_ = 0.001, []
     for event in events:
         while open_ and event["ts"] >= end(open_[-1]) - nanosecond / 2:
@@ -74,7 +74,7 @@ def drawn(tmp_path_factory):
 
 
 def main_track(drawn, node, name):
-    """Of the process that holds the node's link."""
+    """The tracks of the process that holds the node's link."""
     (track,) = [t for t in drawn[0] if t[0] == node and t[1].endswith(name) and "process 1" not in t[1]]
     return drawn[0][track]
 
@@ -151,7 +151,7 @@ def test_pieces_are_drawn_with_their_form(drawn):
 
 
 class Again(Plain):
-    """Layers are computed again in backward."""
+    """Layers are recomputed in backward (activation checkpointing)."""
 
     def forward(self, x):
         return self.head(checkpoint(lambda x: F.relu(self.second(F.relu(self.first(x)))), x, use_reentrant=False))
@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_a_drawn_step_says_its_own_error(tmp_path, monkeypat
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_where_others_are_here_than_began_nothing_is_drawn_and_that_is_told(step, tmp_path, monkeypatch, capsys):
-    """Before the drawn steps, or among them. Story: who came late was not asked, and met the others out of step."""
+    """Before or among the traced steps. Regression: a joining node did not take part, so collectives did not match."""
     monkeypatch.setenv("PACELINE_TRACE", "1-2")
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

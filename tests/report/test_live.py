@@ -1,4 +1,4 @@
-"""A run answers who asks from another terminal, nobody of another user, and leaves nothing behind."""
+"""The status server replies to processes of the same user only, and leaves no file behind."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ from paceline.report.status_server import StatusServer
 
 
 def ours():
-    """The names of this process: others on the machine, as those of other tests, come and go meanwhile."""
+    """The server names of this process only: other tests on the machine start and end servers meanwhile."""
     return {name for name in status_server.names() if name.startswith(f"{status_server.PREFIX}{os.getpid()}-")}
 
 
 @pytest.fixture
 def served():
-    """A name that echoes questions."""
+    """A server that echoes requests."""
     before = ours()
     server = StatusServer(lambda question: {"asked": question})
     (name,) = ours() - before
@@ -34,7 +34,7 @@ def served():
 
 @pytest.fixture
 def particular():
-    """A name that knows objects alone."""
+    """A server that accepts only JSON objects."""
     before = ours()
     server = StatusServer(lambda question: {"asked": question.get("stacks")})
     (name,) = ours() - before
@@ -57,7 +57,7 @@ def test_it_answers_and_goes_on_after_nonsense(served, particular, nonsense):
 
 @pytest.mark.parametrize("name", [b"x", b"\xff-1", b"%d-\xff"], ids=["no number", "no UTF-8", "of this process"])
 def test_whatever_names_others_choose_stacks_are_found(name):
-    """Any user may: one that is no number once ended a peer of whoever asked."""
+    """Any user may bind such a name. Regression: a name without a pid ended the querying process."""
     server = StatusServer(lambda question: {"stacks": {"rank 0": "here\n"}})
     with socket.socket(socket.AF_UNIX) as odd:
         odd.bind(b"\0" + status_server.PREFIX.encode() + name.replace(b"%d", b"%d" % os.getpid()))
@@ -68,7 +68,7 @@ def test_whatever_names_others_choose_stacks_are_found(name):
 
 
 def test_what_answers_and_is_no_run_is_none_of_those_that_are_asked_for(served, particular):
-    """Story: `doctor --run` ended in a KeyError wherever anything else answered on the machine."""
+    """Regression: `doctor --run` raised a KeyError if another server replied on the machine."""
     with pytest.raises(ValueError, match="no process of run 'mine' answers on this machine"):
         live_status.ask("mine")
 
@@ -97,7 +97,7 @@ def test_another_user_is_not_answered(served):
 
 
 def test_who_does_not_answer_is_not_waited_for(tmp_path):
-    """A stopped process's kernel still takes the question."""
+    """The kernel accepts a request also for a stopped process."""
     script = (
         "import time\nfrom paceline.report.status_server import StatusServer\nserver = StatusServer(lambda question: "
         "{})\n"

@@ -1,4 +1,4 @@
-"""Messages go through the logger `paceline`: which are printed, once, whole, and to whom."""
+"""Messages go through the logger `paceline`: which are printed, how often, and by which handler."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_where_nothing_can_be_written_training_goes_on(monkeypatch, stream):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # which Python 3.12 has for this very danger
 def test_a_child_that_is_forked_while_others_log_is_free_to_log(monkeypatch, tmp_path):
-    """Story: of children that are forked while a thread writes to a file as stderr, one in three stood still."""
+    """Regression: one in three children deadlocked if forked while a thread wrote to stderr as a file."""
     stream = (tmp_path / "stderr").open("w")
     monkeypatch.setattr(sys, "stderr", stream)
     log.handlers[:] = [module._screen]  # pytest's own, of a file, has the same fault

@@ -1,4 +1,4 @@
-"""A report is one file that shows what the record says, to anybody, on anything, without a network."""
+"""A report is one self-contained file that shows the event log, accessible, on any device, without network access."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ def made(tmp_path, *runs):
 
 
 def charts(text):
-    """Key -> what the chart tells its script: axes and lines."""
+    """Key -> the chart's data for its script: axes and lines."""
     found = re.findall(
         r'<figure class="card chart[^"]*" id="([^"]+)".*?<script type="application/json">(.*?)</script>',
         text,
@@ -52,7 +52,7 @@ def six(tmp_path_factory):
 
 
 class Checked(HTMLParser):
-    """Tags must close in order; ids must be unique, and those referred to must be there."""
+    """Tags must close in order; ids must be unique, and every id that is referenced must exist."""
 
     def __init__(self, text):
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_failed_plan_row_is_shown_with_its_reason(tmp_path):
 
 
 def test_a_plan_of_many_rows_shows_those_that_were_tried(tmp_path):
-    """A row that was not tried has a speedup too, by prediction: it must not look measured."""
+    """A candidate that was not measured has a predicted speedup, which must not be shown as measured."""
     tried = {4, 11}
     rows = [
         {"engine": f"row{i}", "predicted_s": 1.0 + i, "measured_s": 2.0 if i in tried | {0} else None, "speedup": 1.0}
@@ -287,7 +287,7 @@ def chrome():
 
 @pytest.fixture
 def visit(chrome, whole, six, tmp_path):
-    """Opens a page; at the end, nothing may have been complained of or asked for."""
+    """Opens a page; afterwards there must be no console message and no network request."""
     messages, requests, contexts = [], [], []
 
     def visit(text, width, colours="light", script=True):

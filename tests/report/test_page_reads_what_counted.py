@@ -1,4 +1,4 @@
-"""A record keeps whole lines whatever happens, and a run reads as what counted in the end."""
+"""The event log has complete lines only, and a resumed run is read with each step's last values."""
 
 import json
 import math

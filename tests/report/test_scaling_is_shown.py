@@ -1,4 +1,4 @@
-"""Runs on different numbers of nodes: speedup, efficiency and bytes are arithmetic on their records."""
+"""Runs on different numbers of nodes: speedup, efficiency and bytes are computed from their event logs."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from records import join, step, write
 
 
 def run(folder, nodes, batch, seconds, predicted=None, **fields):
-    """Forty even steps; with a plan over several numbers of nodes where there is a prediction."""
+    """Forty equal steps; if a prediction is given, also a plan for several numbers of nodes."""
     rows = tuple(Row("sequential", s) for n, s in (predicted or {}).items() if n == 1)
     teams = tuple(Team(n, "a,b,c,d"[: 2 * n - 1], batch_size=64, predicted_s=s) for n, s in (predicted or {}).items())
     imagined = Team(nodes, "", batch_size=batch, link="1gbit", predicted_s=9.0)
@@ -43,7 +43,7 @@ def folders(tmp_path_factory):
 
 
 def items(text, title):
-    """What a figure says of each run: (name, reason, value)."""
+    """A figure's (name, reason, value) for each run."""
     figure = re.search(rf"<h3>Speedup: {re.escape(title)}</h3>.*?</figure>", text, re.DOTALL)[0]
     return re.findall(
         r'<span class="name">(.*?)</span><span class="reason">(.*?)</span>.*?<span class="value">(.*?)</span>',

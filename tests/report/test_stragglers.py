@@ -1,4 +1,4 @@
-"""A node that is slower than its share assumes is named once, with what its machine shows; noise is not named."""
+"""A node that is slower than its share assumes is reported once, with its symptoms; noise is not reported."""
 
 import json
 import os
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def watch(tmp_path):
-    """``run(steps, busy, ...)``: so many steps in which nodes are so busy; ``found()``: the events written."""
+    """``run(steps, busy, ...)``: steps with these busy times of the nodes; ``found()``: the events written."""
 
     class Watch:
         def __init__(self):
@@ -138,7 +138,7 @@ def test_a_slow_network_is_named_where_all_nodes_take_what_they_took(watch):
 
 @pytest.fixture
 def stranger():
-    """A program that is busy and no child of this one."""
+    """A busy program that is not a child of this process."""
     shell = subprocess.Popen(
         ["sh", "-c", f"exec {sys.executable} -c '{SPIN}' & wait"], stdout=subprocess.PIPE, start_new_session=True
     )
@@ -217,7 +217,7 @@ def test_late_data_is_a_sign():
 
 
 def test_a_look_costs_little():
-    """A thousandth of a core at most: what a look costs decides when the next one is."""
+    """At most a thousandth of a core: the cost of a sample determines the time of the next one."""
     signs = HostHealth(Activity())
     costs = []
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A follower passes every number on, at its step and time, and says what is missing."""
+"""A tracker receives every number with its step and time; an error names a missing package or event log."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_tensorboard_gets_what_the_record_has(tmp_path):
     ids=["nothing but the weight", "its own rows", "dealt", "one node's part of an average"],
 )
 def test_samples_are_counted_whatever_the_loss_divides_by(tmp_path, fields, samples):
-    """Story: the throughput of a language model was that of its tokens."""
+    """Regression: the throughput of a language model counted tokens."""
     event = records.step(0, weight=640.0, seconds=0.5, **fields)
     run = records.write(tmp_path, records.join(), event)
     assert load(run).column("steps", "samples_per_s") == pytest.approx([2 * samples])

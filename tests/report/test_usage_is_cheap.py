@@ -1,4 +1,4 @@
-"""What the machine did is measured as it was, costs next to nothing, and never stands in training's way."""
+"""Resource usage is measured correctly, costs little CPU time, and never delays training."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def busy_child():
 
 
 def test_processor_time_adds_up(record, busy_child):
-    """Conservation: percent times seconds, summed, is what the kernel says the processes have used."""
+    """Conservation: the sum of percent times seconds equals the kernel's CPU time of the processes."""
     processes = [psutil.Process(busy_child.pid)]  # beside this one, servers of other tests may come and go
 
     def spent():
@@ -168,7 +168,7 @@ def test_a_run_that_has_ended_is_no_error(record):
 
 
 def test_a_launcher_s_other_children_count(record, monkeypatch, busy_child):
-    """Two processes of a node share a launcher: what this one records is the node's, not only its own."""
+    """Two processes of a node share a launcher: this one records the usage of the node, not only its own."""
     assert Usage(record)._probes[0].instruments[0].__self__.root == os.getpid()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with Usage(record, 0.1):

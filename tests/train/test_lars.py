@@ -1,4 +1,4 @@
-"""LARS is its equation, does not mind the size of a gradient, and is plain SGD where it has no layers."""
+"""LARS follows its equation, is invariant to the gradient's scale, and equals SGD for parameters without layers."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A checkpoint says what images show, as the network that was trained would; what it cannot use it names."""
+"""Predictions equal those of the trained network; an error names a file or checkpoint that cannot be used."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(tmp_path, model):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Of the sample's test part, more than go through the network at once."""
+    """Images of the sample's test part, more than one forward pass takes."""
     _, test = sample.load()
     paths = []
     for index in range(ROWS + 3):
@@ -80,7 +80,7 @@ def pictures(tmp_path):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A module of the user's in the current folder."""
+    """A user's module in the current folder."""
     (tmp_path / "tiny_networks.py").write_text(TINY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])

@@ -1,4 +1,4 @@
-"""The learning rate is a closed form of the number of applied steps, and resumes anywhere bit by bit."""
+"""The learning rate is a closed-form function of the number of applied steps, and resumes bit by bit."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def advance(optimizer, scheduler):
 
 
 def rates(num_steps, **options):
-    """The rate of the first group in each of so many steps; that of the second must follow it."""
+    """The rate of the first group in each step; that of the second group must be proportional."""
     optimizer = sgd()
     scheduler = lr_schedule.make(optimizer, **options)
     found = []
