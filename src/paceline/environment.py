@@ -283,5 +283,5 @@ def log_level() -> int:
     """The lowest level that is logged: PACELINE_LOG, else info. Raises ValueError."""
     text = os.environ.get("PACELINE_LOG") or "info"
     if text.lower() not in LEVELS:
-        raise ValueError(f"PACELINE_LOG={text!r} is no level of messages; give {', '.join(LEVELS)}, or unset it")
+        raise ValueError(f"PACELINE_LOG={text!r} is no log level; give {', '.join(LEVELS)}, or unset it")
     return LEVELS[text.lower()]

@@ -181,7 +181,7 @@ def _train(request: _Request, job: Job, world: LaunchEnvironment, given: torch.n
     _joined[:] = [*(pace for pace in _joined if not pace.training.over), pace]
     _record(pace, parts, request.codec, job.batch_size, bool(members and encrypted))
     training.announce_met()
-    training.home.measure()
+    training.run_folder.measure()
     auto_resume.register(pace, bool(world.join_ticket))
     if not world.join_ticket:
         process_status.report(joined=True)

@@ -89,15 +89,15 @@ class Training:
         if self.equivalence_run and run.leader:
             self.equivalence_run.begin(engine.state())
         self.stopwatch = Stopwatch.of_environment(run.leader)
-        self.home = RunFolder(None if watched else folder, run.record)
+        self.run_folder = RunFolder(None if watched else folder, run.record)
         if not world.join_ticket:  # an error here ends all processes; it is no node failure
-            alone(run.control, lambda: run.leader, self.home.open)
+            alone(run.control, lambda: run.leader, self.run_folder.open)
         self._hints = Hints(run)
         self._warn(codec)
         if engine.precision == "fp16":
             run.scaler = Scaler(moves=True)
         self.saver = Saver(run, keep)
-        self._roles = Roles(run, self.home)
+        self._roles = Roles(run, self.run_folder)
         self.admission = Admission(run, started.said, self.end, self._save_and_exit) if started.surviving else None
         self._roles.told += [self.admission] if self.admission else []
         if started.surviving:
@@ -328,7 +328,7 @@ class Training:
         if self._stragglers:
             self._stragglers.close()
         unwritten = self.saver.end(wait)
-        self.home.close(f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
+        self.run_folder.close(f"{type(unwritten).__name__}: {unwritten}" if unwritten else reason)
         return unwritten
 
     def _settle_at_exit(self) -> None:

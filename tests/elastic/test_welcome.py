@@ -204,8 +204,8 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
     model = torch.nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.join(model, sgd, torch.nn.functional.mse_loss, batch_size=8, engine="sequential") as pace:
-        pace.run.folder = pace.training.home.path = tmp_path / "file" / "run"
-        pace.training.home.take_over()
+        pace.run.folder = pace.training.run_folder.path = tmp_path / "file" / "run"
+        pace.training.run_folder.take_over()
         before = model.weight.detach().clone()
         pace.step((torch.ones(8, 4), torch.ones(8, 2)))
         assert not torch.equal(before, model.weight)
