@@ -212,7 +212,7 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
         with pytest.raises(OSError, match=r"file/run"):
             pace.save()
     assert (
-        "run cannot be written here (Not a directory): training continues without a record" in capsys.readouterr().err
+        "run cannot be written here (Not a directory): training continues without an event log" in capsys.readouterr().err
     )
 
 
