@@ -169,7 +169,7 @@ class LinkTraits:
     admits: bool = True  # a node may join a running training
     by_all: bool = False  # a joining node must also select it
     finds_others: bool = False  # needs no host for the rendezvous
-    started_by: tuple[str, str] = ("", "")  # default if these variables are a node's rank and their number
+    started_by: tuple[str, str] = ("", "")  # default if these variables are the node's rank and the number of nodes
     on_cpu: bool = False  # cannot send from a GPU's memory
     package: tuple[str, str] = ("", "")  # a package that it needs, and the extra that installs it
     accumulates_fp32: bool = False  # 16-bit floats are added in 32 bits
