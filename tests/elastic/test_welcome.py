@@ -211,9 +211,8 @@ def test_who_leads_from_now_on_and_has_no_folder_trains_on(tmp_path, capsys):
         assert not torch.equal(before, model.weight)
         with pytest.raises(OSError, match=r"file/run"):
             pace.save()
-    assert (
-        "run cannot be written here (Not a directory): training continues without an event log" in capsys.readouterr().err
-    )
+    text = "run cannot be written here (Not a directory): training continues without an event log"
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
