@@ -161,7 +161,7 @@ def test_a_wrong_level_is_an_error_of_join_and_of_every_command(monkeypatch):
         check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("paceline: PACELINE_LOG='loud' is no level")
+    assert done.stderr.startswith("paceline: PACELINE_LOG='loud' is no log level")
     assert done.stderr.count("\n") == 1
 
 
