@@ -196,9 +196,7 @@ def _loss_errors(loss: Any) -> list[str]:
             "reduction='mean', and a learning rate as many times as large"
         ]
     if is_torch and reduction == "none":
-        return [
-            "loss has reduction='none', which gives one number per sample, and a step needs one: use reduction='mean'"
-        ]
+        return ["loss has reduction='none', which gives a number per sample; a step needs one: use reduction='mean'"]
     return []
 
 
